@@ -1,0 +1,58 @@
+"""Small tokenizers and models for tests, made without any download."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from data_prep.essays import pydoc_topics
+
+
+@lru_cache
+def _bpe() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(list(pydoc_topics().values())[:10], trainer)
+    return tokenizer.to_str()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 512 tokens with single digits and an end-of-text token."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_bpe()), eos_token="<|end|>", pad_token="<|end|>"
+    )
+
+
+def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """A random Qwen3 with two layers and two KV heads beside its tokenizer, in `folder`."""
+    set_seed(seed)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
