@@ -1,0 +1,26 @@
+"""Settings every test shares: no network, and GPU tests skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _gpu_present() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder; skip those that need a GPU where none is found."""
+    root = Path(__file__).parent / "tests"
+    for item in items:
+        folder = item.path.relative_to(root).parts[0] if root in item.path.parents else ""
+        if folder in ("gpu", "distributed"):
+            item.add_marker(folder)
+        if "gpu" in item.keywords and not _gpu_present():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; none was found"))
