@@ -1,0 +1,148 @@
+"""The report's pictures of the search: head mask, layer importance, evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+from stages.reporting.charts import Canvas, Plot, nice_ticks
+from stages.reporting.figures import bars, extent, finite
+from stages.reporting.formats import format_share
+from stages.reporting.results import Search
+
+LEFT, RIGHT = 52, 14
+STAGE_NAMES = {
+    "anchors": "Anchors",
+    "layer_importance": "Stage 1: layer importance",
+    "head_selection": "Stage 3: head selection",
+}
+
+
+def head_mask(search: Search, width: float, name: str) -> str:
+    """Layers (x) by KV heads (y), dark where the head is full and light where it slides."""
+    layers, heads = search.num_layers, search.num_key_value_heads
+    slot = (width - LEFT - RIGHT) / layers
+    row = min(28.0, max(14.0, slot))
+    gap = 1 if slot < 12 else 3
+    top = 26
+    canvas = Canvas(width, top + heads * row + 46)
+    stride = label_stride(slot, layers)
+    for layer, sliding in enumerate(search.swa_kv_heads):
+        x = LEFT + layer * slot
+        for head in range(heads):
+            kind = "sliding" if head in sliding else "full"
+            tip = f"layer {layer}, KV head {head}: {kind}"
+            y = top + head * row
+            canvas.rect(x + gap / 2, y + gap / 2, slot - gap, row - gap, f"cell {kind}", tip, 2)
+        if layer % stride == 0:
+            canvas.text(x + slot / 2, top + heads * row + 16, str(layer), anchor="middle")
+            canvas.text(x + slot / 2, top - 8, str(len(sliding)), "tick strong", "middle")
+    for head in range(heads):
+        canvas.text(LEFT - 8, top + (head + 0.5) * row + 4, str(head), anchor="end")
+    canvas.text(LEFT - 8, top - 8, "sliding", "tick", "end")
+    middle = top + heads * row / 2
+    canvas.text(13, middle, "KV head", "label", "middle", -90)
+    canvas.text((LEFT + width - RIGHT) / 2, top + heads * row + 37, "Layer", "label", "middle")
+    counts = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(search.swa_kv_heads))
+    return canvas.svg(
+        name,
+        "Head mask, layers by KV heads",
+        f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {counts}.",
+    )
+
+
+def label_stride(slot: float, layers: int) -> int:
+    """Every how many layers a label fits when a layer is `slot` pixels wide."""
+    return next(step for step in (1, 2, 4, 8, 16, layers) if slot * step >= 18 or step >= layers)
+
+
+def layer_panel(
+    search: Search, field: str, label: str, css: str, unit_range: bool, width: float, name: str
+) -> str:
+    """One quantity of stage 1 or 2 by layer, on the same x axis as the head mask."""
+    rows = sorted(search.summary.get("layer_importance", []), key=lambda row: int(row["layer"]))
+    values = [(int(row["layer"]) + 0.5, row.get(field)) for row in rows]
+    drawn = [(x, float(y)) for x, y in values if y is not None]
+    low, high = extent([0.0, *finite([y for _, y in drawn])])
+    y_range = (0.0, 1.0) if unit_range else (min(low, 0.0), max(high, 0.0))
+    plot = Plot.make(width, 150, (0, search.num_layers), y_range, left=LEFT, right=RIGHT, top=10)
+    share = format_share if _fits_percent(y_range) else _four
+    plot.y_axis(nice_ticks(*y_range, 3), label, share)
+    slot = (width - LEFT - RIGHT) / search.num_layers
+    stride = label_stride(slot, search.num_layers)
+    for layer in range(0, search.num_layers, stride):
+        plot.canvas.text(plot.x(layer + 0.5), plot.y.start + 17, str(layer), anchor="middle")
+    plot.canvas.text((LEFT + width - RIGHT) / 2, plot.y.start + 37, "Layer", "label", "middle")
+    tips = [f"layer {int(x)}: {label.lower()} {y:.4g}" for x, y in drawn]
+    bars(plot, drawn, slot, f"bar {css}", tips)
+    plot.canvas.line([(plot.x.start, plot.y(0.0)), (plot.x.end, plot.y(0.0))], "axis")
+    spoken = ", ".join(f"{int(x)}: {y:.3g}" for x, y in drawn)
+    return plot.canvas.svg(name, f"{label} by layer", f"{spoken}.")
+
+
+def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
+    """Score or log-likelihood of every evaluation, banded by search stage, with the best so far."""
+    trace = [row for row in search.summary.get("trace", []) if finite([row.get(quantity)])]
+    is_score = quantity == "score"
+    values = [float(row[quantity]) for row in trace]
+    steps = [int(row["step"]) for row in trace]
+    y_range = (-0.03, 1.03) if is_score else extent(values)
+    x_range = (min(steps) - 0.5, max(steps) + 0.5)
+    plot = Plot.make(width, 320, x_range, y_range, left=60, right=RIGHT, top=34)
+    _bands(plot, trace)
+    ticks = [0, 0.25, 0.5, 0.75, 1] if is_score else nice_ticks(*y_range)
+    label = "Score S(z), exact match" if is_score else "Log-likelihood (nats)"
+    plot.y_axis(ticks, label, format_share if is_score else _four)
+    count = 8 if width > 400 else 4
+    plot.x_axis(nice_ticks(*x_range, count), "Evaluation", lambda value: f"{value:,.0f}")
+    for stage in STAGE_NAMES:
+        own = [(row["step"], row[quantity]) for row in trace if row["stage"] == stage]
+        plot.canvas.dots(plot.points(own), f"dots {stage}")
+    if is_score:
+        for _, unit in groupby(trace, key=lambda row: (row["stage"], row["unit"])):
+            plot.canvas.line(_staircase(plot, list(unit)), "line best")
+    return plot.canvas.svg(
+        name,
+        f"{'Score' if is_score else 'Log-likelihood'} over evaluations",
+        f"{len(trace)} evaluations, the last at {values[-1]:.4g}, the highest at {max(values):.4g}.",
+    )
+
+
+def _bands(plot: Plot, trace: Sequence[dict[str, Any]]) -> None:
+    """Shade every other search stage, name it on top, and mark where its units begin."""
+    canvas = plot.canvas
+    for index, (stage, rows) in enumerate(groupby(trace, key=lambda row: str(row["stage"]))):
+        steps = [(int(row["step"]), str(row["unit"])) for row in rows]
+        start, end = plot.x(steps[0][0] - 0.5), plot.x(steps[-1][0] + 0.5)
+        css = "band even" if index % 2 else "band odd"
+        canvas.rect(start, plot.y.end, end - start, plot.y.start - plot.y.end, css)
+        label = STAGE_NAMES.get(stage, stage)
+        label = label if end - start > 6.4 * len(label) else label.split(":")[0]
+        if end - start > 6.4 * len(label):
+            canvas.text((start + end) / 2, plot.y.end - 10, label, "tick strong", "middle")
+        for (_, before), (step, unit) in pairwise(steps):
+            if unit != before:
+                at = plot.x(step - 0.5)
+                canvas.line([(at, plot.y.start), (at, plot.y.end)], "unit")
+
+
+def _staircase(plot: Plot, rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """The best score inside one sub-problem, as a staircase in pixels."""
+    stairs: list[tuple[float, float]] = []
+    for row in rows:
+        if not finite([row.get("best_score")]):
+            continue
+        x, y = plot.x(float(row["step"])), plot.y(float(row["best_score"]))
+        if stairs:
+            stairs.append((x, stairs[-1][1]))
+        stairs.append((x, y))
+    return stairs
+
+
+def _fits_percent(y_range: tuple[float, float]) -> bool:
+    return max(map(abs, y_range)) >= 0.02
+
+
+def _four(value: float) -> str:
+    return f"{value:.4g}"
