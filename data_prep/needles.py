@@ -27,7 +27,9 @@ Needle = tuple[str, str]
 # A pair's checksum modulo 4 says whose it is; evaluation, the largest user, has half of all pairs.
 _PAIR_OWNER: tuple[SeedSpace, ...] = ("calibration", "training", "evaluation", "evaluation")
 
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NOISE_LINE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
 _DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
 _MOST_FITTING_STEPS = 40
 
@@ -87,6 +89,31 @@ class NeedleSample:
     def forced_answer(self) -> str:
         """What stands behind `forced_prompt`: the value alone, with its space."""
         return " " + self.answers[0]
+
+
+def needle_sentence(key: str, value: str, what: str) -> str:
+    """The hidden sentence; `what` is numbers or uuids."""
+    return f"One of the special magic {what} for {key} is: {value}."
+
+
+def question(key: str, what: str) -> str:
+    """The question at the prompt's end."""
+    noun = what.removesuffix("s")
+    return f"What is the special magic {noun} for {key} mentioned in the provided text?"
+
+
+def answer_prefix(key: str, what: str) -> str:
+    """The answer's beginning, which is given; the model continues with a colon and the value."""
+    noun = what.removesuffix("s")
+    return f" The special magic {noun} for {key} mentioned in the provided text is"
+
+
+def _instruction(what: str) -> str:
+    noun = what.removesuffix("s")
+    return (
+        f"A special magic {noun} is hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {noun} afterwards."
+    )
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -197,7 +224,9 @@ def _measure_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float:
     if spec.haystack == "essay":
         return max(1.0, len(encode_answer(tokenizer, " ".join(words))) / len(words))
     draws = _Draws(task, 0, "evaluation", 0, 0, words)
-    lines = [_NOISE] * 20 if spec.haystack == "noise" else [draws.distractor(i) for i in range(20)]
+    lines = (
+        [NOISE_LINE] * 20 if spec.haystack == "noise" else [draws.distractor(i) for i in range(20)]
+    )
     return max(1.0, len(encode_answer(tokenizer, "\n".join(lines) + "\n")) / len(lines))
 
 
@@ -241,20 +270,14 @@ class _Draws:
     def sample(self, size: int) -> NeedleSample:
         """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
         key, value = self._needles[self._asked]
-        noun = self.spec.value.removesuffix("s")
+        what = self.spec.value
         context = self._essay(size) if self.spec.haystack == "essay" else self._lines(size)
         hidden = self._needles + self._distractors[: size if self.spec.haystack == "needles" else 0]
         return NeedleSample(
             task=self.task,
             index=self.index,
-            prompt=(
-                f"A special magic {noun} is hidden within the following text. Make sure to "
-                f"memorize it. I will quiz you about the {noun} afterwards.\n{context}\n"
-                f"What is the special magic {noun} for {key} mentioned in the provided text?"
-            ),
-            answer_prefix=(
-                f" The special magic {noun} for {key} mentioned in the provided text is"
-            ),
+            prompt=f"{_instruction(what)}\n{context}\n{question(key, what)}",
+            answer_prefix=answer_prefix(key, what),
             answers=[value],
             needles=hidden,
         )
@@ -266,11 +289,11 @@ class _Draws:
         return self._line(self._distractors[number])
 
     def _line(self, needle: Needle) -> str:
-        return f"One of the special magic {self.spec.value} for {needle[0]} is: {needle[1]}."
+        return needle_sentence(*needle, self.spec.value)
 
     def _lines(self, size: int) -> str:
         if self.spec.haystack == "noise":
-            lines = [_NOISE] * size
+            lines = [NOISE_LINE] * size
         else:
             lines = [self.distractor(number) for number in range(size)]
         places = random.Random(self._place_seed).sample(range(size), len(self._needles))
