@@ -28,7 +28,9 @@ LENGTHS = [512, 1024, 2048]
 BYTES_PER_HEAD = 128
 
 
-def publish(root: Path, *, layers: int = 6, heads: int = 8, without: tuple[str, ...] = ()) -> dict[str, Path]:
+def publish(
+    root: Path, *, layers: int = 6, heads: int = 8, without: tuple[str, ...] = ()
+) -> dict[str, Path]:
     """Write one directory per stage below `root`, but for those in `without`."""
     rng = random.Random(0)
     writers = {
@@ -90,12 +92,18 @@ def write_json(path: Path, value: Any) -> None:
 def sliding_heads(layers: int, heads: int) -> list[list[int]]:
     """Three quarters of all heads, spread unevenly over the layers."""
     quotas = [heads, heads // 2, 3 * heads // 4]
-    return [sorted((layer + k) % heads for k in range(quotas[layer % 3])) for layer in range(layers)]
+    return [
+        sorted((layer + k) % heads for k in range(quotas[layer % 3])) for layer in range(layers)
+    ]
 
 
 def _prepare(folder: Path) -> None:
     statistics = {
-        "train": {"sequences": 1954, "tokens": 4_001_792, "sources": {"python": {"documents": 812}}},
+        "train": {
+            "sequences": 1954,
+            "tokens": 4_001_792,
+            "sources": {"python": {"documents": 812}},
+        },
         "calibration": {"examples": 24, "length": 512},
     }
     write_json(folder / "statistics.json", statistics)
@@ -132,7 +140,7 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
         "best_score": 0.92, "best_log_likelihood": -0.41, "evaluations": len(trace),
         "model_seconds": 171.0, "solver_seconds": 4.0, "full_forward_equivalents": 143.2,
         "naive_full_forward_equivalents": float(len(trace)), "layer_importance": importance,
-        "trace": trace, "notes": ["Stage 1: 2 layers tie at score 1; told apart by log-likelihood."],
+        "trace": trace, "notes": ["Stage 1: 2 layers tie at score 1."],
     }  # fmt: skip
     write_json(folder / "summary.json", summary)
 

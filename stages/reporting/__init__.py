@@ -1,1 +1,1 @@
-"""What the report is made of: results read from the stages, figures, the page, the terminal table."""
+"""What the report is made of: the stages' results, figures, the page, the terminal table."""

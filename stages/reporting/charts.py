@@ -61,11 +61,20 @@ class Canvas:
     parts: list[str] = field(default_factory=list)
 
     def rect(
-        self, x: float, y: float, width: float, height: float, css: str, tip: str = "", round_: float = 0
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        css: str,
+        tip: str = "",
+        round_: float = 0,
     ) -> None:
         """A filled rectangle; `tip` shows on hover."""
         corner = f' rx="{_px(round_)}"' if round_ else ""
-        box = f'x="{_px(x)}" y="{_px(y)}" width="{_px(max(width, 0))}" height="{_px(max(height, 0))}"'
+        box = (
+            f'x="{_px(x)}" y="{_px(y)}" width="{_px(max(width, 0))}" height="{_px(max(height, 0))}"'
+        )
         self.parts.append(f'<rect class="{css}" {box}{corner}{_tip(tip, "rect")}')
 
     def line(self, points: Sequence[Point], css: str) -> None:
@@ -87,12 +96,19 @@ class Canvas:
 
     def diamond(self, x: float, y: float, radius: float, css: str, tip: str = "") -> None:
         """A square on its corner, to tell series apart without colour."""
-        r = radius * 1.25
-        path = f"M{_px(x)} {_px(y - r)}L{_px(x + r)} {_px(y)}L{_px(x)} {_px(y + r)}L{_px(x - r)} {_px(y)}Z"
+        reach = radius * 1.25
+        corners = ((x, y - reach), (x + reach, y), (x, y + reach), (x - reach, y))
+        path = "M" + "L".join(f"{_px(left)} {_px(top)}" for left, top in corners) + "Z"
         self.parts.append(f'<path class="{css}" d="{path}"{_tip(tip, "path")}')
 
     def text(
-        self, x: float, y: float, content: str, css: str = "tick", anchor: str = "start", turn: float = 0
+        self,
+        x: float,
+        y: float,
+        content: str,
+        css: str = "tick",
+        anchor: str = "start",
+        turn: float = 0,
     ) -> None:
         """Text whose anchor is at (x, y), turned by `turn` degrees."""
         rotate = f' transform="rotate({_px(turn)} {_px(x)} {_px(y)})"' if turn else ""
@@ -103,7 +119,7 @@ class Canvas:
         """The element, named by `title` and `description` for people who do not see it."""
         return (
             f'<svg viewBox="0 0 {_px(self.width)} {_px(self.height)}" role="img" '
-            f'aria-labelledby="{name}-t {name}-d" style="max-width:{_px(self.width)}px">'
+            f'aria-labelledby="{name}-t {name}-d">'
             f'<title id="{name}-t">{escape(title)}</title>'
             f'<desc id="{name}-d">{escape(description)}</desc>{"".join(self.parts)}</svg>'
         )
@@ -151,7 +167,7 @@ class Plot:
         self.canvas.text(middle, base + 37, label, "label", "middle")
 
     def y_axis(self, ticks: Sequence[float], label: str, fmt: Callable[[float], str]) -> None:
-        """Grid lines with tick labels left of the plot, and the label turned upright beside them."""
+        """Grid lines with tick labels left of the plot, and the axis label upright beside them."""
         for tick in ticks:
             at = self.y(tick)
             self.canvas.line([(self.x.start, at), (self.x.end, at)], "grid")

@@ -15,14 +15,13 @@ from stages.reporting.formats import (
 )
 from stages.reporting.results import Cache, NeedleScores, Training
 
-WIDE, NARROW = 1000, 340
-HALF, THIRD = 474, 300
+WIDE, HALF, NARROW = 1000, 474, 340
 
 
 def responsive(
     draw: Callable[[float, str], str], name: str, wide: float = WIDE, narrow: float = NARROW
 ) -> str:
-    """The picture drawn for a screen and again for a phone; the style sheet shows one of the two."""
+    """The picture drawn for a screen and again for a phone; the style sheet shows one."""
     return (
         f'<div class="wide">{draw(wide, name)}</div>'
         f'<div class="narrow">{draw(narrow, name + "-narrow")}</div>'
@@ -34,23 +33,23 @@ def recovery(needle: Sequence[NeedleScores], width: float, name: str) -> str:
     curve = sorted((one.tokens, one.average) for one in needle if one.tokens is not None)
     original = next((one.average for one in needle if one.tokens is None), None)
     last = max((tokens for tokens, _ in curve), default=0) or 1
-    plot = Plot.make(width, 300, (0, last), (0, 100), right=26, top=20)
+    plot = Plot.make(width, 300, (0, last), (0, 109), right=26, top=12)
     plot.y_axis([0, 25, 50, 75, 100], "Needle average (points)", format_count)
     ticks = nice_ticks(0, last, 5 if width > 400 else 3)
     plot.x_axis(ticks, "Training tokens", format_count)
     if original is not None:
         plot.canvas.line(plot.points([(0, original), (last, original)]), "line original")
         text = f"original {format_score(original)}"
-        below = original > 92
-        at = plot.y(original) + (17 if below else -8)
-        plot.canvas.text(plot.x.end, at, text, "mark original-text", "end")
+        plot.canvas.text(plot.x.start + 11, plot.y(original) - 8, text, "mark original-text")
     plot.canvas.line(plot.points(curve), "line hybrid")
     for tokens, average in curve:
         x, y = plot.x(tokens), plot.y(average)
         tip = f"{format_count(tokens)} tokens: {format_score(average)}"
         if tokens == 0:
             plot.canvas.diamond(x, y, 5, "dot untrained", tip)
-            plot.canvas.text(x + 11, y + 4, f"untrained {format_score(average)}", "mark")
+            close = original is not None and abs(y - plot.y(original)) < 22
+            at = y + (20 if close else 4)
+            plot.canvas.text(x + 11, at, f"untrained {format_score(average)}", "mark")
         else:
             plot.canvas.circle(x, y, 5, "dot hybrid", tip)
     spoken = ", ".join(f"{format_score(y)} at {format_count(x)} tokens" for x, y in curve)
@@ -63,14 +62,16 @@ def recovery(needle: Sequence[NeedleScores], width: float, name: str) -> str:
 
 def training_loss(training: Training, width: float, name: str) -> str:
     """Training loss over tokens: every logged step faint, a running mean over it."""
-    points = [(float(row["tokens"]), float(row["loss"])) for row in training.metrics]
+    points = training.points
     tokens, losses = zip(*points, strict=True)
     low, high = min(losses), max(losses)
     pad = max(0.08 * (high - low), 0.01)
     plot = Plot.make(width, 300, (0, max(tokens)), (low - pad, high + pad), right=26, top=20)
     ticks = nice_ticks(low - pad, high + pad)
     plot.y_axis(ticks, "Loss (nats per token)", _plain)
-    plot.x_axis(nice_ticks(0, max(tokens), 5 if width > 400 else 3), "Training tokens", format_count)
+    plot.x_axis(
+        nice_ticks(0, max(tokens), 5 if width > 400 else 3), "Training tokens", format_count
+    )
     smooth = running_mean(losses, max(1, len(losses) // 25))
     plot.canvas.line(plot.points(points), "line faint")
     plot.canvas.line(plot.points(list(zip(tokens, smooth, strict=True))), "line hybrid")
@@ -106,7 +107,14 @@ def cache_by_length(cache: Cache, width: float, name: str) -> str:
     after = [(float(length), cache.after(length)) for length in lengths]
     low, high = after[0][1], before[-1][1]
     plot = Plot.make(
-        width, 300, (lengths[0], lengths[-1]), (low, high), log_x=True, log_y=True, left=72, right=26
+        width,
+        300,
+        (lengths[0], lengths[-1]),
+        (low, high),
+        log_x=True,
+        log_y=True,
+        left=72,
+        right=26,
     )
     plot.y_axis(power_ticks(low, high, 4, 6), "KV cache (bytes, log)", format_bytes)
     ticks = power_ticks(lengths[0], lengths[-1], 2, 11 if width > 400 else 5)
@@ -118,7 +126,9 @@ def cache_by_length(cache: Cache, width: float, name: str) -> str:
         plot.canvas.line(plot.points(values), f"line {css}")
     for (length, was), (_, now) in zip(before, after, strict=True):
         at, share = format_length(int(length)), f"{now / was:.0%} of the original"
-        plot.canvas.circle(plot.x(length), plot.y(was), 3, "dot original", f"{at}: {format_bytes(was)}")
+        plot.canvas.circle(
+            plot.x(length), plot.y(was), 3, "dot original", f"{at}: {format_bytes(was)}"
+        )
         tip = f"{at}: {format_bytes(now)}, {share}"
         plot.canvas.circle(plot.x(length), plot.y(now), 3, "dot hybrid", tip)
     return plot.canvas.svg(

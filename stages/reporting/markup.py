@@ -8,9 +8,7 @@ from html import escape
 
 def section(heading: str, lead: str, inner: str) -> str:
     """A part of the page under its heading, with one sentence that says what is shown."""
-    return (
-        f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{inner}</section>'
-    )
+    return f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{inner}</section>'
 
 
 def card(inner: str, heading: str = "") -> str:
@@ -19,9 +17,9 @@ def card(inner: str, heading: str = "") -> str:
     return f'<div class="card">{title}{inner}</div>'
 
 
-def grid(cards: Iterable[str], three: bool = False) -> str:
+def grid(cards: Iterable[str]) -> str:
     """Cards side by side, in one column on a phone."""
-    return f'<div class="grid{" three" if three else ""}">{"".join(cards)}</div>'
+    return f'<div class="grid">{"".join(cards)}</div>'
 
 
 def absent(text: str) -> str:
@@ -44,13 +42,14 @@ def legend(rows: Sequence[tuple[str, str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def tile(name: str, value: str, more: str, unit: str = "", colour: str = "", shape: str = "") -> str:
+def tile(name: str, value: str, more: str, unit: str = "", colour: str = "") -> str:
     """One headline number."""
-    key = f'<i class="key {shape}" style="background:var(--{colour})"></i>' if colour else ""
+    key = f'<i class="key" style="background:var(--{colour})"></i>' if colour else ""
     small = f" <small>{escape(unit)}</small>" if unit else ""
     return (
         f'<div class="tile"><div class="name">{key}{escape(name)}</div>'
-        f'<div class="value">{escape(value)}{small}</div><div class="more">{escape(more)}</div></div>'
+        f'<div class="value">{escape(value)}{small}</div>'
+        f'<div class="more">{escape(more)}</div></div>'
     )
 
 
@@ -87,12 +86,9 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts"><tbody>{body}</tbody></table>'
 
 
-def details(heading: str, inner: str, open_: bool = False) -> str:
+def details(heading: str, inner: str) -> str:
     """A part that opens on a click; print shows it open."""
-    return (
-        f'<details class="card"{" open" if open_ else ""}>'
-        f"<summary>{escape(heading)}</summary>{inner}</details>"
-    )
+    return f'<details class="card"><summary>{escape(heading)}</summary>{inner}</details>'
 
 
 def page(title: str, style: str, header: str, body: str, footer: str) -> str:

@@ -1,4 +1,4 @@
-"""The report as one HTML page: headline, head mask, search, recovery, scores, memory, time, origin."""
+"""The report as one HTML page, from the headline numbers down to their provenance."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def _score_tile(
         return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
     more = f"needle average, {scores.samples:,} samples"
     if original is not None:
-        more = f"needle average, {scores.average - original.average:+.1f} to the original"
+        change = f"{scores.average - original.average:+.1f}".replace("-", "−")
+        more = f"needle average, {change} against the original"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     return markup.tile(name, format_score(scores.average), more, "of 100", colour)
@@ -138,7 +139,7 @@ def _trace_cards(search: Search) -> str:
     keys = [
         ("round", "anchor", "anchors"),
         ("round", "stage1", "stage 1, layer importance"),
-        ("square", "stage3", "stage 3, head selection"),
+        ("box", "stage3", "stage 3, head selection"),
         ("stroke", "ink", "best on budget in the sub-problem"),
     ]
     score = markup.legend(keys) + _trace(search, "score", "trace")
@@ -208,15 +209,20 @@ def _recovery_section(results: Results) -> str:
         inner = figures.responsive(
             partial(figures.recovery, results.needle), "recovery", figures.HALF
         )
-        cards.append(markup.card(markup.legend(keys) + inner, "Needle average over training tokens"))
+        cards.append(
+            markup.card(markup.legend(keys) + inner, "Needle average over training tokens")
+        )
     training = results.training
     if training is None:
         cards.append(markup.absent(NO_TRAIN))
-    elif not training.metrics:
-        cards.append(markup.absent("Training logged no step."))
+    elif not training.points:
+        cards.append(markup.absent("Training logged no finite loss."))
     else:
         keys = [("stroke", "hybrid", "running mean, each logged step behind it")]
         inner = figures.responsive(partial(figures.training_loss, training), "loss", figures.HALF)
+        lost = len(training.metrics) - len(training.points)
+        if lost:
+            inner += markup.notes([f"The loss of {lost:,} logged steps is not finite, not drawn."])
         cards.append(markup.card(markup.legend(keys) + inner, "Training loss"))
     return markup.section("Recovery", lead, markup.grid(cards))
 

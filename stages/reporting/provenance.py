@@ -109,4 +109,6 @@ def provenance_section(provenance: Provenance) -> str:
         inner += markup.details("Package versions", markup.facts(provenance.versions))
     else:
         inner += markup.absent("The stages recorded no package versions.")
-    return markup.section("Provenance", "What made these results, so that they can be made again.", inner)
+    return markup.section(
+        "Provenance", "What made these results, so that they can be made again.", inner
+    )

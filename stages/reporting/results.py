@@ -1,12 +1,13 @@
 """Reads what the stages published into the few typed values the report shows.
 
-A stage that is missing from the inputs is no part of the recipe and stays None; a stage that is there
-but lacks a file it promises is an error, never an empty picture.
+A stage that is missing from the inputs is no part of the recipe and stays None; a stage that is
+there but lacks a file it promises is an error, never an empty picture.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,16 @@ class Training:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
 
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Tokens and loss of every logged step whose loss is a finite number."""
+        rows = [(row["tokens"], row["loss"]) for row in self.metrics]
+        return [
+            (float(tokens), float(loss))
+            for tokens, loss in rows
+            if isinstance(loss, int | float) and math.isfinite(loss)
+        ]
+
 
 @dataclass(frozen=True)
 class NeedleScores:
@@ -110,7 +121,7 @@ class NeedleScores:
 
     @property
     def tokens(self) -> int | None:
-        """Training tokens behind the checkpoint: 0 for the untrained hybrid, None for the original."""
+        """Training tokens so far: 0 for the untrained hybrid, None for the original."""
         if self.name == ORIGINAL:
             return None
         return 0 if self.name == HYBRID else int(self.name.removeprefix(TOKENS))
@@ -120,7 +131,9 @@ class NeedleScores:
         """The checkpoint's name for people."""
         if self.name == ORIGINAL:
             return "Original"
-        return "Hybrid, untrained" if self.name == HYBRID else f"Hybrid after {self.tokens:,} tokens"
+        return (
+            "Hybrid, untrained" if self.name == HYBRID else f"Hybrid after {self.tokens:,} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,9 @@ def load_results(inputs: Mapping[str, Path]) -> Results:
         training=_load_training(inputs["train"]) if "train" in inputs else None,
         needle=needle,
         corpus=corpus,
-        statistics=_read_json(inputs["prepare"] / "statistics.json") if "prepare" in inputs else None,
+        statistics=_read_json(inputs["prepare"] / "statistics.json")
+        if "prepare" in inputs
+        else None,
         present=frozenset(inputs),
         manifests={
             stage: _read_json(inputs[stage] / "manifest.json")
@@ -231,7 +246,9 @@ def _load_scores(folder: Path) -> tuple[list[NeedleScores] | None, str | None]:
     order = {ORIGINAL: -2, HYBRID: -1}
     found.sort(key=lambda one: order.get(one.name, one.tokens or 0))
     corpus = scores.get("corpus")
-    return found or None, corpus if corpus is None or isinstance(corpus, str) else json.dumps(corpus)
+    return found or None, corpus if corpus is None or isinstance(corpus, str) else json.dumps(
+        corpus
+    )
 
 
 def _needle_scores(name: str, suite: dict[str, Any], path: Path) -> NeedleScores:

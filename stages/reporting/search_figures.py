@@ -66,14 +66,15 @@ def layer_panel(
     drawn = [(x, float(y)) for x, y in values if y is not None]
     low, high = extent([0.0, *finite([y for _, y in drawn])])
     y_range = (0.0, 1.0) if unit_range else (min(low, 0.0), max(high, 0.0))
-    plot = Plot.make(width, 150, (0, search.num_layers), y_range, left=LEFT, right=RIGHT, top=10)
-    share = format_share if _fits_percent(y_range) else _four
-    plot.y_axis(nice_ticks(*y_range, 3), label, share)
-    slot = (width - LEFT - RIGHT) / search.num_layers
+    plot = Plot.make(width, 150, (0, search.num_layers), y_range, left=64, right=RIGHT)
+    percent = field != "weight" and max(map(abs, y_range)) >= 0.02
+    plot.y_axis(nice_ticks(*y_range, 3), label, format_share if percent else _four)
+    slot = (plot.x.end - plot.x.start) / search.num_layers
     stride = label_stride(slot, search.num_layers)
     for layer in range(0, search.num_layers, stride):
         plot.canvas.text(plot.x(layer + 0.5), plot.y.start + 17, str(layer), anchor="middle")
-    plot.canvas.text((LEFT + width - RIGHT) / 2, plot.y.start + 37, "Layer", "label", "middle")
+    middle = (plot.x.start + plot.x.end) / 2
+    plot.canvas.text(middle, plot.y.start + 37, "Layer", "label", "middle")
     tips = [f"layer {int(x)}: {label.lower()} {y:.4g}" for x, y in drawn]
     bars(plot, drawn, slot, f"bar {css}", tips)
     plot.canvas.line([(plot.x.start, plot.y(0.0)), (plot.x.end, plot.y(0.0))], "axis")
@@ -105,7 +106,7 @@ def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
     return plot.canvas.svg(
         name,
         f"{'Score' if is_score else 'Log-likelihood'} over evaluations",
-        f"{len(trace)} evaluations, the last at {values[-1]:.4g}, the highest at {max(values):.4g}.",
+        f"{len(trace)} evaluations, from {min(values):.4g} to {max(values):.4g}.",
     )
 
 
@@ -138,10 +139,6 @@ def _staircase(plot: Plot, rows: Sequence[dict[str, Any]]) -> list[tuple[float, 
             stairs.append((x, stairs[-1][1]))
         stairs.append((x, y))
     return stairs
-
-
-def _fits_percent(y_range: tuple[float, float]) -> bool:
-    return max(map(abs, y_range)) >= 0.02
 
 
 def _four(value: float) -> str:
