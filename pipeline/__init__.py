@@ -1,0 +1,1 @@
+"""Recipes, the graph of stages, the store of their outputs, the runner and the command line."""

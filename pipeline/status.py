@@ -1,0 +1,146 @@
+"""For each stage of a recipe: cached, to run, running or failed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.graph import Node
+from pipeline.hashing import FileHasher, NotHashed
+from pipeline.locks import read_holder
+from pipeline.store import Store
+
+_SHOWN_CHANGES = 3
+
+
+@dataclass(frozen=True)
+class StageState:
+    """`reason` says why a stage is not cached; `damaged` whether a published output is unusable."""
+
+    node: Node
+    state: Literal["cached", "to run", "running", "failed"]
+    reason: str = ""
+    damaged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+def inspect(
+    nodes: Sequence[Node],
+    store: Store,
+    hasher: FileHasher,
+    recipe: str,
+    forced: frozenset[str] = frozenset(),
+) -> list[StageState]:
+    """The state of every stage; those in `forced` and what needs them are to run."""
+    last = store.last_run(recipe)
+    rebuilt: set[str] = set()
+    states = []
+    for node in nodes:
+        above = [name for name in node.needs if name in rebuilt]
+        if node.name in forced:
+            state = StageState(node, "to run", "--force")
+        elif above:
+            state = StageState(node, "to run", f"input {above[0]} is made again")
+        else:
+            state = inspect_one(node, store, hasher, last.get(node.name))
+        if node.name in forced or above:
+            rebuilt.add(node.name)
+        states.append(state)
+    return states
+
+
+def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
+    """The state of one stage; `last` is the key of its output in the recipe's last run."""
+    if node.key is None or node.document is None:
+        return StageState(node, "to run", "input files are new or changed, and not yet hashed")
+    holder = read_holder(store.lock(node.name, node.key))
+    if holder is not None:
+        return StageState(node, "running", str(holder))
+    reason, damaged = "", False
+    if store.published(node.name, node.key).exists():
+        try:
+            damage = store.damage(node.name, node.key, hasher)
+        except NotHashed as file:
+            damage, reason = None, f"not yet checked: {file}"
+        if damage is None:
+            return StageState(node, "cached", reason)
+        reason, damaged = f"its output is damaged: {damage}", True
+    state = store.state(node.name, node.key)
+    if state.get("failure"):
+        return StageState(node, "failed", str(state["failure"]), damaged)
+    reason = reason or _why(node, store, last)
+    if state.get("attempts"):
+        reason += "; resumes what was begun"
+    return StageState(node, "to run", reason, damaged)
+
+
+def _why(node: Node, store: Store, last: str | None) -> str:
+    if last is None:
+        return "never made"
+    if last == node.key:
+        return "its output is gone"
+    manifest = store.manifest(node.name, last)
+    if manifest is None or node.document is None:
+        return "recipe or inputs changed"
+    changes = list(differences(manifest["identity"], node.document))
+    more = len(changes) - _SHOWN_CHANGES
+    shown = "; ".join(changes[:_SHOWN_CHANGES])
+    return f"{shown}; and {more} more" if more > 0 else shown or "recipe or inputs changed"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """What makes the documents of two keys differ, in words of the recipe."""
+    section = str(new["stage"])
+    if old.get("version") != new.get("version"):
+        yield f"the code of {section} changed: version {old.get('version')} → {new.get('version')}"
+    for path, before, after in _leaves(old.get("config"), new.get("config"), section):
+        yield f"{path} changed {_show(before)} → {_show(after)}"
+    if old.get("seed") != new.get("seed"):
+        yield f"seed changed {old.get('seed')} → {new.get('seed')}"
+    for path, before, after in _leaves(old.get("model"), new.get("model"), "model"):
+        yield _file_change(path, before, after)
+    for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
+        yield _file_change(path.replace(".files.", ": "), before, after)
+    old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
+    for name in [*new_keys, *(old_keys.keys() - new_keys.keys())]:
+        if old_keys.get(name) != new_keys.get(name):
+            gone = "is no longer there" if name not in new_keys else "changed"
+            yield f"input {name} {gone}"
+
+
+_Missing = object()
+
+
+def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Places where two JSON values differ: dotted path, old and new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*new, *old]):
+            yield from _leaves(old.get(key, _Missing), new.get(key, _Missing), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _leaves(before, after, f"{path}.{index}")
+    elif old != new:
+        yield path, old, new
+
+
+def _file_change(path: str, before: Any, after: Any) -> str:
+    """A hash says nothing to a reader; a version, a name or a precision does."""
+    if before is _Missing:
+        return f"{path} is new"
+    if after is _Missing:
+        return f"{path} is gone"
+    if any(isinstance(one, str) and len(one) == 64 for one in (before, after)):
+        return f"{path} has other content"
+    return f"{path} changed {_show(before)} → {_show(after)}"
+
+
+def _show(value: Any) -> str:
+    if value is _Missing or value is None:
+        return "nothing"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    return text if len(text) <= 48 else f"{text[:45]}..."

@@ -1,0 +1,222 @@
+"""Outputs of stages by key: made in a work directory, published by one rename, checked before use.
+
+<root>/store/<stage>/<key>/    published output; exists only with its manifest.json
+<root>/work/<stage>/<key>/     work under way, kept over crashes; <key>.state.json beside it
+<root>/locks/                  one lock for each output that is being made
+<root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside
+<root>/<recipe>/<stage>        link to the output of the recipe's last run
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import (
+    files_below,
+    make_symlink,
+    read_json,
+    sync_folder,
+    sync_tree,
+    write_json,
+)
+from pipeline.graph import document_key
+from pipeline.hashing import FileHasher
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+class Store:
+    """The folders below one output root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def published(self, stage: str, key: str) -> Path:
+        return self.root / "store" / stage / key
+
+    def work(self, stage: str, key: str) -> Path:
+        return self.root / "work" / stage / key
+
+    def lock(self, stage: str, key: str) -> Path:
+        return self.root / "locks" / f"{stage}-{key}.json"
+
+    def hasher(self, budget_bytes: int | None = None) -> FileHasher:
+        return FileHasher(self.root / "store" / "hashes.json", budget_bytes)
+
+    def manifest(self, stage: str, key: str) -> dict[str, Any] | None:
+        """The manifest of a published output; None where there is no whole one."""
+        return _whole_manifest(self.published(stage, key), key)
+
+    def damage(self, stage: str, key: str, hasher: FileHasher) -> str | None:
+        """What is wrong with an output's folder; None when it is whole or not there at all."""
+        folder = self.published(stage, key)
+        return damage_of(folder, key, hasher) if folder.exists() else None
+
+    def begin(self, stage: str, key: str, *, afresh: bool) -> Path:
+        """The work directory of an output; `afresh` throws away what an earlier attempt left."""
+        work = self.work(stage, key)
+        if afresh:
+            shutil.rmtree(work, ignore_errors=True)
+            self._state_file(stage, key).unlink(missing_ok=True)
+        work.mkdir(parents=True, exist_ok=True)
+        (work / MANIFEST).unlink(missing_ok=True)
+        state = self.state(stage, key)
+        attempts = state.get("attempts", [])
+        if attempts and "ended" not in attempts[-1]:
+            attempts[-1]["ended"] = max(_newest(work), attempts[-1]["started"])
+        attempts.append({"started": time.time()})
+        write_json(self._state_file(stage, key), {"attempts": attempts})
+        return work
+
+    def fail(self, stage: str, key: str, message: str) -> None:
+        """Note why an attempt failed; the work is kept."""
+        state = self.state(stage, key)
+        attempts = state.get("attempts", [])
+        if attempts:
+            attempts[-1]["ended"] = time.time()
+        write_json(self._state_file(stage, key), {"attempts": attempts, "failure": message})
+
+    def state(self, stage: str, key: str) -> dict[str, Any]:
+        """Attempts at an output that is not published yet, and the failure of the last one."""
+        state = read_json(self._state_file(stage, key))
+        return state if isinstance(state, dict) else {}
+
+    def _state_file(self, stage: str, key: str) -> Path:
+        return self.work(stage, key).with_name(f"{key}.state.json")
+
+    def publish(
+        self,
+        stage: str,
+        document: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        hasher: FileHasher,
+    ) -> Path:
+        """Make a finished work directory the output of its key; `facts` go into the manifest."""
+        key = document_key(document)
+        work = self.work(stage, key)
+        attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
+        attempts[-1]["ended"] = time.time()
+        sync_tree(work)
+        hashes = {name: hasher.sha256(work / name) for name in files_below(work)}
+        manifest = {
+            "format": _FORMAT,
+            "stage": stage,
+            "key": key,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seconds": round(sum(one["ended"] - one["started"] for one in attempts), 3),
+            "attempts": len(attempts),
+            **facts,
+            "identity": dict(document),
+            "files": [
+                {"path": name, "size": (work / name).stat().st_size, "sha256": digest}
+                for name, digest in hashes.items()
+            ],
+        }
+        write_json(work / MANIFEST, manifest)
+        return self._move_in(stage, key, hashes, hasher)
+
+    def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
+        """Publish a work directory that is complete but was not renamed before a crash."""
+        work = self.work(stage, key)
+        manifest = _whole_manifest(work, key)
+        if manifest is None or damage_of(work, key, hasher) is not None:
+            return False
+        self._move_in(stage, key, {one["path"]: one["sha256"] for one in manifest["files"]}, hasher)
+        return True
+
+    def _move_in(self, stage: str, key: str, hashes: Mapping[str, str], hasher: FileHasher) -> Path:
+        work, target = self.work(stage, key), self.published(stage, key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        old = target.with_name(f".{key}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(work, target)
+        sync_folder(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        self._state_file(stage, key).unlink(missing_ok=True)
+        for name, digest in hashes.items():
+            hasher.record(target / name, digest)
+        hasher.save()
+        return target
+
+    def set_aside(self, stage: str, key: str) -> Path:
+        """Move a damaged output out of the store, so that nothing in it is lost or used."""
+        aside = self.root / "damaged" / stage / key
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(self.published(stage, key), aside)
+        return aside
+
+    def last_run(self, recipe: str) -> dict[str, str]:
+        """Stage names and keys of a recipe's last run."""
+        content = read_json(self.root / recipe / "last_run.json")
+        stages = content.get("stages") if isinstance(content, dict) else None
+        return stages if isinstance(stages, dict) else {}
+
+    def link(self, recipe: str, stage: str, key: str, of: Iterable[str]) -> None:
+        """Lead <root>/<recipe>/<stage> to an output; stages outside `of` lose their links."""
+        folder = self.root / recipe
+        target = self.published(stage, key)
+        if not (folder / stage).is_symlink() or (folder / stage).resolve() != target.resolve():
+            make_symlink(folder / stage, target)
+        keys = {name: one for name, one in self.last_run(recipe).items() if name in of}
+        for name in self.last_run(recipe).keys() - keys.keys():
+            self.unlink(recipe, name)
+        if keys.get(stage) != key or keys != self.last_run(recipe):
+            write_json(folder / "last_run.json", {"stages": {**keys, stage: key}})
+
+    def unlink(self, recipe: str, stage: str) -> None:
+        """Take away a link that no longer leads to a result of the recipe as it now is."""
+        link = self.root / recipe / stage
+        if link.is_symlink():
+            link.unlink()
+
+
+def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
+    """What is wrong with a folder that should hold the output of `key`; None when it is whole.
+
+    Files whose size and times are as last seen cost a stat; others are read and hashed.
+    """
+    manifest = _whole_manifest(folder, key)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    for entry in manifest["files"]:
+        path = folder / entry["path"]
+        try:
+            if path.stat().st_size != entry["size"]:
+                return f"{entry['path']} has another size"
+            if hasher.sha256(path) != entry["sha256"]:
+                return f"{entry['path']} has other content"
+        except FileNotFoundError:
+            return f"{entry['path']} is missing"
+        except OSError as error:
+            return f"{entry['path']} cannot be read ({error.strerror})"
+    return None
+
+
+def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        return None
+    identity, files = manifest.get("identity"), manifest.get("files")
+    if not isinstance(identity, dict) or document_key(identity) != key:
+        return None
+    if not isinstance(files, list) or not all(
+        isinstance(one, dict) and {"path", "size", "sha256"} <= one.keys() for one in files
+    ):
+        return None
+    return manifest
+
+
+def _newest(folder: Path) -> float:
+    return max((os.stat(folder / name).st_mtime for name in files_below(folder)), default=0.0)
