@@ -183,7 +183,9 @@ class TrainConfig(Section):
     max_grad_norm: Number = Field(1.0, gt=0)
     checkpoint_tokens: list[Count] = Field(
         default=[700_000_000, 1_300_000_000, 2_000_000_000, 2_500_000_000],
-        description="Token counts after which a loadable checkpoint is kept.",
+        description=(
+            "Token counts after which a loadable checkpoint is kept; the end of the run always is."
+        ),
     )
     mixed_precision: Literal["no", "bf16"] = Field("bf16", description="Autocast precision.")
     document_masking: bool = Field(

@@ -1,0 +1,96 @@
+"""metrics.jsonl and tensorboard, both cut back to the restart point when training resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from stages.training.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+def read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The records of steps up to `last_step`; what a killed process left half written is dropped."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record["step"] > last_step:
+            break
+        records.append(record)
+    return records
+
+
+class MetricsLog:
+    """One record per step on disk, in tensorboard and in the log."""
+
+    def __init__(self, work_dir: Path, schedule: Schedule, done_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = work_dir / "metrics.jsonl"
+        self.records = read_metrics(path, done_steps)
+        self._schedule = schedule
+        self._done_steps = done_steps
+        self._seconds_before = self.records[-1]["seconds"] if self.records else 0.0
+        self._started = time.monotonic()
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(r) + "\n" for r in self.records), encoding="utf-8")
+        os.replace(partial, path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(work_dir / "tensorboard"), purge_step=done_steps + 1)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a restart included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def write(self, step: int, loss: float, learning_rate: float, grad_norm: float) -> None:
+        """Record step `step` (from 1)."""
+        record = {
+            "step": step,
+            "tokens": step * self._schedule.batch_tokens,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "seconds": round(self.seconds, 3),
+        }
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for name in ("loss", "learning_rate", "grad_norm"):
+            self._board.add_scalar(f"train/{name}", record[name], step)
+        self._log_line(record)
+
+    def _log_line(self, record: dict[str, Any]) -> None:
+        new_steps = record["step"] - self._done_steps
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        left = seconds / new_steps * (self._schedule.steps - record["step"])
+        logger.info(
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.3f, %s tokens/s, %s left",
+            record["step"],
+            self._schedule.steps,
+            record["loss"],
+            record["learning_rate"],
+            record["grad_norm"],
+            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
+            _duration(left),
+        )
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

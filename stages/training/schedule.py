@@ -1,0 +1,121 @@
+"""How a training run is cut into steps: pure arithmetic over the recipe, no torch.
+
+A step is one optimiser update over `batch_tokens` tokens: `sequences` packed sequences, split
+evenly over the processes and, within a process, over `accumulation` forward passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bosch.errors import UserError
+from stages.configs import Runtime, TrainConfig
+
+_CPU_MICRO_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps, batches and checkpoints of one run."""
+
+    sequence_length: int
+    sequences: int  # per step, over all processes
+    micro_batch_size: int  # sequences per forward pass and process
+    accumulation: int  # forward passes per step and process
+    steps: int
+    warmup_steps: int
+    min_lr_ratio: float
+    checkpoint_steps: dict[int, int]  # requested tokens -> step after which they are reached
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run: whole steps only, so at most `total_tokens`."""
+        return self.steps * self.batch_tokens
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Learning rate of step `step` (from 0) over the peak: linear rise, then half a cosine.
+
+        The rise starts at 1 / warm-up steps and the cosine would reach `min_lr_ratio` one step
+        after the last, so that no step is spent at a rate of 0.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps + 1) / (self.steps - self.warmup_steps + 1)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine
+
+
+def make_schedule(
+    train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int, on_gpu: bool
+) -> Schedule:
+    """The schedule of a run with `world_size` processes.
+
+    Raises:
+        UserError: `batch_tokens` does not split evenly, or `total_tokens` is less than one step.
+    """
+    if train.batch_tokens % sequence_length:
+        raise UserError(
+            f"train.batch_tokens = {train.batch_tokens:,} is not a multiple of "
+            f"prepare.sequence_length = {sequence_length:,}; set it to a multiple"
+        )
+    sequences = train.batch_tokens // sequence_length
+    if sequences % world_size:
+        raise UserError(
+            f"train.batch_tokens = {train.batch_tokens:,} is {sequences} sequences of "
+            f"{sequence_length:,} tokens, which {world_size} processes cannot share evenly; "
+            "change train.batch_tokens or runtime.processes"
+        )
+    steps = train.total_tokens // train.batch_tokens
+    if steps == 0:
+        raise UserError(
+            f"train.total_tokens = {train.total_tokens:,} is less than one step of "
+            f"train.batch_tokens = {train.batch_tokens:,}; raise the first or lower the second"
+        )
+    micro = _micro_batch(runtime, sequences // world_size, sequence_length, on_gpu)
+    return Schedule(
+        sequence_length=sequence_length,
+        sequences=sequences,
+        micro_batch_size=micro,
+        accumulation=sequences // world_size // micro,
+        steps=steps,
+        warmup_steps=math.ceil(train.warmup_ratio * steps),
+        min_lr_ratio=train.min_lr_ratio,
+        checkpoint_steps=_checkpoint_steps(train, steps),
+    )
+
+
+def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:
+    """Sequences per forward pass out of `sequences` per process and step."""
+    if runtime.micro_batch_size == "auto":
+        if on_gpu:
+            return 1
+        largest = max(1, _CPU_MICRO_BATCH_TOKENS // sequence_length)
+        return max(m for m in range(1, min(largest, sequences) + 1) if sequences % m == 0)
+    if runtime.micro_batch_size < 1 or sequences % runtime.micro_batch_size:
+        raise UserError(
+            f"runtime.micro_batch_size = {runtime.micro_batch_size} does not divide the "
+            f"{sequences} sequences a process gets per step of train.batch_tokens; "
+            "set it to a divisor, or to auto"
+        )
+    return runtime.micro_batch_size
+
+
+def _checkpoint_steps(train: TrainConfig, steps: int) -> dict[int, int]:
+    """Step at whose end each requested count is reached; the end of the run is always kept.
+
+    Counts behind the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
+    2,499,805,184 (1,192 steps, as in the paper).
+    """
+    requested = [*train.checkpoint_tokens]
+    if not requested or _step_reaching(requested[-1], train.batch_tokens, steps) < steps:
+        requested.append(train.total_tokens)
+    return {n: _step_reaching(n, train.batch_tokens, steps) for n in requested}
+
+
+def _step_reaching(tokens: int, batch_tokens: int, steps: int) -> int:
+    return min(-(-tokens // batch_tokens), steps)

@@ -1,0 +1,83 @@
+"""Training with two gloo processes agrees with one, however the model is spread over them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training_case import make_case, metrics, train_here, train_in_processes
+
+SHARDINGS = [
+    "none",
+    "fsdp",
+    pytest.param(
+        "deepspeed",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture(scope="module")
+def alone(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work_dir = tmp_path_factory.mktemp("alone")
+    train_here(case, work_dir, train={"document_masking": True})
+    return work_dir
+
+
+def losses(work_dir: Path) -> list[float]:
+    return [record["loss"] for record in metrics(work_dir)]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_two_processes_train_like_one_and_resume(
+    case: Path, alone: Path, tmp_path: Path, sharding: str
+) -> None:
+    """Documents of uneven length make the count of predicted tokens differ between processes."""
+    changes: dict[str, Any] = {
+        "train": {"document_masking": True},
+        "runtime": {"sharding": sharding, "micro_batch_size": 1, "save_every_steps": 4},
+    }
+    killed = train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes)
+    assert killed.returncode != 0
+    assert [path.name for path in (tmp_path / "restart").glob("step-*")] == ["step-4"], (
+        killed.stderr
+    )
+    done = train_in_processes(case, tmp_path, 2, **changes)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step-4" in done.stderr
+
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
+    assert not (tmp_path / "restart").exists()
+    for tokens in (384, 1280):
+        ours = load_file(tmp_path / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
+        theirs = load_file(alone / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path, sharding: str) -> None:
+    """bf16 keeps 8 bits: a loss or a token count that passed through it would show."""
+    changes: dict[str, Any] = {
+        "train": {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []},
+        "runtime": {"sharding": sharding},
+    }
+    done = train_in_processes(case, tmp_path / "two", 2, **changes)
+    assert done.returncode == 0, done.stderr
+    train_here(case, tmp_path / "one", train=changes["train"])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    rounded = torch.tensor(losses(tmp_path / "two"), dtype=torch.float64)
+    assert (rounded != rounded.bfloat16().double()).all()

@@ -1,0 +1,206 @@
+"""The training stage through its real code path: what it leaves, and that it resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bosch.errors import RunError
+from stages.training.storage import restart_step
+from tests.training_case import (
+    SEQUENCE_LENGTH,
+    make_case,
+    metrics,
+    train_here,
+    train_in_processes,
+)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work_dir = tmp_path_factory.mktemp("undisturbed")
+    train_here(case, work_dir)
+    return work_dir
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: Path) -> None:
+    assert sorted(path.name for path in undisturbed.iterdir()) == [
+        "checkpoints", "metrics.jsonl", "summary.json", "tensorboard",
+    ]  # fmt: skip
+    start = {path.name for path in (case / "materialize" / "model").iterdir()}
+    for tokens in (384, 1280):
+        checkpoint = undisturbed / "checkpoints" / f"tokens-{tokens}"
+        assert {path.name for path in checkpoint.iterdir()} == start
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    records = metrics(undisturbed)
+    assert summary["final_loss"] == records[-1]["loss"]
+    assert (summary["tokens"], summary["steps"]) == (1280, 10)
+    assert [r["step"] for r in records] == list(range(1, 11))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+
+
+def test_first_loss_is_the_models_own_mean_loss(case: Path, undisturbed: Path) -> None:
+    from stages.training.data import PackedSequences
+    from stages.training.schedule import make_schedule
+    from tests.training_case import stage_config
+
+    config = stage_config()
+    data = PackedSequences(case / "prepare" / "train")
+    data.arrange(make_schedule(config.section, config.runtime, SEQUENCE_LENGTH, 1, False), 7)
+    model = AutoModelForCausalLM.from_pretrained(case / "materialize" / "model")
+    ids = torch.stack([torch.as_tensor(data[i]["input_ids"]).long() for i in range(4)])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert metrics(undisturbed)[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kill_at_step", [1, 5, 10])
+def test_killed_run_ends_like_the_undisturbed_one(
+    case: Path, undisturbed: Path, tmp_path: Path, kill_at_step: int
+) -> None:
+    killed = train_in_processes(case, tmp_path, kill_at_step=kill_at_step)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert metrics(tmp_path)[-1]["step"] == kill_at_step
+    points = [path for path in (tmp_path / "restart").glob("step-*")]
+    assert [restart_step(p) for p in points] == ([(kill_at_step - 1) // 2 * 2] * (kill_at_step > 2))
+
+    summary = train_here(case, tmp_path)
+    assert summary["final_loss"] == metrics(undisturbed)[-1]["loss"]
+    assert metrics(tmp_path) == metrics(undisturbed)
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+    assert not (tmp_path / "restart").exists()
+
+
+def test_killed_while_saving_resumes_from_the_point_before(
+    case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends inside the second restart point's and inside a checkpoint's writing."""
+    from stages.training.storage import RestartPoints
+    from stages.training.trainer import CheckpointWriter
+
+    class Killed(BaseException):
+        pass
+
+    publish, copied = RestartPoints.publish, CheckpointWriter.write
+
+    def killed_publish(self: RestartPoints, written: Path, step: int, layout: Any) -> None:
+        if step == 4:
+            raise Killed
+        publish(self, written, step, layout)
+
+    def killed_write(self: CheckpointWriter, tokens: int, *rest: Any) -> None:
+        if tokens == 1280:
+            (tmp_path / "checkpoints" / "writing").mkdir()
+            (tmp_path / "checkpoints" / "writing" / "model-00001-of-00002.safetensors").touch()
+            raise Killed
+        copied(self, tokens, *rest)
+
+    monkeypatch.setattr(RestartPoints, "publish", killed_publish)
+    with pytest.raises(Killed):
+        train_here(case, tmp_path)
+    assert (tmp_path / "restart" / "writing" / "checkpoint-4").exists()
+    assert (tmp_path / "restart" / "step-2").exists()
+
+    monkeypatch.setattr(RestartPoints, "publish", publish)
+    monkeypatch.setattr(CheckpointWriter, "write", killed_write)
+    with pytest.raises(Killed):
+        train_here(case, tmp_path)
+    monkeypatch.undo()
+    train_here(case, tmp_path)
+    assert metrics(tmp_path) == metrics(undisturbed)
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+
+
+def test_finished_work_is_not_done_again(
+    case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(undisturbed)
+    monkeypatch.setattr("stages.train._build_trainer", lambda *args: pytest.fail("trained again"))
+    assert train_here(case, undisturbed) == json.loads(before["summary.json"])
+    assert files(undisturbed) == before
+
+
+def test_accumulation_and_checkpointing_do_not_change_the_losses(
+    case: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    expected = [record["loss"] for record in metrics(undisturbed)]
+    for name, runtime in {
+        "one_pass": {"micro_batch_size": 4},
+        "four_passes": {"micro_batch_size": 1},
+        "recomputed": {"gradient_checkpointing": True},
+    }.items():
+        train_here(case, tmp_path / name, runtime=runtime)
+        found = [record["loss"] for record in metrics(tmp_path / name)]
+        assert found == pytest.approx(expected, rel=2e-4), name
+
+
+def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
+    """Steps far below bf16's resolution add up, and the result is saved in bf16."""
+    case = make_case(tmp_path / "case", dtype="bfloat16")
+    train_here(
+        case, tmp_path / "work",
+        train={"learning_rate": 2e-4, "warmup_ratio": 0.0, "mixed_precision": "bf16",
+               "weight_decay": 0.0, "min_lr_ratio": 1.0},
+    )  # fmt: skip
+    name = "model.norm.weight"  # all ones: the next bf16 below is 0.996, 20 steps of 2e-4 away
+    start = load_file(case / "materialize" / "model" / "model.safetensors")
+    end = load_file(tmp_path / "work" / "checkpoints" / "tokens-1280" / "model.safetensors")
+    assert {value.dtype for value in end.values()} == {
+        torch.bfloat16
+    } and start.keys() == end.keys()
+    assert (end[name] != start[name]).any()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "checkpoints" / "tokens-1280")
+    assert model.dtype == torch.bfloat16
+
+
+def test_document_masking_keeps_documents_apart(case: Path, tmp_path: Path) -> None:
+    """The first loss is that of every document on its own."""
+    train_here(
+        case, tmp_path,
+        train={"document_masking": True, "total_tokens": 128, "checkpoint_tokens": []},
+    )  # fmt: skip
+    from stages.training.data import PackedSequences
+    from stages.training.schedule import make_schedule
+    from tests.training_case import stage_config
+
+    config = stage_config(train={"total_tokens": 128, "checkpoint_tokens": []})
+    data = PackedSequences(case / "prepare" / "train")
+    data.arrange(make_schedule(config.section, config.runtime, SEQUENCE_LENGTH, 1, False), 7)
+    model = AutoModelForCausalLM.from_pretrained(case / "materialize" / "model")
+    total, count = 0.0, 0
+    for i in range(4):
+        row = torch.as_tensor(data[i]["input_ids"]).long()
+        for document in row.split([int(n) for n in data[i]["document_lengths"]]):
+            with torch.no_grad():
+                loss = model(input_ids=document[None], labels=document[None]).loss
+            total += loss.item() * (len(document) - 1)
+            count += len(document) - 1
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_divergence_is_an_error_that_names_the_step(case: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"(loss|grad_norm) is (nan|inf) at step \d+ \("):
+        train_here(case, tmp_path, train={"learning_rate": 1e30, "warmup_ratio": 0.0})
+    assert all(math.isfinite(record["loss"]) for record in metrics(tmp_path))

@@ -1,0 +1,131 @@
+"""A tiny model and data set to train on, and a way to train on them in other processes.
+
+python -m tests.training_case CASE WORK '{"train": {...}, "runtime": {...}}'
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from stages.configs import MaterializeConfig, ModelConfig, Runtime, TrainConfig
+from stages.context import StageConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 64, 32, 40
+TRAIN = {
+    "total_tokens": 10 * 4 * SEQUENCE_LENGTH,
+    "batch_tokens": 4 * SEQUENCE_LENGTH,
+    "learning_rate": 1e-2,
+    "warmup_ratio": 0.2,
+    "checkpoint_tokens": [3 * 4 * SEQUENCE_LENGTH, 10 * 4 * SEQUENCE_LENGTH],
+    "mixed_precision": "no",
+}
+
+
+def make_case(directory: Path, dtype: str = "float32") -> Path:
+    """Write `prepare/train` (learnable token cycles) and `materialize/model` below `directory`."""
+    import numpy as np
+    import torch
+    from datasets import Dataset
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    rng = np.random.default_rng(0)
+    rows, lengths = [], []
+    for _ in range(SEQUENCES):
+        cut = int(rng.integers(8, SEQUENCE_LENGTH - 8))
+        start, stride = rng.integers(0, VOCABULARY, 2), rng.integers(1, 4, 2)
+        steps = np.arange(SEQUENCE_LENGTH)
+        row = np.where(steps < cut, start[0] + stride[0] * steps, start[1] + stride[1] * steps)
+        rows.append((row % VOCABULARY).astype(np.int32))
+        lengths.append(np.array([cut, SEQUENCE_LENGTH - cut], dtype=np.int32))
+    data = Dataset.from_dict({"input_ids": rows, "document_lengths": lengths})
+    data.save_to_disk(str(directory / "prepare" / "train"))
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    model_dir = directory / "materialize" / "model"
+    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(model_dir)
+    (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return directory
+
+
+def stage_config(
+    train: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, seed: int = 7
+) -> StageConfig:
+    """The small run, with changes."""
+    return StageConfig(
+        section=TrainConfig(**{**TRAIN, **(train or {})}),
+        model=ModelConfig(path="unused"),
+        seed=seed,
+        runtime=Runtime(**{"micro_batch_size": 2, "save_every_steps": 2, **(runtime or {})}),
+        upstream={"materialize": MaterializeConfig()},
+    )
+
+
+def train_here(case: Path, work_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Run the stage in this process."""
+    from stages.train import run
+
+    inputs = {name: case / name for name in ("prepare", "materialize")}
+    work_dir.mkdir(parents=True, exist_ok=True)
+    return run(stage_config(**changes), inputs, work_dir)
+
+
+def train_in_processes(
+    case: Path, work_dir: Path, processes: int = 1, kill_at_step: int | None = None, **changes: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the stage in one new process, or in several under torchrun with gloo."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += [
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        ]  # fmt: skip
+    command = [*launcher, "-m", "tests.training_case", str(case), str(work_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if kill_at_step is not None:
+        environment["KILL_AT_STEP"] = str(kill_at_step)
+    return subprocess.run(
+        [*command, json.dumps(changes)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def metrics(work_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, without the seconds, which no two runs share."""
+    lines = (work_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        assert record.pop("seconds") >= 0
+    return records
+
+
+def _kill_self_at(step: int) -> None:
+    """Die as by `kill -9` right after the record of `step`, before anything else is saved."""
+    from stages.training.metrics import MetricsLog
+
+    write = MetricsLog.write
+
+    def write_and_die(self: MetricsLog, at: int, *values: float) -> None:
+        write(self, at, *values)
+        if at == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    MetricsLog.write = write_and_die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    if "KILL_AT_STEP" in os.environ:
+        _kill_self_at(int(os.environ["KILL_AT_STEP"]))
+    train_here(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))

@@ -1,0 +1,96 @@
+"""Steps, batches, learning rate and checkpoints, as arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bosch.errors import UserError
+from stages.configs import Runtime, TrainConfig
+from stages.training.schedule import Schedule, make_schedule
+
+
+def schedule(world_size: int = 1, on_gpu: bool = False, **fields: object) -> Schedule:
+    runtime = Runtime(micro_batch_size=fields.pop("micro_batch_size", "auto"))
+    length = fields.pop("sequence_length", 32)
+    values = {"total_tokens": 1280, "batch_tokens": 128, "checkpoint_tokens": [], **fields}
+    return make_schedule(TrainConfig(**values), runtime, length, world_size, on_gpu)
+
+
+def test_paper_has_1192_steps_of_64_sequences() -> None:
+    paper = make_schedule(TrainConfig(), Runtime(), 32768, 16, on_gpu=True)
+    assert (paper.steps, paper.sequences) == (1192, 64)
+    assert (paper.micro_batch_size, paper.accumulation) == (1, 4)
+    assert paper.warmup_steps == 120
+    assert paper.checkpoint_steps == {
+        700_000_000: 334, 1_300_000_000: 620, 2_000_000_000: 954, 2_500_000_000: 1192,
+    }  # fmt: skip
+
+
+@given(
+    world=st.integers(1, 8),
+    per_process=st.integers(1, 48),
+    length=st.sampled_from([32, 512, 1000, 4096, 32768]),
+    on_gpu=st.booleans(),
+)
+def test_batch_is_micro_times_accumulation_times_processes(
+    world: int, per_process: int, length: int, on_gpu: bool
+) -> None:
+    tokens = world * per_process * length
+    made = schedule(
+        world, on_gpu, sequence_length=length, batch_tokens=tokens, total_tokens=3 * tokens
+    )
+    assert length * made.micro_batch_size * made.accumulation * world == made.batch_tokens == tokens
+    assert made.tokens == 3 * tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "world", "names"),
+    [
+        ({"batch_tokens": 130}, 1, ["train.batch_tokens = 130", "prepare.sequence_length = 32"]),
+        ({}, 3, ["train.batch_tokens", "runtime.processes", "4 sequences"]),
+        ({"total_tokens": 127}, 1, ["train.total_tokens = 127", "train.batch_tokens = 128"]),
+        ({"micro_batch_size": 3}, 1, ["runtime.micro_batch_size = 3", "4 sequences"]),
+        ({"micro_batch_size": 0}, 1, ["runtime.micro_batch_size = 0"]),
+        ({"micro_batch_size": 4}, 2, ["runtime.micro_batch_size = 4", "2 sequences"]),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused_by_name(
+    fields: dict[str, object], world: int, names: list[str]
+) -> None:
+    with pytest.raises(UserError) as error:
+        schedule(world, **fields)
+    assert all(name in str(error.value) for name in names)
+
+
+@given(steps=st.integers(1, 60), warmup=st.floats(0, 1), least=st.floats(0, 0.9))
+def test_learning_rate_rises_then_falls_towards_its_least(
+    steps: int, warmup: float, least: float
+) -> None:
+    made = schedule(total_tokens=128 * steps, warmup_ratio=warmup, min_lr_ratio=least)
+    rates = [made.learning_rate_factor(step) for step in range(steps)]
+    rising, falling = rates[: made.warmup_steps], rates[made.warmup_steps :]
+    assert made.warmup_steps == math.ceil(warmup * steps)
+    assert rising == sorted(rising) and (not rising or rising[-1] == 1.0)
+    assert falling == sorted(falling, reverse=True)
+    assert all(least < rate <= 1 for rate in falling) and min(rates) > 0
+    assert made.learning_rate_factor(steps) == pytest.approx(least)
+
+
+def test_learning_rate_is_a_cosine_between_peak_and_least() -> None:
+    made = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
+    assert made.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2
+    assert made.learning_rate_factor(0) == 0.5
+
+
+def test_checkpoints_come_at_the_first_step_that_reaches_them() -> None:
+    made = schedule(checkpoint_tokens=[1, 128, 129, 1280])
+    assert made.checkpoint_steps == {1: 1, 128: 1, 129: 2, 1280: 10}
+
+
+def test_the_end_is_kept_though_not_asked_for() -> None:
+    assert schedule(checkpoint_tokens=[128]).checkpoint_steps == {128: 1, 1280: 10}
+    assert schedule(total_tokens=1300, checkpoint_tokens=[1290]).checkpoint_steps == {1290: 10}
