@@ -117,7 +117,7 @@ def _instruction(what: str) -> str:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text to continue: with the tokenizer's opening tokens, without a closing one."""
+    """Token ids of a text to continue: opening special tokens, if any, but no closing one."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     if ids and tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]

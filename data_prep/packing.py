@@ -1,0 +1,97 @@
+"""Packing documents into sequences of equal length, and the dataset they are written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_FILE_TOKENS = 128 * 2**20
+_BATCH_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One sequence: `input_ids` [sequence_length] int32, and the lengths of the documents in it.
+
+    A document that did not fit goes on in the next sequence, where its rest is a span of its own.
+    """
+
+    input_ids: np.ndarray
+    document_lengths: list[int]
+
+
+def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Packed]:
+    """Sequences that hold every token of the documents in order.
+
+    Only what is left at the end and fills no sequence is not among them.
+    """
+    buffer = np.empty(sequence_length, np.int32)
+    filled = 0
+    lengths: list[int] = []
+    for document in documents:
+        start = 0
+        while start < len(document):
+            piece = document[start : start + sequence_length - filled]
+            buffer[filled : filled + len(piece)] = piece
+            lengths.append(len(piece))
+            filled += len(piece)
+            start += len(piece)
+            if filled == sequence_length:
+                yield Packed(buffer.copy(), lengths)
+                filled, lengths = 0, []
+
+
+def write_dataset(
+    folder: Path, sequences: Iterable[Packed], count: int, sequence_length: int
+) -> None:
+    """Write `count` sequences as a dataset that `datasets.load_from_disk` opens, as they come.
+
+    Columns: `input_ids`, a list of `sequence_length` int32, and `document_lengths`, a list of int32
+    that sums to `sequence_length`.
+    """
+    from datasets import DatasetInfo, Features, Sequence, Value
+
+    features = Features(
+        {
+            "input_ids": Sequence(Value("int32"), length=sequence_length),
+            "document_lengths": Sequence(Value("int32")),
+        }
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    per_file = max(1, _FILE_TOKENS // sequence_length)
+    files = math.ceil(count / per_file)
+    names = [f"data-{index:05d}-of-{files:05d}.arrow" for index in range(files)]
+    iterator = iter(sequences)
+    for index, name in enumerate(names):
+        rows = min(per_file, count - index * per_file)
+        _write_file(folder / name, iterator, rows, sequence_length, features.arrow_schema)
+    DatasetInfo(features=features).write_to_directory(str(folder))
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": f"{count:x}-{sequence_length:x}",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+
+
+def _write_file(path: Path, sequences: Iterator[Packed], rows: int, length: int, schema) -> None:
+    import pyarrow as pa
+
+    per_batch = max(1, _BATCH_TOKENS // length)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for start in range(0, rows, per_batch):
+            batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
+            ids = pa.FixedSizeListArray.from_arrays(
+                pa.array(np.concatenate([packed.input_ids for packed in batch])), length
+            )
+            spans = pa.array([p.document_lengths for p in batch], pa.list_(pa.int32()))
+            writer.write_batch(pa.RecordBatch.from_arrays([ids, spans], schema=schema))
