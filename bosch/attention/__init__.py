@@ -1,0 +1,113 @@
+"""Attention that mixes full and sliding heads in one layer, and the backends that compute it.
+
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
+Every backend gives what `eager` gives, in outputs and gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.span import Span
+from bosch.errors import UserError
+
+__all__ = [
+    "BACKENDS",
+    "CachedStates",
+    "HeadLayout",
+    "Span",
+    "hybrid_attention",
+    "resolve_backend",
+]
+
+
+class Backend(Protocol):
+    """What computes one layer's attention: [B, T, HQ, D]."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor | CachedStates,
+        value: Tensor | CachedStates,
+        layout: HeadLayout,
+        span: Span,
+        scaling: float,
+        dropout: float = 0.0,
+    ) -> Tensor: ...
+
+
+def _always() -> bool:
+    return True
+
+
+# Name -> (where the function stands, whether it can be used here). Imported on first use.
+BACKENDS: dict[str, tuple[str, Callable[[], bool]]] = {
+    "eager": ("bosch.attention.eager:eager_attention", _always),
+    "sdpa": ("bosch.attention.sdpa:sdpa_attention", _always),
+}
+
+_AUTO_ORDER = ("sdpa",)
+
+
+def resolve_backend(name: str = "auto") -> str:
+    """Name of the backend to use: `name` itself, or for "auto" the best one that works here.
+
+    Raises UserError when `name` is unknown or what it needs is not installed; never another one.
+    """
+    if name == "auto":
+        return next(choice for choice in _AUTO_ORDER if BACKENDS[choice][1]())
+    if name not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise UserError(f"attention backend '{name}' is unknown: choose one of {known}")
+    if not BACKENDS[name][1]():
+        raise UserError(
+            f"attention backend '{name}' cannot be used here: install what it needs or choose auto"
+        )
+    return name
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    module, _, function = BACKENDS[name][0].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), function)
+    return backend
+
+
+def hybrid_attention(
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    layout: HeadLayout,
+    span: Span | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "sdpa",
+) -> Tensor:
+    """Causal attention in which each KV head of `layout` is full or sliding (BOSCH §2.1, B.2).
+
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, the queries being the last T
+    slots, or what a HybridCache returned. `span` describes padding, documents and the past; by
+    default there is neither padding nor more than one document. `scaling` defaults to D**-0.5.
+
+    Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout.
+    """
+    if span is None:
+        if isinstance(key, CachedStates):
+            raise ValueError("keys from a HybridCache need the span of the pass")
+        span = Span(query.shape[2], key.shape[2] - query.shape[2])
+    heads = layout.num_key_value_heads
+    found = heads if isinstance(key, CachedStates) else key.shape[1]
+    if found != heads or query.shape[1] % heads:
+        raise ValueError(
+            f"the layout has {heads} KV heads, got {found} with {query.shape[1]} query heads"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _load(backend)(query, key, value, layout, span, scale, dropout)

@@ -1,0 +1,65 @@
+"""The oracle: dense attention, one mask for each kind of head, no trick.
+
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bosch.attention.layout import CachedStates, HeadLayout, split_states
+from bosch.attention.span import Span
+
+
+def eager_attention(
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    layout: HeadLayout,
+    span: Span,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of both kinds of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
+    q_per_kv = query.shape[1] // layout.num_key_value_heads
+    full, sliding = split_states(key, value, layout)
+    device = query.device
+    queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
+    out_full = out_sliding = None
+    if full is not None:
+        keys = torch.arange(span.kv_length, device=device)[None]
+        out_full = _dense(
+            layout.heads_of(query, "full", q_per_kv),
+            full.key, full.value, span.visible(queries, keys), scaling, dropout,
+        )  # fmt: skip
+    if sliding is not None:
+        key, value = sliding.key, sliding.value
+        keys = torch.arange(span.kv_length - key.shape[2], span.kv_length, device=device)[None]
+        if sliding.sink_key is not None and sliding.sink_value is not None:
+            sinks = span.sink_slots(sliding.sink_key.shape[2], device)
+            # A sink that is among the recent keys too must not count twice: put it out of range.
+            sinks = torch.where(sinks < keys[:, :1], sinks, span.kv_length)
+            keys = torch.cat([sinks, keys.expand(sinks.shape[0], -1)], dim=1)
+            key = torch.cat([sliding.sink_key, key], dim=2)
+            value = torch.cat([sliding.sink_value, value], dim=2)
+        seen = span.visible(queries, keys, layout.window_size, layout.sinks)
+        query = layout.heads_of(query, "sliding", q_per_kv)
+        out_sliding = _dense(query, key, value, seen, scaling, dropout)
+    return layout.merge(out_full, out_sliding, q_per_kv)
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, dropout: float
+) -> Tensor:
+    """Softmax attention under `seen` [B or 1, T, Tk]: [B, HQ, T, D]."""
+    q_per_kv = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(q_per_kv, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * scaling
+    if query.dtype == torch.float64:
+        scores = (query @ key.transpose(2, 3)) * scaling
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    weights = scores.softmax(dim=-1).to(value.dtype)
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, p=dropout)
+    return weights @ value

@@ -1,0 +1,297 @@
+"""Attention of both kinds of heads by torch's scaled_dot_product_attention: CPU and fallback.
+
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension, W window.
+Full heads take one causal call. Sliding heads are cut into blocks of C queries that see a band of
+C + W keys, so that their cost grows linearly in T.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bosch.attention.bands import bands
+from bosch.attention.layout import (
+    CachedStates,
+    HeadLayout,
+    SlidingStates,
+    gather_sinks,
+    split_states,
+)
+from bosch.attention.span import Span
+
+# Dense masks up to this many entries are made once per pass; larger ones block by block.
+_DENSE_MASK_ENTRIES = 2**24
+_MAX_BLOCK = 256
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    layout: HeadLayout,
+    span: Span,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of both kinds of heads: [B, T, HQ, D]."""
+    q_per_kv = query.shape[1] // layout.num_key_value_heads
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
+        if not layout.sliding or span.kv_length <= layout.window_size:
+            out = _full(query, key, value, span, scaling, dropout)
+            return out.transpose(1, 2).contiguous()
+    full, sliding = split_states(key, value, layout)
+    out_full = out_sliding = None
+    if full is not None:
+        query_full = layout.heads_of(query, "full", q_per_kv)
+        out_full = _full(query_full, full.key, full.value, span, scaling, dropout)
+    if sliding is not None:
+        query_sliding = layout.heads_of(query, "sliding", q_per_kv)
+        sliding = _trim(sliding, span, layout.window_size, layout.sinks)
+        out_sliding = _sliding(query_sliding, sliding, layout, span, scaling, dropout)
+    return layout.merge(out_full, out_sliding, q_per_kv)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    dropout: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def _full(
+    query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float, dropout: float
+) -> Tensor:
+    """Causal attention over every key, [B, HQ, T, D]."""
+    if span.is_plain and (span.q_length == 1 or span.q_offset == 0):
+        return _sdpa(query, key, value, scaling, dropout, is_causal=span.q_length > 1)
+    device = query.device
+    queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
+    keys = torch.arange(span.kv_length, device=device)[None]
+    rows = 1 if span.is_plain else query.shape[0]
+    if rows * span.q_length * span.kv_length <= _DENSE_MASK_ENTRIES:
+        mask = span.memo("full", lambda: span.visible(queries, keys)[:, None])
+        return _sdpa(query, key, value, scaling, dropout, mask)
+    step = max(64, _DENSE_MASK_ENTRIES // (rows * span.kv_length))
+    outputs = []
+    for start in range(0, span.q_length, step):
+        stop = min(start + step, span.q_length)
+        end = span.q_offset + stop
+        mask = span.visible(queries[:, start:stop], keys[:, :end])[:, None]
+        block = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
+        outputs.append(_sdpa(*block, scaling, dropout, mask))
+    return torch.cat(outputs, dim=2)
+
+
+def _trim(states: SlidingStates, span: Span, window: int, sinks: int) -> SlidingStates:
+    """Drop keys that no query of this pass sees; sinks among them are kept aside."""
+    needed = window - 1 + span.q_length
+    key, value = states.key, states.value
+    if key.shape[2] <= needed:
+        return states
+    recent = SlidingStates(key[:, :, -needed:], value[:, :, -needed:])
+    if sinks:
+        recent.sink_key = gather_sinks(key, states.sink_key, span, sinks)
+        recent.sink_value = gather_sinks(value, states.sink_value, span, sinks)
+    return recent
+
+
+def _sliding(
+    query: Tensor,
+    states: SlidingStates,
+    layout: HeadLayout,
+    span: Span,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """Sliding-window attention, [B, HQ_sliding, T, D]."""
+    window, sinks = layout.window_size, layout.sinks
+    first = span.kv_length - states.key.shape[2]
+    if first == 0 and span.kv_length <= window:
+        return _full(query, states.key, states.value, span, scaling, dropout)
+    block = block_size(window)
+    if span.q_length < block:
+        return _sliding_dense(query, states, layout, span, scaling, dropout)
+    if span.is_plain and not sinks and span.q_offset == 0:
+        return _banded_prefill(query, states, window, block, scaling, dropout)
+    rows = [
+        _banded_row(
+            query[row : row + 1], _row(states, row), layout, span, row, block, scaling, dropout
+        )
+        for row in range(query.shape[0])
+    ]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def block_size(window: int) -> int:
+    """Queries per block, C."""
+    return max(16, min(_MAX_BLOCK, window))
+
+
+def _sliding_dense(
+    query: Tensor,
+    states: SlidingStates,
+    layout: HeadLayout,
+    span: Span,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """Few queries (decode, short chunks): all kept keys under one mask."""
+    key, value, device = states.key, states.value, query.device
+    first = span.kv_length - key.shape[2]
+    slots = torch.arange(first, span.kv_length, device=device)[None]
+    if states.sink_key is not None and states.sink_value is not None:
+        sink_slots = span.sink_slots(states.sink_key.shape[2], device)
+        if span.is_plain:  # slots 0, 1, …: those that lie among the recent keys are at the end
+            kept = min(first, states.sink_key.shape[2])
+            sink_slots = sink_slots[:, :kept]
+        else:
+            kept = states.sink_key.shape[2]
+            sink_slots = torch.where(sink_slots < first, sink_slots, span.kv_length)
+        key = torch.cat([states.sink_key[:, :, :kept], key], dim=2)
+        value = torch.cat([states.sink_value[:, :, :kept], value], dim=2)
+        slots = torch.cat([sink_slots, slots.expand(sink_slots.shape[0], -1)], dim=1)
+    if span.is_plain and span.q_length == 1:
+        return _sdpa(query, key, value, scaling, dropout)
+
+    def make() -> Tensor:
+        queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
+        return span.visible(queries, slots, layout.window_size, layout.sinks)[:, None]
+
+    name = ("dense", layout.window_size, layout.sinks, key.shape[2])
+    return _sdpa(query, key, value, scaling, dropout, span.memo(name, make))
+
+
+def _banded_prefill(
+    query: Tensor, states: SlidingStates, window: int, block: int, scaling: float, dropout: float
+) -> Tensor:
+    """A whole plain sequence without sinks: no padding, no copies of keys or queries.
+
+    The first W queries are plainly causal, whole blocks follow, the rest is one short block.
+    """
+    key, value = states.key, states.value
+    batch, heads, length, dim = query.shape
+    head = _sdpa(
+        query[:, :, :window], key[:, :, :window], value[:, :, :window], scaling, dropout,
+        is_causal=True,
+    )  # fmt: skip
+    outputs = [head]
+    count = (length - window) // block
+    middle = window + count * block
+    if count:
+        blocks = query[:, :, window:middle].flatten(0, 1).unflatten(1, (count, block))
+        out = _sdpa(
+            blocks.transpose(0, 1),
+            bands(key[:, :, :middle].flatten(0, 1), block, window),
+            bands(value[:, :, :middle].flatten(0, 1), block, window),
+            scaling,
+            dropout,
+            _band_mask(block, block + window, window, query.device),
+        )  # [n, B * HQ, C, D]
+        outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
+    if middle < length:
+        rest, start = length - middle, middle - window
+        mask = _band_mask(rest, rest + window, window, query.device)
+        tail = query[:, :, middle:], key[:, :, start:], value[:, :, start:]
+        outputs.append(_sdpa(*tail, scaling, dropout, mask))
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
+
+
+@functools.lru_cache(maxsize=32)
+def _band_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Causal band for `queries` that end where `keys` end: bool [queries, keys]."""
+    q = torch.arange(keys - queries, keys, device=device)[:, None]
+    k = torch.arange(keys, device=device)[None]
+    return (k <= q) & (q - k < window)
+
+
+def _row(states: SlidingStates, row: int) -> SlidingStates:
+    fields = (states.key, states.value, states.sink_key, states.sink_value)
+    key, value, sink_key, sink_value = (None if x is None else x[row : row + 1] for x in fields)
+    assert key is not None and value is not None
+    return SlidingStates(key, value, sink_key, sink_value)
+
+
+def _banded_row(
+    query: Tensor,
+    states: SlidingStates,
+    layout: HeadLayout,
+    span: Span,
+    row: int,
+    block: int,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """One row of the batch with padding, documents, sinks or a past: [1, HQ_sliding, T, D]."""
+    window, sinks, length = layout.window_size, layout.sinks, query.shape[2]
+    count = -(-length // block)
+    first = span.kv_length - states.key.shape[2]
+    left, right = window - (span.q_offset - first), count * block - length
+    query_blocks = F.pad(query[0], (0, 0, 0, right)).unflatten(1, (count, block)).transpose(0, 1)
+    keys, values = (
+        bands(F.pad(x[0], (0, 0, left, right)), block, window) for x in (states.key, states.value)
+    )
+
+    def make() -> tuple[Tensor, Tensor | None]:
+        return _row_mask(layout, span, row, block, first, query.device)
+
+    shared = 0 if span.is_plain else row
+    name = ("band", window, sinks, block, first, shared)
+    mask, sink_slots = span.memo(name, make)
+    if sink_slots is not None:
+        if states.sink_key is not None and states.sink_value is not None:
+            extra = (
+                states.sink_key.expand(count, -1, -1, -1),
+                states.sink_value.expand(count, -1, -1, -1),
+            )
+        else:
+            index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
+            extra_key, extra_value = (
+                x[0].index_select(1, index).unflatten(1, (count, sinks)).transpose(0, 1)
+                for x in (states.key, states.value)
+            )
+            extra = extra_key, extra_value
+        keys, values = torch.cat([extra[0], keys], dim=2), torch.cat([extra[1], values], dim=2)
+    out = _sdpa(query_blocks, keys, values, scaling, dropout, mask[:, None])
+    return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
+def _row_mask(
+    layout: HeadLayout, span: Span, row: int, block: int, first: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Masks [n, C, S + C + W] of a row's blocks, and the slots [n, S] of the sinks before each band.
+
+    At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
+    inside the band are keys of the band.
+    """
+    window, sinks = layout.window_size, layout.sinks
+    count = -(-span.q_length // block)
+    starts = span.q_offset + block * torch.arange(count, device=device)[:, None]
+    queries = starts + torch.arange(block, device=device)
+    keys = starts + torch.arange(-window, block, device=device)
+    keys = torch.where(keys < first, -1, keys)
+    queries = queries.clamp(max=span.kv_length - 1)
+    sink_slots = None
+    if sinks:
+        offsets = torch.arange(sinks, device=device)
+        if span.document is not None:
+            begin = (starts - window).clamp(min=0, max=span.kv_length - 1)
+            sink_slots = span.document_starts()[row][begin] + offsets
+        else:
+            slots = span.sink_slots(sinks, device)
+            sink_slots = slots[min(row, slots.shape[0] - 1)].expand(count, -1)
+        before = (sink_slots < starts - window) | (sink_slots < first)
+        keys = torch.cat([torch.where(before, sink_slots, -1), keys], dim=1)
+    narrow = span.row(row)
+    return narrow.visible(queries[None], keys[None], window, sinks)[0], sink_slots

@@ -1,0 +1,128 @@
+"""What one forward pass may look at: positions, padding and documents, whatever the kind of head.
+
+Shapes: B batch, T query tokens of the pass, Tk = q_offset + T key slots. A slot is a place in the
+padded sequence; key slots run from 0, whether or not a cache still holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Span:
+    """Positions of one pass. Made once per pass; masks derived from it are kept in it.
+
+    q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
+    padding. `document` [B, T] numbers packed documents, only in a pass without past (q_offset 0).
+    """
+
+    q_length: int
+    q_offset: int = 0
+    valid: Tensor | None = None
+    document: Tensor | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def kv_length(self) -> int:
+        return self.q_offset + self.q_length
+
+    @property
+    def is_plain(self) -> bool:
+        """No padding and one document: visibility depends on the distance alone."""
+        return self.valid is None and self.document is None
+
+    def row(self, row: int) -> Span:
+        """The same pass for one row of the batch."""
+        pick = slice(row, row + 1)
+        return Span(
+            self.q_length,
+            self.q_offset,
+            None if self.valid is None else self.valid[pick],
+            None if self.document is None else self.document[pick],
+        )
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, called once per pass and key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def visible(
+        self, queries: Tensor, keys: Tensor, window: int | None = None, sinks: int = 0
+    ) -> Tensor:
+        """Whether each query slot sees each key slot.
+
+        queries [b, ..., m] and keys [b, ..., n] hold slots, b being B or 1; slots outside
+        0 .. Tk - 1 are seen by no one. Full heads have window None. A padded query sees itself,
+        so that no row is empty. Returns bool [b, ..., m, n].
+        """
+        q, k = queries[..., :, None], keys[..., None, :]
+        distance = q - k
+        seen = (distance >= 0) & (k >= 0) & (k < self.kv_length)
+        if window is not None:
+            near = distance < window
+            if sinks:
+                near = near | (self._at(self._rank(keys.device), keys)[..., None, :] < sinks)
+            seen = seen & near
+        if self.document is not None:
+            ids_q, ids_k = self._at(self.document, queries), self._at(self.document, keys)
+            seen = seen & (ids_q[..., :, None] == ids_k[..., None, :])
+        if self.valid is not None:
+            seen = (seen & self._at(self.valid, keys)[..., None, :]) | (distance == 0)
+        return seen
+
+    def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
+        """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks]."""
+
+        def make() -> Tensor:
+            if self.valid is None:
+                slots = torch.arange(sinks, device=device)
+                return slots.clamp(max=self.kv_length)[None]
+            wanted = torch.arange(1, sinks + 1, device=device).expand(self.valid.shape[0], -1)
+            counted = self.valid.long().cumsum(-1)
+            return torch.searchsorted(counted, wanted.contiguous())
+
+        slots: Tensor = self.memo(("sink_slots", sinks), make)
+        return slots
+
+    def document_starts(self) -> Tensor:
+        """Slot at which the document of each slot starts, [B, T]."""
+        document = self.document
+        assert document is not None
+
+        def make() -> Tensor:
+            slots = torch.arange(self.q_length, device=document.device).expand_as(document)
+            first = torch.ones_like(document[:, :1], dtype=torch.bool)
+            begins = torch.cat([first, document[:, 1:] != document[:, :-1]], dim=1)
+            return torch.where(begins, slots, 0).cummax(dim=1).values
+
+        starts: Tensor = self.memo("document_starts", make)
+        return starts
+
+    def _rank(self, device: torch.device) -> Tensor:
+        """Number of real tokens of the same document before each slot: [B or 1, Tk]."""
+
+        def make() -> Tensor:
+            slots = torch.arange(self.kv_length, device=device)[None]
+            if self.document is not None:
+                return slots - self.document_starts()
+            if self.valid is not None:
+                return self.valid.long().cumsum(-1) - self.valid.long()
+            return slots
+
+        rank: Tensor = self.memo("rank", make)
+        return rank
+
+    def _at(self, table: Tensor, slots: Tensor) -> Tensor:
+        """table [B or 1, Tk] read at slots [b, ..., n], clamped into range: [B, ..., n]."""
+        inside = slots.clamp(0, self.kv_length - 1)
+        rows = max(table.shape[0], inside.shape[0])
+        inside = inside.expand(rows, *inside.shape[1:])
+        table = table.expand(rows, -1)
+        return torch.gather(table, 1, inside.reshape(rows, -1)).reshape(inside.shape)

@@ -1,0 +1,197 @@
+"""Key/value cache whose sliding heads keep the last W - 1 tokens and the sinks, and no more.
+
+Shapes: B batch, HF full and HS sliding KV heads of a layer, Tk slots seen so far, R recent slots,
+S sinks, D head dimension, W window. The parts of the two kinds of heads are separate tensors, so
+that what a sliding head no longer sees is really freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from bosch.attention.layout import CachedStates, HeadLayout, gather_sinks
+from bosch.attention.span import Span
+from bosch.windows import cached_keys
+
+_PARTS = ("full_keys", "full_values", "recent_keys", "recent_values", "sink_keys", "sink_values")
+
+
+class HybridCacheLayer(CacheLayerMixin):
+    """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seen = 0
+        self.sink_slots: Tensor | None = None
+        self.full_keys: Tensor | None = None
+        self.full_values: Tensor | None = None
+        self.recent_keys: Tensor | None = None
+        self.recent_values: Tensor | None = None
+        self.sink_keys: Tensor | None = None
+        self.sink_values: Tensor | None = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        for kind, heads in (("full", self.layout.full), ("recent", self.layout.sliding)):
+            for name, states in (("keys", key_states), ("values", value_states)):
+                shape = (states.shape[0], len(heads), 0, states.shape[3])
+                setattr(self, f"{kind}_{name}", states.new_empty(shape))
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[CachedStates, CachedStates]:
+        """Add the tokens of a pass, [B, HKV, T, D]; returns all that its queries may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        self.full_keys = self._joined(self.full_keys, key_states, "full")
+        self.full_values = self._joined(self.full_values, value_states, "full")
+        self.recent_keys = self._joined(self.recent_keys, key_states, "sliding")
+        self.recent_values = self._joined(self.recent_values, value_states, "sliding")
+        keys = CachedStates(self.full_keys, self.recent_keys, self.sink_keys, weakref.ref(self))
+        return keys, CachedStates(self.full_values, self.recent_values, self.sink_values)
+
+    def _joined(self, past: Tensor | None, new: Tensor, kind: str) -> Tensor:
+        assert past is not None
+        heads = self.layout.heads_of(new, kind)
+        return torch.cat([past, heads], dim=2) if past.shape[2] else heads
+
+    def settle(self, span: Span) -> None:
+        """Forget what no later query of a sliding head sees; `span` is that of the pass just done."""
+        if self.layout.sinks and self.layout.sliding:
+            self._keep_sinks(span)
+        if not self.record_past:
+            self._evict()
+
+    def _keep_sinks(self, span: Span) -> None:
+        if self.seen <= cached_keys(self.layout.window_size):
+            return
+        assert self.recent_keys is not None and self.recent_values is not None
+        first = self.seen - self.recent_keys.shape[2]
+        if self.sink_keys is not None and span.valid is None and first >= self.layout.sinks:
+            return
+        count = self.layout.sinks
+        self.sink_keys = gather_sinks(self.recent_keys, self.sink_keys, span, count)
+        self.sink_values = gather_sinks(self.recent_values, self.sink_values, span, count)
+
+    def _evict(self) -> None:
+        """Copies what is kept, so that the rest is freed, also where it is a slice of a larger one."""
+        keep = cached_keys(self.layout.window_size)
+        for name in ("recent_keys", "recent_values"):
+            states = getattr(self, name)
+            if states.shape[2] > keep:
+                states = states[:, :, states.shape[2] - keep :]
+            setattr(self, name, _owned(states))
+        self.full_keys, self.full_values = _owned(self.full_keys), _owned(self.full_values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Keep all tokens of a pass until `crop`, so that it can take some back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 only evicts).
+
+        Raises ValueError for a positive number, and RuntimeError when sliding heads have forgotten
+        tokens they would need again (`activate_past_recording` before the pass keeps them).
+        """
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes the negative number of tokens to remove")
+        remove = -tokens_to_remove
+        if not self.is_initialized:
+            return
+        assert self.recent_keys is not None
+        left, have = self.seen - remove, self.recent_keys.shape[2] - remove
+        if remove and have < min(max(left, 0), cached_keys(self.layout.window_size)):
+            if self.layout.sliding:
+                raise RuntimeError(
+                    "the cache of a sliding head no longer holds the tokens before the cut: call "
+                    "activate_past_recording() before the tokens to be removed are added"
+                )
+        for name in ("full_keys", "full_values", "recent_keys", "recent_values"):
+            states = getattr(self, name)
+            setattr(self, name, states[:, :, : max(0, states.shape[2] - remove)])
+        self.seen = max(0, left)
+        self._evict()
+
+    def reset(self) -> None:
+        self._clear()
+
+    def _map(self, change: Any) -> None:
+        for name in _PARTS:
+            states = getattr(self, name)
+            if states is not None:
+                setattr(self, name, change(states))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda states: states[indices])
+
+    def offload(self) -> None:
+        self._map(lambda states: states.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda states: states.to(self.device, non_blocking=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages held, counted once."""
+        held = [states for name in _PARTS if (states := getattr(self, name)) is not None]
+        storages = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in held}
+        return sum(storages.values())
+
+
+def _owned(states: Tensor | None) -> Tensor:
+    """`states` itself, or a copy where it keeps a larger tensor alive."""
+    assert states is not None
+    size = states.numel() * states.element_size()
+    if states.untyped_storage().nbytes() == size:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+class HybridCache(Cache):
+    """Cache of a hybrid model, one `HybridCacheLayer` per layer.
+
+    A sliding KV head holds at most W - 1 + S entries after a pass, a full one all. Works with
+    batches, left padding, beam search and chunked prefill; `crop` where past recording is active.
+    """
+
+    def __init__(self, layouts: Sequence[HeadLayout]) -> None:
+        super().__init__(layers=[HybridCacheLayer(layout) for layout in layouts])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by all layers."""
+        return sum(layer.num_bytes for layer in self.layers)

@@ -1,0 +1,180 @@
+"""Deploy mode: model classes whose full heads come first, and their registration with transformers.
+
+The classes of a family derive from transformers' own; they add the head layout from the config, the
+HybridCache, and nothing to the computation. Their model_type ("hybrid_qwen3", ...) is unknown to
+plain transformers, so that a load without bosch is refused and never runs full attention instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from typing import Any
+
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from bosch import interface
+from bosch.attention import HeadLayout, resolve_backend
+from bosch.cache import HybridCache
+from bosch.configuration import hybrid_config_class
+from bosch.errors import UserError
+from bosch.families import FAMILIES, Family
+from bosch.search_mode import attention_modules, layouts_of
+
+# What a user may ask for as attn_implementation, and the backend that means.
+_BACKEND_OF = {
+    None: "auto",
+    interface.NAME: "auto",
+    "auto": "auto",
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex",
+    "flex_attention": "flex",
+    "flash": "flash",
+    "flash_attention_2": "flash",
+    "flash_attention_3": "flash",
+}
+
+
+def deploy_layouts(config: Any) -> list[HeadLayout]:
+    """Layout of each layer from `config.hybrid_attention`; raises UserError when it is damaged."""
+    where = getattr(config, "_name_or_path", "") or "config.json"
+    table = getattr(config, "hybrid_attention", None)
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    expected = {"window_size", "sinks", "full_kv_heads_per_layer"}
+    if not isinstance(table, dict) or not expected <= set(table):
+        raise UserError(
+            f"{where}: hybrid_attention must hold {', '.join(sorted(expected))}, found "
+            f"{json.dumps(table, default=str)}; make the model again"
+        )
+    window, sinks, counts = (table[k] for k in ("window_size", "sinks", "full_kv_heads_per_layer"))
+    if type(window) is not int or window < 1 or type(sinks) is not int or sinks < 0:
+        raise UserError(
+            f"{where}: hybrid_attention.window_size must be an integer of at least 1 and sinks one "
+            f"of at least 0, found {window!r} and {sinks!r}"
+        )
+    valid = isinstance(counts, list) and all(type(n) is int and 0 <= n <= heads for n in counts)
+    if not valid or len(counts) != layers:
+        raise UserError(
+            f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {layers} numbers from 0 "
+            f"to {heads}, found {counts!r}"
+        )
+    return [HeadLayout.deploy(count, heads, window, sinks) for count in counts]
+
+
+class HybridModelMixin:
+    """What a hybrid model adds to its family: layouts, backend and cache."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        layouts = deploy_layouts(config)
+        super().__init__(config, *args, **kwargs)
+        self._install(layouts)
+
+    def _install(self, layouts: list[HeadLayout]) -> None:
+        for module, layout in zip(attention_modules(self), layouts, strict=True):
+            interface.set_head_state(module, interface.HeadState(layout, self._hybrid_backend))
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Any implementation asked for means that backend of hybrid attention, never another."""
+        if attn_implementation not in _BACKEND_OF:
+            raise UserError(
+                f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
+                f"{', '.join(str(name) for name in _BACKEND_OF if name)}"
+            )
+        interface.register()
+        self._hybrid_backend = resolve_backend(_BACKEND_OF[attn_implementation])
+        return interface.NAME
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose the backend of the hybrid attention."""
+        self._check_and_adjust_attn_implementation(attn_implementation)
+        self._install(layouts_of(self))
+
+    def new_cache(self) -> HybridCache:
+        """An empty cache for this model."""
+        return HybridCache(layouts_of(self))
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        given = model_kwargs.get("past_key_values") is not None
+        if given or generation_config.use_cache is False:
+            parent: Any = super()
+            parent._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise UserError(
+                f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
+                "form: leave it out to use the hybrid cache"
+            )
+        cache = self.new_cache()
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    @staticmethod
+    def create_masks_for_generate(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """The 2-D mask itself: what it means is worked out in the forward pass."""
+        return attention_mask
+
+
+def _forward_of(parent: Any) -> Any:
+    """`forward` of a family with a HybridCache where it would have made a cache of its own."""
+
+    @functools.wraps(parent.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = kwargs.get("use_cache")
+        if wanted is None:
+            packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
+            wanted = bool(self.config.use_cache) and not self.training and not packed
+            if kwargs.get("past_key_values") is not None:
+                wanted = True
+            kwargs["use_cache"] = wanted
+        if wanted and kwargs.get("past_key_values") is None and len(args) < 4:
+            kwargs["past_key_values"] = self.new_cache()
+        return parent.forward(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def hybrid_model_class(family: Family) -> Any:
+    """Causal language model class of a family's hybrid models."""
+    module = importlib.import_module(
+        f"transformers.models.{family.module}.modeling_{family.module}"
+    )
+    base = getattr(module, f"{family.prefix}ForCausalLM")
+    name = f"Hybrid{family.prefix}ForCausalLM"
+    config_class = hybrid_config_class(family)
+    body = {
+        "config_class": config_class,
+        "config": config_class,
+        "__module__": __name__,
+        "__doc__": f"{family.prefix} model with full and sliding heads in each layer.",
+        "forward": _forward_of(base),
+        "_can_set_attn_implementation_cached_value": True,
+    }
+    created = type(name, (HybridModelMixin, base), body)
+    globals()[name] = created
+    return created
+
+
+def register_models() -> None:
+    """Teach transformers the hybrid attention, configs and models; harmless when called again."""
+    interface.register()
+    for family in FAMILIES.values():
+        config, model = hybrid_config_class(family), hybrid_model_class(family)
+        AutoConfig.register(family.hybrid_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
+
+
+__all__ = [
+    "HybridModelMixin",
+    "deploy_layouts",
+    "hybrid_model_class",
+    "register_models",
+]

@@ -1,0 +1,128 @@
+"""The entry transformers calls: attention and mask function registered under the name "bosch".
+
+Both must be registered: transformers passes no mask at all to an attention function whose name has
+no mask function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from bosch.attention import CachedStates, HeadLayout, Span, hybrid_attention
+
+NAME = "bosch"
+_STATE = "bosch_heads"
+_REFUSED = ("softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True)
+class HeadState:
+    """What an attention module needs to know: its layout and the backend that computes it."""
+
+    layout: HeadLayout
+    backend: str
+
+
+def head_state(module: nn.Module) -> HeadState | None:
+    """State of an attention module, None where no head mask was applied."""
+    return getattr(module, _STATE, None)
+
+
+def set_head_state(module: nn.Module, state: HeadState) -> None:
+    """Set the state of an attention module; its weights are not touched."""
+    setattr(module, _STATE, state)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    attention_mask: Span | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: output [B, T, HQ, D] and no attention weights.
+
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] or what a HybridCache returned.
+    """
+    state = head_state(module)
+    if state is None:
+        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"hybrid attention does not support {name}")
+    if attention_mask is not None and not isinstance(attention_mask, Span):
+        raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
+    span = attention_mask
+    if span is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        if key.shape[2] < span.kv_length:
+            raise ValueError(
+                f"attention_mask covers {span.kv_length} tokens, there are keys of {key.shape[2]}"
+            )
+        key, value = key[:, :, : span.kv_length], value[:, :, : span.kv_length]
+    out = hybrid_attention(
+        query, key, value, state.layout, span,
+        scaling=scaling, dropout=dropout, backend=state.backend,
+    )  # fmt: skip
+    if isinstance(key, CachedStates) and span is not None:
+        key.settle(span)
+    return out, None
+
+
+def span_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Span:
+    """transformers' mask interface: what a pass may look at, as a `Span` instead of a mask.
+
+    `attention_mask` is the 2-D padding mask [B, Tk]. Documents packed by position_ids are found by
+    asking `mask_function` whether a token sees the one before it.
+    """
+    if use_vmap or kv_offset:
+        raise ValueError("hybrid attention does not support custom mask functions")
+    offset = int(q_offset)
+    if attention_mask is not None and offset == 0 and kv_length == attention_mask.shape[1]:
+        offset = kv_length - q_length
+    valid = None
+    if attention_mask is not None:
+        total = offset + q_length
+        if attention_mask.shape[1] < total:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} columns, expected {total}: "
+                "the past included"
+            )
+        valid = attention_mask[:, :total].bool()
+        valid = None if bool(valid.all()) else valid
+    document = None
+    packable = attention_mask is None and offset == 0 and q_length > 1
+    if packable and not allow_is_causal_skip and mask_function is not None:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        slots = torch.arange(1, q_length, device=device)[None]
+        apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
+        apart = apart.expand(batch_size, -1)
+        document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
+    return Span(q_length, offset, valid, document)
+
+
+def register() -> None:
+    """Make "bosch" an attention implementation of transformers; again and again is harmless."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, span_mask)

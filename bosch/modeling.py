@@ -1,0 +1,179 @@
+"""Load models, apply head masks, and make hybrid models that transformers can load."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bosch import hybrid
+from bosch.attention import resolve_backend
+from bosch.configuration import hybrid_config_class, is_hybrid
+from bosch.errors import UserError
+from bosch.families import family_of
+from bosch.heads import HeadMask
+from bosch.search_mode import (
+    apply_head_mask,
+    attention_modules,
+    check_mask,
+    layouts_of,
+    mask_shape,
+    prepare_for_search,
+)
+from bosch.windows import check_window
+
+__all__ = [
+    "apply_head_mask",
+    "attention_modules",
+    "layouts_of",
+    "load_config",
+    "load_model",
+    "mask_shape",
+    "materialize",
+    "permute_heads",
+    "prepare_for_search",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Configuration of a model directory or hub name; raises UserError when it cannot be read."""
+    hybrid.register_models()
+    folder = Path(path)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"{path}: not a model directory, it has no config.json")
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{file}: not valid JSON ({error}); get the model again") from error
+    elif path.startswith((".", "/", "~")) or folder.exists():
+        raise UserError(f"{path}: no such model directory")
+    try:
+        return AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot read the model's configuration: {_line(error)}") from error
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """An ordinary or a hybrid causal language model, in eval mode.
+
+    `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
+    until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
+    Raises UserError when the directory, its weights or its head layout are missing or damaged.
+    """
+    name = str(path)
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {}
+    if is_hybrid(config):
+        hybrid.deploy_layouts(config)
+        options["attn_implementation"] = resolve_backend(backend)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch_dtype, revision=revision,
+            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
+        )  # fmt: skip
+    except UserError:
+        raise
+    except Exception as error:
+        if type(error).__name__ not in _DAMAGE:
+            raise
+        raise UserError(f"{name}: cannot load the model's weights: {_line(error)}") from error
+    missing = sorted({*info["missing_keys"], *(str(k[0]) for k in info["mismatched_keys"])})
+    if missing:
+        raise UserError(
+            f"{name}: {len(missing)} weights are missing or of another shape, {missing[0]} first; "
+            "get the model again"
+        )
+    if device is not None:
+        model.to(device)
+    return model.eval()
+
+
+# Errors by which transformers and safetensors report unreadable files.
+_DAMAGE = ("OSError", "SafetensorError", "FileNotFoundError", "ValueError", "RuntimeError")
+
+
+def _line(error: BaseException) -> str:
+    """First line of an error's text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
+    """Weights of `model` with each layer's full KV heads first, by name (BOSCH B.2).
+
+    Rows of the query, key and value projections with their biases and columns of the output
+    projection move with their head; the model itself is not changed. Norms over the head dimension
+    are shared by all heads and stay.
+    """
+    check_mask(model.config, mask)
+    weights = dict(model.state_dict())
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, row in zip(attention_modules(model), mask.is_full, strict=True):
+        order = torch.tensor([h for full in (True, False) for h in (row == full).nonzero()[0]])
+        prefix = names[id(module)]
+        per_kv = model.config.num_attention_heads // model.config.num_key_value_heads
+        for projection, group in (("q_proj", per_kv), ("k_proj", 1), ("v_proj", 1)):
+            for kind in ("weight", "bias"):
+                name = f"{prefix}.{projection}.{kind}"
+                if name in weights:
+                    weights[name] = _permuted(weights[name], order, group * module.head_dim, 0)
+        name = f"{prefix}.o_proj.weight"
+        weights[name] = _permuted(weights[name], order, per_kv * module.head_dim, 1)
+    return weights
+
+
+def _permuted(weight: Tensor, order: Tensor, size: int, dim: int) -> Tensor:
+    """Blocks of `size` along `dim` in the order given."""
+    index = (order[:, None] * size + torch.arange(size)).reshape(-1).to(weight.device)
+    return weight.index_select(dim, index)
+
+
+def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) -> Any:
+    """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
+
+    `model` is left as it is. The result has its dtype, device and generation settings; it is saved
+    by `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
+    Raises UserError when the family is not supported or the mask does not fit.
+    """
+    check_window(window_size, sinks)
+    family = family_of(model.config)
+    check_mask(model.config, mask)
+    content = model.config.to_dict()
+    for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
+        content.pop(name, None)
+    config = hybrid_config_class(family)(
+        **content,
+        hybrid_attention={
+            "window_size": window_size,
+            "sinks": sinks,
+            "full_kv_heads_per_layer": mask.full_kv_heads_per_layer,
+        },
+    )
+    made = hybrid.hybrid_model_class(family)._from_config(config, dtype=model.dtype)
+    made.to(model.device)
+    made.load_state_dict(permute_heads(model, mask))
+    if model.generation_config is not None:
+        made.generation_config = type(model.generation_config).from_dict(
+            model.generation_config.to_dict()
+        )
+    return made.eval()

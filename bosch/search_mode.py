@@ -1,0 +1,89 @@
+"""Search mode: a head mask on a loaded model, as state that changes between passes at no cost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from bosch import interface
+from bosch.attention import HeadLayout, resolve_backend
+from bosch.errors import UserError
+from bosch.families import family_of
+from bosch.heads import HeadMask
+
+logger = logging.getLogger(__name__)
+
+
+def attention_modules(model: Any) -> list[nn.Module]:
+    """The attention module of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+def mask_shape(config: Any) -> tuple[int, int]:
+    """(L, HKV) of a model's configuration."""
+    return config.num_hidden_layers, config.num_key_value_heads
+
+
+def check_mask(config: Any, mask: HeadMask) -> None:
+    """Raise UserError unless `mask` has as many layers and KV heads as the model."""
+    layers, heads = mask_shape(config)
+    if (mask.num_layers, mask.num_key_value_heads) != (layers, heads):
+        raise UserError(
+            f"the head mask is for {mask.num_layers} layers of {mask.num_key_value_heads} KV heads,"
+            f" the model has {layers} of {heads}: search again with this model"
+        )
+
+
+def prepare_for_search(model: Any, backend: str = "auto") -> None:
+    """Switch a loaded decoder to hybrid attention, every head full: the same function as before.
+
+    Raises UserError when the family or the backend cannot be used.
+    """
+    family_of(model.config)
+    name = resolve_backend(backend)
+    interface.register()
+    model.set_attn_implementation(interface.NAME)
+    layers, heads = mask_shape(model.config)
+    layout = HeadLayout.search([True] * heads, window_size=1)
+    for module in attention_modules(model):
+        interface.set_head_state(module, interface.HeadState(layout, name))
+
+
+def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) -> None:
+    """Apply `mask` to a model in search mode (BOSCH B.2); no weight is touched.
+
+    The model is prepared by `prepare_for_search` first where it was not. Cheap to call again.
+    Raises UserError when the mask does not fit the model.
+    """
+    modules = attention_modules(model)
+    if interface.head_state(modules[0]) is None:
+        prepare_for_search(model)
+    if hasattr(model.config, "hybrid_attention"):
+        raise UserError("the model is hybrid already: apply head masks to the base model")
+    check_mask(model.config, mask)
+    layouts: dict[bytes, HeadLayout] = {}
+    for module, row in zip(modules, mask.is_full, strict=True):
+        state = interface.head_state(module)
+        assert state is not None
+        layout = layouts.get(row.tobytes())
+        if layout is None:
+            layout = _reusable(state.layout, row.tolist(), window_size, sinks)
+            layouts[row.tobytes()] = layout
+        interface.set_head_state(module, interface.HeadState(layout, state.backend))
+
+
+def _reusable(layout: HeadLayout, row: list[bool], window_size: int, sinks: int) -> HeadLayout:
+    """`layout` itself where it is already what is asked for, so that its index tensors stay."""
+    wanted = HeadLayout.search(row, window_size, sinks)
+    return layout if layout == wanted else wanted
+
+
+def layouts_of(model: Any) -> list[HeadLayout]:
+    """The layout of each layer of a model in search or deploy mode."""
+    states = [interface.head_state(module) for module in attention_modules(model)]
+    found = [state.layout for state in states if state is not None]
+    if len(found) != len(states):
+        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    return found

@@ -1,0 +1,123 @@
+"""Mesh-adaptive direct search by NOMAD 4 (Audet et al. 2022), kept on budget and kept short.
+
+NOMAD moves binary variables one flip at a time. On the penalised loss almost every flip leaves the
+budget, so by default its variables are decoded: a point with too many or too few sliding units is
+completed to the quota along a random order of the units, and a flip becomes a swap.
+`stay_on_budget=False` hands NOMAD the penalised loss of Eq. 5 itself.
+
+NOMAD counts points, this module counts evaluations: a run ends when NOMAD converges or circles,
+and a new one starts from the best mask with a new order until the budget is spent. The quadratic
+models are off: at 32 variables they take NOMAD more than 0.2 s per evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bosch.solvers.problem import Bits, BudgetSpent, Problem, random_bits
+
+MAX_NOMAD_VARIABLES = 50
+
+_POINTS_PER_EVALUATION = 4
+_FRUITLESS_RUNS = 8
+_WORST = 1e20
+_PARAMETERS = [
+    "BB_INPUT_TYPE * B",
+    "BB_OUTPUT_TYPE OBJ",
+    "DISPLAY_DEGREE 0",
+    "DIRECTION_TYPE ORTHO 2N",
+    "EVAL_QUEUE_SORT RANDOM",
+    "QUAD_MODEL_SEARCH no",
+]
+
+
+def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
+    """Spend the problem's budget with NOMAD; the same seed, the same evaluations.
+
+    Fewer evaluations are made when several runs in a row find nothing new to evaluate.
+    """
+    rng = np.random.default_rng(seed)
+    start = random_bits(problem.size, problem.quota, rng)
+    fruitless = 0
+    while problem.left > 0 and fruitless < _FRUITLESS_RUNS:
+        spent = problem.spent
+        order = rng.permutation(problem.size) if stay_on_budget else None
+        _Run(problem, order).optimise(start, seed=int(rng.integers(1, 2**30)))
+        fruitless = fruitless + 1 if problem.spent == spent else 0
+        assert problem.best is not None
+        start = problem.best.bits if fruitless < 2 else random_bits(problem.size, problem.quota, rng)
+
+
+def completed(bits: Bits, quota: int, order: np.ndarray) -> Bits:
+    """`bits` with the fewest changes, first ones in `order` first, that make `quota` of them True."""
+    excess = int(bits.sum()) - quota
+    candidates = order[bits[order] == (excess > 0)]
+    result = bits.copy()
+    result[candidates[: abs(excess)]] = excess < 0
+    return result
+
+
+class _Run:
+    """One call of NOMAD. Its callback may not raise: NOMAD swallows exceptions and goes on."""
+
+    def __init__(self, problem: Problem, order: np.ndarray | None) -> None:
+        self.problem, self.order = problem, order
+        self.failure: BaseException | None = None
+
+    def optimise(self, start: Bits, seed: int) -> None:
+        import PyNomad
+
+        points = _POINTS_PER_EVALUATION * self.problem.left + 2 * self.problem.size
+        limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
+        size = self.problem.size
+        with _restored_interrupt(), contextlib.redirect_stdout(io.StringIO()):
+            result = PyNomad.optimize(
+                self._answer,
+                start.astype(float).tolist(),
+                [0.0] * size,
+                [1.0] * size,
+                _PARAMETERS + limits,
+            )
+        if self.failure is not None:
+            raise self.failure
+        if result["run_flag"] == -5:
+            raise KeyboardInterrupt
+
+    def _answer(self, point: Any) -> int:
+        loss = _WORST
+        if self.failure is None:
+            try:
+                loss = self._loss(point)
+            except BudgetSpent:
+                loss = _WORST
+            except BaseException as failure:
+                self.failure = failure
+        point.setBBO(repr(loss).encode())
+        return 1
+
+    def _loss(self, point: Any) -> float:
+        bits = np.array([point.get_coord(i) > 0.5 for i in range(self.problem.size)])
+        if self.order is not None:
+            bits = completed(bits, self.problem.quota, self.order)
+        return self.problem.scalar(self.problem.value(bits))
+
+
+@contextlib.contextmanager
+def _restored_interrupt() -> Iterator[None]:
+    """NOMAD takes over Ctrl-C; give it back to Python afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
