@@ -56,7 +56,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from flatten(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for index, inner in enumerate(value):
-            yield from flatten(inner, f"{path}[{index}]")
+            yield from flatten(inner, f"{path}.{index}")
     elif isinstance(value, list):
         yield path, ", ".join(str(item) for item in value) or "none"
     elif isinstance(value, int) and not isinstance(value, bool):

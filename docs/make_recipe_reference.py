@@ -1,0 +1,135 @@
+"""Write docs/recipe_reference.md from the types that recipes are checked against.
+
+    python docs/make_recipe_reference.py
+
+tests/unit/test_recipe_reference.py fails while the file and the types differ.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.recipe import Recipe  # noqa: E402
+from stages.configs import Section, parse_count  # noqa: E402
+
+TARGET = ROOT / "docs" / "recipe_reference.md"
+
+INTRODUCTION = """\
+# Recipe reference
+
+<!-- Written by docs/make_recipe_reference.py from stages/configs.py and pipeline/recipe.py. -->
+
+A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
+`evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
+the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
+
+- *count*: a positive integer, or one with a suffix: `32k` (× 1,024), `2M` (× 1,048,576), `2.5B`
+  (× 1,000,000,000).
+- *number*: `1e-5` is read as one.
+"""
+
+
+def reference() -> str:
+    """The whole file's text."""
+    return INTRODUCTION + "".join(_sections(Recipe, "", "The recipe"))
+
+
+def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
+    """A table of the section's plain fields, then the sections inside it."""
+    inner: list[tuple[str, FieldInfo, type[Section]]] = []
+    rows = []
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is not None:
+            inner.append((name, field, section))
+        else:
+            kind = _kind(field.annotation, field.metadata)
+            about = _escape(field.description or "")
+            rows.append(f"| `{name}` | {kind} | {_default(field)} | {about} |\n")
+    about = f"\n{model.__doc__}\n" if path and model.__doc__ else ""
+    yield f"\n## {heading}\n{about}"
+    if rows:
+        yield "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    for name, field, section in inner:
+        below = f"{path}.{name}" if path else name
+        many = get_origin(field.annotation) is list
+        mark = ", a list" if many else ""
+        mark += ", required" if field.is_required() else ""
+        yield from _sections(section, below, f"`{below}`{mark}")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section a field holds, by itself, in a list, or optionally."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (list, Union, types.UnionType):
+        found = [_section_of(part) for part in get_args(annotation)]
+        return next((section for section in found if section is not None), None)
+    return None
+
+
+def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type with its bounds, as a recipe's writer names it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [part.metadata if isinstance(part, FieldInfo) else [part] for part in arguments[1:]]
+        return _kind(arguments[0], [item for items in inner for item in items])
+    if any(getattr(item, "func", None) is parse_count for item in metadata):
+        return "count"
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is list:
+        return f"list of {_kind(arguments[0])}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_kind(part) for part in arguments if part is not type(None))
+    name = {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+    return ", ".join([name, *_bounds(metadata)]).replace(", ", " ", 1)
+
+
+def _bounds(metadata: Sequence[Any]) -> list[str]:
+    signs = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+    return [
+        f"{sign} {getattr(item, name):g}"
+        for item in metadata
+        for kind, name, sign in signs
+        if isinstance(item, kind)
+    ]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        # A default that the loader fills in stands in the description.
+        return "see meaning" if "default:" in (field.description or "") else "**required**"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list):
+        return "`[" + ", ".join(_plain(item) for item in value) + "]`"
+    return f"`{_plain(value)}`"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:_}" if isinstance(value, int) and value >= 100_000 else str(value)
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference(), encoding="utf-8")
+    sys.stdout.write(f"{TARGET.relative_to(ROOT)} written\n")
