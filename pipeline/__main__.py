@@ -2,7 +2,14 @@
 
 import sys
 
-from pipeline.cli import main
-
 if __name__ == "__main__":
+    try:
+        from pipeline.cli import main
+    except ModuleNotFoundError as missing:
+        print(
+            f"error: this Python lacks {missing.name}; run launch/setup.sh and use "
+            ".venv/bin/python, or launch/torchrun.sh",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     sys.exit(main())

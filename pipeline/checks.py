@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from bosch.errors import UserError
@@ -152,8 +153,9 @@ def _evaluation(evaluate: EvaluateConfig) -> Iterator[str]:
             )
     if len(set(needle.lengths)) < len(needle.lengths):
         yield "evaluate.needle.lengths: names a length twice"
-    if needle.essay_dir is not None:
-        yield from _caught(lambda: check_folder("evaluate.needle.essay_dir", needle.essay_dir))
+    folder = needle.essay_dir
+    if folder is not None:
+        yield from _caught(partial(check_folder, "evaluate.needle.essay_dir", folder))
 
 
 def _positions(
@@ -177,11 +179,11 @@ def _positions(
 def _files(prepare: PrepareConfig) -> Iterator[str]:
     for index, source in enumerate(prepare.sources):
         if source.path is not None:
-            where, kind, path = f"prepare.sources.{index}.path", source.kind, source.path
-            yield from _caught(lambda w=where, k=kind, p=path: check_source(w, k, p))
+            where = f"prepare.sources.{index}.path"
+            yield from _caught(partial(check_source, where, source.kind, source.path))
     folder = prepare.calibration.essay_dir
     if folder is not None:
-        yield from _caught(lambda: check_folder("prepare.calibration.essay_dir", folder))
+        yield from _caught(partial(check_folder, "prepare.calibration.essay_dir", folder))
 
 
 def _names(prepare: PrepareConfig) -> Iterator[str]:

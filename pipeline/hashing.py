@@ -1,4 +1,4 @@
-"""Content hashes of files, kept by (path, size, times, inode) so that unchanged files cost a stat."""
+"""Content hashes of files, kept by path, size, times and inode: an unchanged file costs a stat."""
 
 from __future__ import annotations
 

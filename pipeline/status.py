@@ -16,12 +16,12 @@ _SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class StageState:
-    """`reason` says why a stage is not cached; `damaged` whether a published output is unusable."""
+    """`reason` says why a stage is not cached; `afresh` that nothing made before may be used."""
 
     node: Node
     state: Literal["cached", "to run", "running", "failed"]
     reason: str = ""
-    damaged: bool = False
+    afresh: bool = False
 
     def __str__(self) -> str:
         return f"{self.state} ({self.reason})" if self.reason else self.state
@@ -41,12 +41,12 @@ def inspect(
     for node in nodes:
         above = [name for name in node.needs if name in rebuilt]
         if node.name in forced:
-            state = StageState(node, "to run", "--force")
+            state = StageState(node, "to run", "--force", afresh=True)
         elif above:
-            state = StageState(node, "to run", f"input {above[0]} is made again")
+            state = StageState(node, "to run", f"input {above[0]} is made again", afresh=True)
         else:
             state = inspect_one(node, store, hasher, last.get(node.name))
-        if node.name in forced or above:
+        if state.afresh:
             rebuilt.add(node.name)
         states.append(state)
     return states
@@ -59,7 +59,7 @@ def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) 
     holder = read_holder(store.lock(node.name, node.key))
     if holder is not None:
         return StageState(node, "running", str(holder))
-    reason, damaged = "", False
+    reason = ""
     if store.published(node.name, node.key).exists():
         try:
             damage = store.damage(node.name, node.key, hasher)
@@ -67,14 +67,14 @@ def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) 
             damage, reason = None, f"not yet checked: {file}"
         if damage is None:
             return StageState(node, "cached", reason)
-        reason, damaged = f"its output is damaged: {damage}", True
+        reason = f"its output is damaged: {damage}"
     state = store.state(node.name, node.key)
     if state.get("failure"):
-        return StageState(node, "failed", str(state["failure"]), damaged)
+        return StageState(node, "failed", str(state["failure"]))
     reason = reason or _why(node, store, last)
     if state.get("attempts"):
         reason += "; resumes what was begun"
-    return StageState(node, "to run", reason, damaged)
+    return StageState(node, "to run", reason)
 
 
 def _why(node: Node, store: Store, last: str | None) -> str:

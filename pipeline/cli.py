@@ -1,0 +1,200 @@
+"""Command line: `python -m pipeline run|status|validate|plan RECIPE [key.path=value ...]`.
+
+Exit status: 0 done, 2 the user's fault, 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from bosch.errors import RunError, UserError
+from pipeline import log
+from pipeline.graph import STAGES, Stage, resolve
+from pipeline.recipe import LoadedRecipe, load_recipe
+from pipeline.status import StageState, inspect
+from pipeline.store import Store
+
+# `status` reads at most so much of new input files; beyond it, it says that they are not hashed.
+_STATUS_BUDGET = 64 * 1024**2
+
+
+def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
+    """Run one command and return its exit status; no traceback reaches the user."""
+    signal.signal(signal.SIGTERM, _terminated)
+    options = _parser().parse_intermixed_args(arguments)
+    root: Path | None = None
+    try:
+        lean = options.command == "status"
+        loaded = load_recipe(options.recipe, options.overrides, fetch=not lean)
+        root = loaded.output_root
+        log.configure(loaded.recipe.runtime.log_level)
+        return _COMMANDS[options.command](loaded, options, stages)
+    except UserError as fault:
+        return _say(f"error: {fault}", 2)
+    except RunError as failure:
+        return _say(f"error: {failure}", 1)
+    except KeyboardInterrupt:
+        return _say("stopped; the same command goes on from here", 130)
+    except _Terminated:
+        return _say("terminated; the same command goes on from here", 143)
+    except BrokenPipeError:
+        # The reader of our output is gone; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _say(_unexpected(error, root), 1)
+
+
+class _Terminated(Exception):
+    """SIGTERM arrived."""
+
+
+def _terminated(signum: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _say(message: str, status: int) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _unexpected(error: Exception, root: Path | None) -> str:
+    """One line for the user; the traceback goes into a log file."""
+    reason = " ".join(str(error).split())[:300]
+    line = f"error: unexpected {type(error).__name__}: {reason}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    for folder in (root / "logs" if root else None, Path(tempfile.gettempdir())):
+        if folder is None:
+            continue
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"bosch-{name}"
+            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            return f"{line}; the traceback is in {file}"
+    return line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline",
+        description="Makes a hybrid of full and sliding attention heads out of a language model.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("run", "bring the stages of a recipe up to date"),
+        ("status", "say for each stage whether it is cached, to run, running or failed, and why"),
+        ("validate", "check a recipe, its model and its input files"),
+        ("plan", "estimate what a run costs before it starts"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
+        command.add_argument(
+            "overrides",
+            metavar="key.path=value",
+            nargs="*",
+            help="replaces a value of the recipe, like search.swa_ratio=0.5",
+        )
+        if name == "run":
+            _add_run_options(command)
+        if name == "plan":
+            command.add_argument(
+                "--hardware",
+                metavar="NAMExCOUNT",
+                help="what to plan for, like h100x8, a100x16 or cpu (default: what is found here)",
+            )
+    return parser
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    command.add_argument(
+        "--from",
+        dest="start",
+        metavar="STAGE",
+        help="leave earlier stages alone; they must be there",
+    )
+    command.add_argument(
+        "--force",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="make this stage and what needs it again; may be repeated",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
+    command.add_argument(
+        "--wait", action="store_true", help="wait for stages that another run is making"
+    )
+
+
+def _run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    from pipeline.runner import Choice, Runner
+
+    choice = Choice(options.until, options.start, tuple(options.force), options.wait)
+    runner = Runner(loaded, choice, stages)
+    if options.dry_run:
+        _print_states(
+            loaded, [state for state in runner.states() if state.node.name in runner.chosen]
+        )
+        runner.hasher.save()
+        return 0
+    ran = runner.run()
+    name, folder = loaded.recipe.name, _shown(loaded.output_root / loaded.recipe.name)
+    if ran == 0:
+        print(f"{name}: nothing to do; all {len(runner.chosen)} stages are up to date in {folder}")
+    else:
+        print(f"{name}: finished; the results are in {folder}")
+    page = loaded.output_root / name / "report" / "index.html"
+    if runner.chosen[-1] == "report" and page.exists():
+        print(f"report: {_shown(page)}")
+    return 0
+
+
+def _status(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    store = Store(loaded.output_root)
+    hasher = store.hasher(_STATUS_BUDGET)
+    nodes = resolve(loaded, hasher, stages)
+    _print_states(loaded, inspect(nodes, store, hasher, loaded.recipe.name))
+    if store.root.exists():
+        with contextlib.suppress(OSError):
+            hasher.save()
+    return 0
+
+
+def _validate(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    names = [stage.name for stage in stages if getattr(loaded.recipe, stage.section) is not None]
+    print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
+    return 0
+
+
+def _plan(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    from pipeline.plan import plan_lines
+
+    print("\n".join(plan_lines(loaded, options.hardware)))
+    return 0
+
+
+_COMMANDS = {"run": _run, "status": _status, "validate": _validate, "plan": _plan}
+
+
+def _print_states(loaded: LoadedRecipe, states: Sequence[StageState]) -> None:
+    print(f"{loaded.recipe.name} ({loaded.file})")
+    width = max(len(state.node.name) for state in states)
+    for state in states:
+        print(f"  {state.node.name:<{width}}  {state}")
+
+
+def _shown(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,136 @@
+"""Starts the process or processes of a stage, and ends them when the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import RunError, UserError
+from pipeline.files import read_json, write_json
+from pipeline.recipe import ROOT
+from pipeline.worker import DISK_FULL_STATUS, PARENT, disk_full_sentence
+from pipeline.world import World
+
+# Runs the stage that an order describes on the given processes, and returns its summary.
+Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]
+
+# Names the work directory in the environment of a stage's processes and of all their children.
+_MARK = "BOSCH_WORK_DIR"
+_GRACE_SECONDS = 10.0
+_ALMOST_FULL_BYTES = 1024**2
+
+
+def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Run a stage in processes of its own, so that its memory returns when it ends.
+
+    One process is started directly, several through torchrun. Raises UserError or RunError with
+    the sentence that the stage left.
+    """
+    with tempfile.TemporaryDirectory(prefix="bosch-") as folder:
+        control = Path(folder)
+        write_json(control / "order.json", order)
+        worker = ["-m", "pipeline.worker", str(control / "order.json")]
+        torchrun = ["-m", "pipeline.elastic", *torchrun_options(world)]
+        command = [sys.executable, *(worker if world.size == 1 else torchrun + worker)]
+        env = _environment(world, str(order["work_dir"]))
+        with _children_end(command, env) as child:
+            status = child.wait()
+        if status == 0 and world.node_rank > 0:
+            return {}
+        summary = read_json(control / "summary.json")
+        if status == 0 and isinstance(summary, dict):
+            return summary
+        raise _failure(control, status, order)
+
+
+def torchrun_options(world: World) -> list[str]:
+    """torchrun's options; a single node finds a free port by itself."""
+    options = [f"--nproc-per-node={world.processes_per_node}", "--max-restarts=0"]
+    if world.nodes == 1 and world.master_port is None:
+        return [*options, "--standalone", "--nnodes=1"]
+    return [
+        *options,
+        f"--nnodes={world.nodes}",
+        f"--node-rank={world.node_rank}",
+        f"--master-addr={world.master_addr}",
+        f"--master-port={world.master_port}",
+    ]
+
+
+def _environment(world: World, work_dir: str) -> dict[str, str]:
+    env = {**os.environ, PARENT: str(os.getpid()), _MARK: work_dir, "PYTHONUNBUFFERED": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # torchrun's variables describe this node's whole job; its launcher gets them as options.
+    for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    if world.processes_per_node > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return env
+
+
+@contextlib.contextmanager
+def _children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command; however the block ends, no process of it is left running."""
+    child = subprocess.Popen(command, env=dict(env))
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        end_leftovers(env[_MARK])
+
+
+def end_leftovers(work_dir: str) -> int:
+    """Kill processes that still work in a directory whose stage is over; returns how many.
+
+    A killed stage leaves the helpers it forked behind (tokenising, data loading). They are told by
+    the variable they inherited, so nothing else is ever hit. Needs /proc; elsewhere does nothing.
+    """
+    mark = f"{_MARK}={work_dir}".encode()
+    ended = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+                ended += 1
+        except OSError:
+            continue
+    return ended
+
+
+def _failure(control: Path, status: int, order: Mapping[str, Any]) -> UserError | RunError:
+    """The reason a stage failed: a rank's own words, else what its exit status tells."""
+    failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
+    failures = [one for one in failures if isinstance(one, dict)]
+    # A rank that only lost its partner fails too; the one with a reason of its own is told.
+    failures.sort(key=lambda one: ("user", "run", "unexpected").index(one["kind"]))
+    name, work_dir = order["stage"], Path(order["work_dir"])
+    if failures:
+        kind = UserError if failures[0]["kind"] == "user" else RunError
+        return kind(f"{name}: {failures[0]['message']}")
+    with contextlib.suppress(OSError):
+        space = os.statvfs(work_dir)
+        if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
+            return RunError(f"{name}: {disk_full_sentence(work_dir)}")
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return RunError(
+            f"{name}: its process was killed (signal 9); where memory ran out, make "
+            "runtime.eval_batch_size or runtime.micro_batch_size smaller"
+        )
+    reason = f"signal {-status}" if status < 0 else f"status {status}"
+    log_file = work_dir / "stage.log"
+    return RunError(f"{name}: its process ended with {reason} and left no reason; see {log_file}")
