@@ -1,0 +1,1 @@
+"""Parts of the evaluate stage: samples, generation, score tables."""
