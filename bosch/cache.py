@@ -22,7 +22,7 @@ from bosch.windows import cached_keys
 _PARTS = ("full_keys", "full_values", "recent_keys", "recent_values", "sink_keys", "sink_values")
 
 
-class HybridCacheLayer(CacheLayerMixin):
+class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
 
     is_sliding = False
@@ -31,7 +31,7 @@ class HybridCacheLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, layout: HeadLayout) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
         self.record_past = False
         self._clear()
@@ -192,6 +192,16 @@ class HybridCache(Cache):
         super().__init__(layers=[HybridCacheLayer(layout) for layout in layouts])
 
     @property
+    def hybrid_layers(self) -> list[HybridCacheLayer]:
+        """The layers, as what they are."""
+        return [layer for layer in self.layers if isinstance(layer, HybridCacheLayer)]
+
+    def activate_past_recording(self) -> None:
+        """Keep all tokens of a pass until `crop`, so that it can take some back."""
+        for layer in self.hybrid_layers:
+            layer.activate_past_recording()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held by all layers."""
-        return sum(layer.num_bytes for layer in self.layers)
+        return sum(layer.num_bytes for layer in self.hybrid_layers)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -221,7 +222,8 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
         raise UserError(
             f"{path}: swa_kv_heads has {len(rows)} layers, num_layers says {content['num_layers']}"
         )
-    loaded = HeadMaskFile(**{name: content.get(name) for name in types})
+    fields: dict[str, Any] = {name: content.get(name) for name in types}
+    loaded = HeadMaskFile(**fields)
     try:
         _ = loaded.mask
     except ValueError as error:

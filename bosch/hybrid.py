@@ -69,7 +69,8 @@ class HybridModelMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         layouts = deploy_layouts(config)
-        super().__init__(config, *args, **kwargs)
+        parent: Any = super()
+        parent.__init__(config, *args, **kwargs)
         self._install(layouts)
 
     def _install(self, layouts: list[HeadLayout]) -> None:

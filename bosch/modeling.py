@@ -87,7 +87,7 @@ def load_model(
         options["attn_implementation"] = resolve_backend(backend)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch_dtype, revision=revision,
             trust_remote_code=trust_remote_code, output_loading_info=True, **options,
         )  # fmt: skip
@@ -97,6 +97,7 @@ def load_model(
         if type(error).__name__ not in _DAMAGE:
             raise
         raise UserError(f"{name}: cannot load the model's weights: {_line(error)}") from error
+    model, info = loaded
     missing = sorted({*info["missing_keys"], *(str(k[0]) for k in info["mismatched_keys"])})
     if missing:
         raise UserError(
@@ -128,7 +129,8 @@ def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
     check_mask(model.config, mask)
     weights = dict(model.state_dict())
     names = {id(module): name for name, module in model.named_modules()}
-    for module, row in zip(attention_modules(model), mask.is_full, strict=True):
+    modules: list[Any] = attention_modules(model)
+    for module, row in zip(modules, mask.is_full, strict=True):
         order = torch.tensor([h for full in (True, False) for h in (row == full).nonzero()[0]])
         prefix = names[id(module)]
         per_kv = model.config.num_attention_heads // model.config.num_key_value_heads

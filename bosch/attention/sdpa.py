@@ -190,9 +190,9 @@ def _banded_prefill(
     count = (length - window) // block
     middle = window + count * block
     if count:
-        blocks = query[:, :, window:middle].flatten(0, 1).unflatten(1, (count, block))
+        blocks = _blocks(query[:, :, window:middle].flatten(0, 1), count, block)
         out = _sdpa(
-            blocks.transpose(0, 1),
+            blocks,
             bands(key[:, :, :middle].flatten(0, 1), block, window),
             bands(value[:, :, :middle].flatten(0, 1), block, window),
             scaling,
@@ -206,6 +206,12 @@ def _banded_prefill(
         tail = query[:, :, middle:], key[:, :, start:], value[:, :, start:]
         outputs.append(_sdpa(*tail, scaling, dropout, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
+
+
+def _blocks(states: Tensor, count: int, block: int) -> Tensor:
+    """[H, n * C, D] as [n, H, C, D]."""
+    heads, _, dim = states.shape
+    return states.reshape(heads, count, block, dim).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=32)
@@ -238,7 +244,7 @@ def _banded_row(
     count = -(-length // block)
     first = span.kv_length - states.key.shape[2]
     left, right = window - (span.q_offset - first), count * block - length
-    query_blocks = F.pad(query[0], (0, 0, 0, right)).unflatten(1, (count, block)).transpose(0, 1)
+    query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
     keys, values = (
         bands(F.pad(x[0], (0, 0, left, right)), block, window) for x in (states.key, states.value)
     )
@@ -258,7 +264,7 @@ def _banded_row(
         else:
             index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
             extra_key, extra_value = (
-                x[0].index_select(1, index).unflatten(1, (count, sinks)).transpose(0, 1)
+                _blocks(x[0].index_select(1, index), count, sinks)
                 for x in (states.key, states.value)
             )
             extra = extra_key, extra_value

@@ -1,0 +1,167 @@
+"""The deployable hybrid model: permuted weights, head layout in the config, checked before it counts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.windows import cached_keys
+from stages.configs import MaterializeConfig
+from stages.context import StageConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+# Largest difference allowed between the two modes' logits, relative to their root mean square. The
+# permutation changes the order of sums and nothing else.
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
+# Models up to this size are compared in float32, where the comparison is sharp.
+_FLOAT32_PARAMETERS = 2_000_000_000
+
+
+def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
+    """Write model/ (loadable by AutoModelForCausalLM) and summary.json below `work_dir`.
+
+    The head mask is inputs["search"]/head_mask.json. The saved model is loaded again and must give
+    the logits that the base model gives under the mask.
+
+    Raises:
+        UserError: the base model is missing, damaged or unsupported, or the mask is another's.
+        RunError: the saved model does not compute what was searched.
+    """
+    import torch
+
+    from bosch.modeling import load_model, materialize
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    section = config.section
+    assert isinstance(section, MaterializeConfig)
+    mask_path = inputs["search"] / "head_mask.json"
+    found = HeadMaskFile.load(mask_path)
+    base = load_model(
+        config.model.path,
+        dtype=section.dtype,
+        device=device,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    _check_fit(base, found, mask_path)
+    logger.info("materialising %s under %.4g sliding heads", config.model.path, found.swa_ratio)
+    summary = _memory(base, found.mask, found.window_size, found.sinks)
+    tokens = _probe(base, found.window_size, config.seed)
+    exact = summary["parameters"] <= _FLOAT32_PARAMETERS
+    hybrid = materialize(base, found.mask, found.window_size, found.sinks)
+    expected = _searched_logits(base, found, tokens, exact)
+    del base
+    target = work_dir / "model"
+    _save(hybrid, target, config, section.max_shard_size)
+    shutil.copyfile(mask_path, target / "head_mask.json")
+    del hybrid
+    saved = load_model(target, dtype=section.dtype, device=device)
+    precision = "float32" if exact else section.dtype
+    summary["check"] = _compare(_logits(saved, tokens, exact), expected, precision)
+    (work_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+def _check_fit(base: Any, found: HeadMaskFile, mask_path: Path) -> None:
+    from bosch.families import family_of
+    from bosch.search_mode import check_mask
+
+    family_of(base.config)
+    try:
+        check_mask(base.config, found.mask)
+    except UserError as error:
+        raise UserError(f"{mask_path}: {error}") from error
+
+
+def _memory(base: Any, mask: HeadMask, window: int, sinks: int) -> dict[str, Any]:
+    """Parameters, and bytes of the key/value cache before and after."""
+    heads = base.config.get_text_config()
+    head_dim = getattr(heads, "head_dim", None) or heads.hidden_size // heads.num_attention_heads
+    per_head = 2 * head_dim * base.dtype.itemsize  # keys and values of one head and token
+    total, full = mask.is_full.size, int(mask.is_full.sum())
+    return {
+        "parameters": sum(p.numel() for p in base.parameters()),
+        "window_size": window,
+        "sinks": sinks,
+        "swa_ratio": mask.swa_ratio,
+        "full_kv_heads_per_layer": mask.full_kv_heads_per_layer,
+        "kv_cache_bytes_per_token_before": total * per_head,
+        "kv_cache_bytes_per_token_after": full * per_head,
+        "sliding_bytes_constant": (total - full) * per_head * (cached_keys(window) + sinks),
+    }
+
+
+def _probe(base: Any, window: int, seed: int) -> Tensor:
+    """Random tokens, longer than the window by enough that a wrong window would show."""
+    import torch
+
+    limit = getattr(base.config, "max_position_embeddings", None) or 4096
+    length = min(window + 64, limit)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(base.config.vocab_size, (2, length), generator=generator)
+
+
+def _searched_logits(base: Any, found: HeadMaskFile, tokens: Tensor, exact: bool) -> Tensor:
+    from bosch.modeling import apply_head_mask
+
+    apply_head_mask(base, found.mask, found.window_size, found.sinks)
+    return _logits(base, tokens, exact)
+
+
+def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
+    import torch
+
+    if exact:
+        model = model.float()
+    with torch.inference_mode():
+        logits: Tensor = model(tokens.to(model.device), use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
+    scale = float(expected.square().mean().sqrt()) or 1.0
+    difference = float((actual - expected).abs().max()) / scale
+    if not difference <= _TOLERANCE[precision]:  # a NaN fails too
+        raise RunError(
+            f"materialize: the saved model differs from the searched one by {difference:.3g} of the "
+            f"logits' root mean square, at most {_TOLERANCE[precision]:g} is allowed in {precision}"
+        )
+    return {
+        "largest_difference": difference,
+        "precision": precision,
+        "tokens": actual.shape[0] * actual.shape[1],
+    }
+
+
+def _save(hybrid: Any, target: Path, config: StageConfig, max_shard_size: str) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        hybrid.save_pretrained(target, max_shard_size=max_shard_size)
+    except OSError as error:
+        raise RunError(f"{target}: cannot write the model ({error.strerror or error})") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{config.model.path}: the model has no tokenizer that can be loaded; add its "
+            "tokenizer files to the directory"
+        ) from error
+    tokenizer.save_pretrained(target)

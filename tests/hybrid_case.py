@@ -1,0 +1,84 @@
+"""Small random models of each family, and a visibility rule written as plainly as it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bosch.heads import HeadMask
+
+LAYERS, KV_HEADS, VOCABULARY = 3, 4, 61
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+    "llama": {"attention_bias": True},
+    "qwen2": {},
+    "mistral": {"sliding_window": None, "head_dim": 8},
+}  # fmt: skip
+FAMILY_NAMES = tuple(_EXTRA)
+
+
+def small_config(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family, **{**_SIZES, **_EXTRA[family], **changes})
+
+
+def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
+    """Random model in eval mode; norms and biases random too, so that none of them is neutral."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(small_config(family, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "self_attn" in name:
+                parameter.mul_(8.0)  # sharp attention: what a head sees must matter
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def random_mask(seed: int = 0) -> HeadMask:
+    """A mixed mask: layer 0 interleaved, the others random with both kinds of heads."""
+    generator = np.random.default_rng(seed)
+    rows = [[True, False, True, False]]
+    while len(rows) < LAYERS:
+        row = generator.random(KV_HEADS) < 0.5
+        if row.any() and not row.all():
+            rows.append(row.tolist())
+    return HeadMask(np.array(rows))
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def sees(
+    query: int, key: int, valid: list[bool], document: list[int], window: int | None, sinks: int
+) -> bool:
+    """Whether slot `query` sees slot `key`; window None is a full head."""
+    if query == key:
+        return True
+    if key > query or not valid[key] or document[query] != document[key]:
+        return False
+    if window is None or query - key < window:
+        return True
+    place = sum(valid[j] and document[j] == document[key] for j in range(key))
+    return place < sinks
