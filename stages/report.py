@@ -35,6 +35,6 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     summary = summarize(results, provenance.title)
     text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
     (work_dir / "summary.json").write_text(text, encoding="utf-8")
-    print_summary(results, provenance.title, "index.html in the report's folder")
+    print_summary(results, provenance.title)
     logger.info("report written: %s bytes of HTML", f"{page.stat().st_size:,}")
     return summary

@@ -26,6 +26,7 @@ SECONDS = {"prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0,
 TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
 LENGTHS = [512, 1024, 2048]
 BYTES_PER_HEAD = 128
+CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
 
 
 def publish(
@@ -51,7 +52,7 @@ def publish(
             "stage": stage,
             "key": f"{stage[0]}" * 64,
             "version": 1,
-            "git_commit": "0123456789abcdef0123",
+            "git_commit": "0123456789abcdef0123+",
             "packages": {"torch": "2.13.0", "numpy": "2.0.0"},
             "created": "2026-01-02T03:04:05+00:00",
             "seconds": SECONDS[stage],
@@ -125,6 +126,7 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
     for group in range(3):
         mean = 0.8 - 0.2 * group
         _evaluate_unit(trace, "head_selection", f"group {group}", _scores(rng, mean, 50))
+    _evaluate_unit(trace, "final", "final mask", [0.92])
     importance = [
         {
             "layer": layer,
@@ -155,7 +157,7 @@ def _evaluate_unit(trace: list[dict[str, Any]], stage: str, unit: str, scores: l
         best = max(best, score)
         trace.append(
             {
-                "stage": stage, "step": len(trace), "unit": unit, "score": score,
+                "stage": stage, "step": len(trace) + 1, "unit": unit, "score": score,
                 "log_likelihood": -0.2 - 9 * (1 - score), "best_score": best,
             }
         )  # fmt: skip
@@ -188,14 +190,18 @@ def _evaluate(folder: Path, trained: bool) -> None:
     if trained:
         averages |= {"tokens-4000000": 96.0, "tokens-1000000": 78.5}
     checkpoints = {name: {"needle": _suite(average)} for name, average in averages.items()}
-    write_json(folder / "scores.json", {"checkpoints": checkpoints, "corpus": "pydoc's topics"})
+    write_json(folder / "scores.json", {"checkpoints": checkpoints, "corpus": CORPUS})
 
 
 def _suite(average: float) -> dict[str, Any]:
-    suite: dict[str, Any] = {"average": average}
+    suite: dict[str, Any] = {"average": average, "standard_error": 1.25}
     for index, task in enumerate(TASKS):
         suite[task] = {
-            str(length): {"score": max(0.0, min(100.0, average + 2 * (1 - index))), "samples": 50}
+            str(length): {
+                "score": max(0.0, min(100.0, average + 2 * (1 - index))),
+                "standard_error": 2.5,
+                "samples": 50,
+            }
             for length in LENGTHS
         }
     suite["by_length"] = {str(length): average for length in LENGTHS}

@@ -90,10 +90,12 @@ def _score_tile(
 ) -> str:
     if scores is None:
         return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
-    more = f"needle average, {scores.samples:,} samples"
+    more = f"needle average over {scores.samples:,} samples"
     if original is not None:
         change = f"{scores.average - original.average:+.1f}".replace("-", "−")
         more = f"needle average, {change} against the original"
+    if scores.standard_error is not None:
+        more += f", standard error {format_score(scores.standard_error)}"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     return markup.tile(name, format_score(scores.average), more, "of 100", colour)
@@ -137,10 +139,10 @@ def _trace_cards(search: Search) -> str:
         text = f"Method {search.mask.get('method', '')} makes its mask without evaluating any."
         return markup.absent(text)
     keys = [
-        ("round", "anchor", "anchors"),
+        ("round", "anchor", "anchors, final mask"),
         ("round", "stage1", "stage 1, layer importance"),
         ("box", "stage3", "stage 3, head selection"),
-        ("stroke", "ink", "best on budget in the sub-problem"),
+        ("stroke", "ink", "best so far in the sub-problem"),
     ]
     score = markup.legend(keys) + _trace(search, "score", "trace")
     inner = markup.card(score, "Score over evaluations")
@@ -156,7 +158,7 @@ def _trace(search: Search, quantity: str, name: str) -> str:
 
 LAYER_PANELS = (
     ("best_score", "Best score", "score", True, "Score once this layer and those above slide"),
-    ("drop", "Relative drop", "drop", False, "Relative drop against the original"),
+    ("drop", "Added drop d", "drop", False, "Drop added by this layer, relative to the original"),
     ("weight", "Weight w", "weight", True, "Weight: the larger, the harder to localise"),
     ("ratio", "SWA ratio", "ratio", True, "Assigned share of sliding heads"),
 )

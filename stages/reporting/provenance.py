@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -70,21 +70,28 @@ def _origin(config: StageConfig, results: Results) -> list[tuple[str, str]]:
     if results.parameters is not None:
         rows.append(("Parameters", f"{results.parameters:,}"))
     if results.corpus is not None:
-        rows.append(("Corpus of the evaluation's essays", results.corpus))
+        for name, value in flatten(results.corpus):
+            rows.append((f"Essays of the evaluation, {name}", value))
     for stage in STAGES:
         manifest = results.manifests.get(stage)
         if manifest is not None:
-            told = [
-                f"{name} {str(manifest[field])[:size]}"
-                for name, field, size in (
-                    ("key", "key", 12), ("commit", "git_commit", 12), ("made", "created", 25)
-                )
-                if manifest.get(field)
-            ]  # fmt: skip
-            rows.append((f"Stage {stage}", ", ".join(told) or "manifest without key"))
+            rows.append((f"Stage {stage}", _made(manifest)))
         elif stage not in results.present:
             rows.append((f"Stage {stage}", "not part of this recipe"))
     return rows
+
+
+def _made(manifest: Mapping[str, Any]) -> str:
+    """Key, commit and time of a stage's output."""
+    key, commit = str(manifest.get("key") or ""), str(manifest.get("git_commit") or "")
+    told = [f"key {key[:12]}" if key else "no key"]
+    if commit:
+        changed = ", with local changes" if commit.endswith("+") else ""
+        told.append(f"commit {commit[:12]}{changed}")
+    for name, field in (("made", "created"), ("Python", "python"), ("processes:", "processes")):
+        if manifest.get(field):
+            told.append(f"{name} {manifest[field]}")
+    return ", ".join(told)
 
 
 def _versions(results: Results) -> list[tuple[str, str]]:

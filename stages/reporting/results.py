@@ -115,6 +115,7 @@ class NeedleScores:
 
     name: str
     average: float
+    standard_error: float | None
     by_length: dict[int, float]
     tasks: dict[str, dict[int, float]]
     samples: int
@@ -145,7 +146,7 @@ class Results:
     parameters: int | None
     training: Training | None
     needle: list[NeedleScores] | None
-    corpus: str | None
+    corpus: dict[str, Any] | None
     statistics: dict[str, Any] | None
     present: frozenset[str]
     manifests: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -234,7 +235,7 @@ def _load_training(folder: Path) -> Training:
     return Training(metrics, _read_json(folder / "summary.json"))
 
 
-def _load_scores(folder: Path) -> tuple[list[NeedleScores] | None, str | None]:
+def _load_scores(folder: Path) -> tuple[list[NeedleScores] | None, dict[str, Any] | None]:
     path = folder / "scores.json"
     scores = _read_json(path)
     _require(scores, ("checkpoints",), path)
@@ -245,20 +246,18 @@ def _load_scores(folder: Path) -> tuple[list[NeedleScores] | None, str | None]:
     ]
     order = {ORIGINAL: -2, HYBRID: -1}
     found.sort(key=lambda one: order.get(one.name, one.tokens or 0))
-    corpus = scores.get("corpus")
-    return found or None, corpus if corpus is None or isinstance(corpus, str) else json.dumps(
-        corpus
-    )
+    return found or None, scores.get("corpus")
 
 
 def _needle_scores(name: str, suite: dict[str, Any], path: Path) -> NeedleScores:
     _require(suite, ("average",), path)
     if name not in (ORIGINAL, HYBRID) and not name.removeprefix(TOKENS).isdigit():
         raise RunError(f"{path}: checkpoint '{name}' is none of original, hybrid, tokens-<n>")
-    cells = {task: by for task, by in suite.items() if task not in ("average", "by_length")}
+    cells = {task: by for task, by in suite.items() if isinstance(by, dict) and task != "by_length"}
     return NeedleScores(
         name=name,
         average=float(suite["average"]),
+        standard_error=suite.get("standard_error"),
         by_length={int(key): float(value) for key, value in suite.get("by_length", {}).items()},
         tasks={
             task: {int(length): float(cell["score"]) for length, cell in by.items()}

@@ -16,6 +16,8 @@ STAGE_NAMES = {
     "anchors": "Anchors",
     "layer_importance": "Stage 1: layer importance",
     "head_selection": "Stage 3: head selection",
+    "repair": "Repair: back to the budget",
+    "final": "Final mask",
 }
 
 

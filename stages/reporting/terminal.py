@@ -42,16 +42,14 @@ def summarize(results: Results, title: str) -> dict[str, Any]:
     }
 
 
-def print_summary(results: Results, title: str, page: str, console: Console | None = None) -> None:
-    """Print the headline table; `page` is where the HTML report lies."""
-    console = console or Console()
+def print_summary(results: Results, title: str) -> None:
+    """Print the headline table."""
     table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
     for name, value in _rows(results):
         table.add_row(name, value)
-    console.print(table)
-    console.print(f"Report: {page}", soft_wrap=True, highlight=False)
+    Console().print(table)
 
 
 def _rows(results: Results) -> list[tuple[str, str]]:

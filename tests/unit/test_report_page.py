@@ -130,9 +130,9 @@ def test_search_notes_and_provenance_are_shown_escaped(tmp_path: Path) -> None:
     assert "base&lt;model&gt;" in page
     text = " ".join(parse(page).text)
     assert "search.window_size" in text
-    assert "pydoc's topics" in text
+    assert "pydoc topics of Python 3" in text
     assert "train.sources.python.documents" in text
-    assert "0123456789ab" in text
+    assert "0123456789ab, with local changes" in text
 
 
 @pytest.mark.parametrize(
