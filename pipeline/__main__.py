@@ -1,8 +1,11 @@
 """`python -m pipeline run|status|validate|plan RECIPE [key.path=value ...]`."""
 
+import os
 import sys
 
 if __name__ == "__main__":
+    # Looking for plugins reads the metadata of every installed package; `status` must be instant.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from pipeline.cli import main
     except ModuleNotFoundError as missing:

@@ -114,14 +114,15 @@ def _training(train: TrainConfig, prepare: PrepareConfig) -> Iterator[str]:
             f"prepare.train_tokens: {prepare.train_tokens:,} is less than the {used:,} tokens "
             "that training reads (train.total_tokens in whole batches)"
         )
-    previous = 0
+    reached: dict[int, int] = {}
     for tokens in train.checkpoint_tokens:
-        if tokens - previous < train.batch_tokens:
+        step = min(-(-tokens // train.batch_tokens), max(optimizer_steps(train), 1))
+        if step in reached:
             yield (
-                f"train.checkpoint_tokens: {tokens:,} is less than one batch "
-                f"({train.batch_tokens:,} tokens) after {previous:,}"
+                f"train.checkpoint_tokens: {reached[step]:,} and {tokens:,} are reached by the "
+                f"same step (of {train.batch_tokens:,} tokens)"
             )
-        previous = tokens
+        reached[step] = tokens
 
 
 def _batch(

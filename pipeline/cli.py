@@ -30,7 +30,7 @@ _STATUS_BUDGET = 64 * 1024**2
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
     """Run one command and return its exit status; no traceback reaches the user."""
     signal.signal(signal.SIGTERM, _terminated)
-    options = _parser().parse_intermixed_args(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     root: Path | None = None
     try:
         lean = options.command == "status"
@@ -83,35 +83,49 @@ def _unexpected(error: Exception, root: Path | None) -> str:
     return line
 
 
-def _parser() -> argparse.ArgumentParser:
+_HELP = {
+    "run": "bring the stages of a recipe up to date",
+    "status": "say for each stage whether it is cached, to run, running or failed, and why",
+    "validate": "check a recipe, its model and its input files",
+    "plan": "estimate what a run costs before it starts",
+}
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command and its options; overrides may stand before, between and after options."""
+    program = "python -m pipeline"
+    if arguments and arguments[0] in _HELP:
+        command = arguments[0]
+        parser = argparse.ArgumentParser(f"{program} {command}", description=_HELP[command])
+        _add_arguments(parser, command)
+        return parser.parse_intermixed_args(arguments[1:], argparse.Namespace(command=command))
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline",
+        program,
         description="Makes a hybrid of full and sliding attention heads out of a language model.",
+        epilog="\n".join(f"{name:<10}{text}" for name, text in _HELP.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("run", "bring the stages of a recipe up to date"),
-        ("status", "say for each stage whether it is cached, to run, running or failed, and why"),
-        ("validate", "check a recipe, its model and its input files"),
-        ("plan", "estimate what a run costs before it starts"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
-        command.add_argument(
-            "overrides",
-            metavar="key.path=value",
-            nargs="*",
-            help="replaces a value of the recipe, like search.swa_ratio=0.5",
+    parser.add_argument("command", choices=list(_HELP), help="what to do; each has its own --help")
+    parser.add_argument("arguments", nargs="...", metavar="RECIPE [key.path=value ...] [options]")
+    return parser.parse_args(arguments)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
+    parser.add_argument(
+        "overrides",
+        metavar="key.path=value",
+        nargs="*",
+        help="replaces a value of the recipe, like search.swa_ratio=0.5",
+    )
+    if command == "run":
+        _add_run_options(parser)
+    if command == "plan":
+        parser.add_argument(
+            "--hardware",
+            metavar="NAMExCOUNT",
+            help="what to plan for, like h100x8, a100x16 or cpu (default: what is found here)",
         )
-        if name == "run":
-            _add_run_options(command)
-        if name == "plan":
-            command.add_argument(
-                "--hardware",
-                metavar="NAMExCOUNT",
-                help="what to plan for, like h100x8, a100x16 or cpu (default: what is found here)",
-            )
-    return parser
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:

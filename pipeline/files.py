@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically, on disk before the name is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -76,6 +75,6 @@ def files_below(folder: Path) -> Iterator[str]:
 def make_symlink(link: Path, target: Path) -> None:
     """Point a relative symbolic link at a folder, replacing an older link in one step."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    temporary = link.with_name(f".{link.name}.{uuid.uuid4().hex}.tmp")
+    temporary = link.with_name(f".{link.name}.{os.urandom(8).hex()}.tmp")
     os.symlink(os.path.relpath(target, link.parent), temporary)
     os.replace(temporary, link)

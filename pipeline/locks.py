@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,7 +91,7 @@ def _try_acquire(path: Path, mine: Holder) -> Holder | None:
     # hosts only os.link decides, and the locks of other hosts are never taken over.
     with path.with_suffix(".guard").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         write_json(temporary, asdict(mine))
         try:
             while True:

@@ -178,9 +178,12 @@ def _absolute(section: Section, root: Path) -> Section:
             return section
         return section.model_copy(update={"path": place(section.path)})
     if isinstance(section, PrepareConfig):
-        sources = [
-            source.model_copy(update={"path": place(source.path)}) for source in section.sources
-        ]
+        sources = []
+        for source in section.sources:
+            folder = place(source.tokenizer)
+            tokenizer = folder if folder and Path(folder).is_dir() else source.tokenizer
+            paths = {"path": place(source.path), "tokenizer": tokenizer}
+            sources.append(source.model_copy(update=paths))
         essay = {"essay_dir": place(section.calibration.essay_dir)}
         calibration = section.calibration.model_copy(update=essay)
         return section.model_copy(update={"sources": sources, "calibration": calibration})

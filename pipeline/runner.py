@@ -23,7 +23,7 @@ from pipeline.hashing import FileHasher
 from pipeline.launch import Launcher, end_leftovers, launch
 from pipeline.locks import hold
 from pipeline.recipe import ROOT, LoadedRecipe
-from pipeline.status import StageState, inspect, inspect_one
+from pipeline.status import StageState, inspect, inspect_output
 from pipeline.store import Store
 from pipeline.worker import disk_full_sentence, is_disk_full
 from pipeline.world import World
@@ -64,7 +64,7 @@ class Runner:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        choice: Choice = Choice(),  # noqa: B008 - frozen
+        choice: Choice = Choice(),
         stages: Sequence[Stage] = STAGES,
         launcher: Launcher = launch,
     ) -> None:
@@ -163,9 +163,8 @@ class Runner:
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.choice.wait):
             if not state.afresh:
-                state = inspect_one(
-                    node, self.store, self.hasher, self.store.last_run(self.name).get(node.name)
-                )
+                last = self.store.last_run(self.name).get(node.name)
+                state = inspect_output(node, self.store, self.hasher, last)
             if state.afresh or not self._available(node):
                 print(f"{label}: {state}", flush=True)
                 self._make(node, afresh=state.afresh)

@@ -54,11 +54,16 @@ def inspect(
 
 def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
     """The state of one stage; `last` is the key of its output in the recipe's last run."""
-    if node.key is None or node.document is None:
-        return StageState(node, "to run", "input files are new or changed, and not yet hashed")
-    holder = read_holder(store.lock(node.name, node.key))
+    holder = read_holder(store.lock(node.name, node.key)) if node.key is not None else None
     if holder is not None:
         return StageState(node, "running", str(holder))
+    return inspect_output(node, store, hasher, last)
+
+
+def inspect_output(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
+    """The state of one stage's output, whoever may be making it."""
+    if node.key is None or node.document is None:
+        return StageState(node, "to run", "input files are new or changed, and not yet hashed")
     reason = ""
     if store.published(node.name, node.key).exists():
         try:
@@ -105,10 +110,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
     for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
-    for name in [*new_keys, *(old_keys.keys() - new_keys.keys())]:
-        if old_keys.get(name) != new_keys.get(name):
-            gone = "is no longer there" if name not in new_keys else "changed"
-            yield f"input {name} {gone}"
+    changed = [name for name in new_keys if old_keys.get(name) != new_keys[name]]
+    if changed:
+        yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
+    for name in old_keys.keys() - new_keys.keys():
+        yield f"input {name} is no longer there"
 
 
 _Missing = object()

@@ -1,0 +1,19 @@
+# Sourced with $root set: leaves in $python an interpreter that can run the project.
+# .venv comes first; another Python is used only where it has all packages and there is no .venv.
+python=
+if [ ! -e "$root/.venv" ]; then
+    for candidate in python python3; do
+        if "$candidate" - >/dev/null 2>&1 <<'CHECK'; then
+import importlib.util as util, sys
+needed = "torch transformers accelerate datasets pydantic yaml PyNomad matplotlib rich".split()
+sys.exit(any(util.find_spec(name) is None for name in needed))
+CHECK
+            python=$candidate
+            break
+        fi
+    done
+fi
+if [ -z "$python" ]; then
+    "$root/launch/setup.sh"
+    python="$root/.venv/bin/python"
+fi

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Makes .venv in the checkout and installs what is asked for; instant when there is nothing to do.
+#
+#   launch/setup.sh [cpu|gpu] [test]      without cpu or gpu: gpu where nvidia-smi finds one
+#
+# PYTHON names the interpreter to build on (default: the newest python3 from 3.10 on).
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv="$root/.venv"
+stamp="$venv/setup-stamp"
+log="$root/.venv-setup.log"
+
+fail() {
+    echo "error: $1" >&2
+    exit 1
+}
+
+mode= extras=pipeline
+for word in "$@"; do
+    case "$word" in
+        cpu | gpu) mode=$word ;;
+        test) extras="$extras test" ;;
+        *) echo "error: launch/setup.sh knows cpu, gpu and test, not '$word'" >&2; exit 2 ;;
+    esac
+done
+if [ -z "$mode" ]; then
+    if nvidia-smi -L >/dev/null 2>&1; then mode=gpu; else mode=cpu; fi
+fi
+[ "$mode" = gpu ] && extras="$extras gpu"
+
+# The stamp is written last and names what the environment was made of.
+fingerprint="$( (cat "$root/pyproject.toml" "$root/launch/setup.sh"; echo "$root") | cksum)"
+is_done() {
+    [ -f "$stamp" ] && [ -x "$venv/bin/python" ] || return 1
+    { read -r made; read -r have; } <"$stamp" || return 1
+    [ "$made" = "$fingerprint" ] || return 1
+    for extra in $extras; do
+        case " $have " in *" $extra "*) ;; *) return 1 ;; esac
+    done
+}
+is_done && exit 0
+
+# Two jobs of one shared checkout must not install at the same time.
+if command -v flock >/dev/null; then
+    exec 9>"$root/.venv-setup.lock"
+    flock 9
+    is_done && exit 0
+fi
+
+find_python() {
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python from 3.10 on was found${PYTHON:+ (PYTHON=$PYTHON)}; install one, or name it: PYTHON=/path/to/python3 launch/setup.sh"
+}
+
+echo "setting up $venv ($mode: ${extras// /, }); details in $log"
+: >"$log"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    base=$(find_python)
+    "$base" -m venv --clear "$venv" >>"$log" 2>&1 ||
+        fail "$base could not make $venv (on Debian and Ubuntu install python3-venv); see $log"
+fi
+if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$fingerprint" ]; then
+    for extra in $(sed -n 2p "$stamp"); do
+        case " $extras " in *" $extra "*) ;; *) extras="$extras $extra" ;; esac
+    done
+fi
+rm -f "$stamp"
+
+install() {
+    echo "  installing $*"
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1 || {
+        tail -n 5 "$log" >&2
+        fail "pip could not install $*; see $log"
+    }
+}
+
+# torch first and by itself: the version the tests run with. Where the configured index or wheel
+# folder has a CPU build of it (a local version, 2.13.0+cpu), pip prefers that one; the plain wheel
+# works without a GPU too, it is only larger.
+install "torch==2.13.0"
+(cd "$root" && install -e ".[${extras// /,}]")
+if [ "$mode" = gpu ]; then
+    # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.
+    "$venv/bin/python" -m pip install --no-build-isolation "$root[flash]" >>"$log" 2>&1 ||
+        echo "  note: flash-attn could not be built (see $log); attention 'auto' does without it"
+fi
+printf '%s\n%s\n' "$fingerprint" "$extras" >"$stamp"
+echo "done: $venv/bin/python"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs a recipe from a fresh checkout: sets up .venv when it is needed, uses the GPUs it finds.
+#
+#   launch/torchrun.sh RECIPE [key.path=value ...] [--until STAGE] [--from STAGE] [--force STAGE] [--dry-run]
+#
+# torchrun's own variables are taken: NPROC_PER_NODE, and on several nodes NNODES, NODE_RANK,
+# MASTER_ADDR, MASTER_PORT (the same command on every node, the checkout on a shared disk).
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+if [ $# -eq 0 ]; then
+    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+fi
+
+# shellcheck source=launch/python.sh
+. "$root/launch/python.sh"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# exec: Ctrl-C and SIGTERM reach the runner itself, which ends every process it has started.
+exec "$python" -m pipeline run "$@"

@@ -1,0 +1,157 @@
+"""A recipe with a model directory and stages that take no time, to test the pipeline with."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.graph import STAGES, Stage
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FAKE_STAGES = '''
+"""Stages that write what they were given; the environment makes them fail, wait or grow."""
+
+import errno, json, os, time
+from pathlib import Path
+
+from bosch.errors import RunError, UserError
+
+VERSION = 1
+
+
+def run(config, inputs, work_dir):
+    name = type(config.section).__name__.removesuffix("Config").lower()
+    rank = int(os.environ.get("RANK", 0))
+    with (work_dir / f"calls.{rank}.txt").open("a") as file:
+        file.write("called\\n")
+    print(f"stage {name} runs", flush=True)
+    if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
+        (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
+        time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
+    if os.environ.get("FAKE_FAIL") == f"{name}=user":
+        raise UserError("the corpus at x is empty; name another")
+    if os.environ.get("FAKE_FAIL") == f"{name}=run":
+        raise RunError("the loss diverged")
+    if os.environ.get("FAKE_FAIL") == f"{name}=bug":
+        raise KeyError("boom")
+    if os.environ.get("FAKE_FAIL") == f"{name}=disk":
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+    if os.environ.get("FAKE_FAIL") == f"{name}=kill":
+        os.kill(os.getpid(), 9)
+    if rank == 0:
+        told = {stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()}
+        content = {"section": config.section.model_dump(mode="json"), "seed": config.seed,
+                   "inputs": told, "upstream": sorted(config.upstream),
+                   "world": os.environ.get("WORLD_SIZE", "1")}
+        (work_dir / "output.json").write_text(json.dumps(content))
+    return {"stage": name, "rank": rank}
+'''
+
+
+def fake_table(distributed: bool = False) -> tuple[Stage, ...]:
+    """The real table with every function replaced; only train keeps its processes if asked."""
+    return tuple(
+        Stage(
+            stage.name,
+            "fake_stages:run",
+            stage.needs,
+            stage.section,
+            stage.model,
+            stage.seeded,
+            distributed and stage.name == "train",
+        )
+        for stage in STAGES
+    )
+
+
+def write_safetensors(path: Path, value: int = 0) -> None:
+    """A weights file with one tensor of four bytes."""
+    header = json.dumps({"w": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<i", value))
+
+
+class Case:
+    """A folder with a model, a corpus, fake stages and a recipe file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        self.model.mkdir(parents=True)
+        config = {
+            "model_type": "qwen3",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_size": 64,
+            "head_dim": 8,
+            "intermediate_size": 128,
+            "vocab_size": 256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+        }
+        (self.model / "config.json").write_text(json.dumps(config))
+        (self.model / "tokenizer.json").write_text("{}")
+        write_safetensors(self.model / "model.safetensors")
+        self.corpus = folder / "corpus"
+        self.corpus.mkdir()
+        (self.corpus / "a.txt").write_text("some text")
+        (folder / "fake_stages.py").write_text(FAKE_STAGES)
+        self.runs = folder / "runs"
+        self.file = folder / "tiny.yaml"
+        self.content: dict[str, Any] = {
+            "model": {"path": str(self.model)},
+            "prepare": {
+                "sequence_length": 128,
+                "train_tokens": 4096,
+                "sources": [{"name": "a", "kind": "text", "path": str(self.corpus)}],
+                "calibration": {"length": 256, "examples": 4},
+            },
+            "search": {"swa_ratio": 0.5, "window_size": 32},
+            "train": {"total_tokens": 2048, "batch_tokens": 512, "checkpoint_tokens": [1024]},
+            "evaluate": {"needle": {"lengths": [512], "samples": 2}},
+            "runtime": {"output_root": str(self.runs), "processes": 1},
+        }
+        self.save()
+
+    def save(self) -> None:
+        self.file.write_text(yaml.safe_dump(self.content))
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("FAKE_")}
+        env["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(self.folder)))
+        return {**env, "FAKE_MARK": str(self.folder), **extra}
+
+    def command(self, *arguments: str, distributed: bool = False) -> list[str]:
+        code = (
+            "import sys; from pipeline.cli import main; from tests.pipeline_case import fake_table;"
+            f"sys.exit(main(sys.argv[1:], fake_table({distributed})))"
+        )
+        name, *rest = arguments
+        return [sys.executable, "-c", code, name, str(self.file), *rest]
+
+    def call(
+        self, *arguments: str, distributed: bool = False, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command line on the fake stages."""
+        return subprocess.run(
+            self.command(*arguments, distributed=distributed),
+            env=self.environment(**extra),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def output(self, stage: str) -> Path:
+        return self.runs / "tiny" / stage
+
+    def calls(self, stage: str, rank: int = 0) -> int:
+        """How often a stage's published output was worked on."""
+        return (self.output(stage) / f"calls.{rank}.txt").read_text().count("called")
