@@ -131,7 +131,7 @@ def _batch(
     if train.batch_tokens % prepare.sequence_length:
         return
     sequences = train.batch_tokens // prepare.sequence_length
-    micro = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
+    micro = 1 if runtime.micro_batch_size == "auto" else max(runtime.micro_batch_size, 1)
     if sequences % (micro * world.size):
         yield (
             f"train.batch_tokens: a batch of {sequences} sequences cannot be divided into "

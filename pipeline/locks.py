@@ -17,6 +17,8 @@ from pipeline.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+_WAIT_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -76,7 +78,7 @@ def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[
         if not told:
             print(f"waiting: {what} is being made by {other}", flush=True)
             told = True
-        time.sleep(0.5)
+        time.sleep(_WAIT_SECONDS)
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a decoder; `active` are those one token uses (mixtures of experts use fewer)."""
+    """Parameters of a decoder; `active` are those a token is multiplied with."""
 
     total: int
     active: int

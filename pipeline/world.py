@@ -52,7 +52,7 @@ def find_world(runtime: Runtime, env: Mapping[str, str] = os.environ) -> World:
     elif runtime.processes == "auto":
         processes = max(gpus, 1)
     else:
-        processes = runtime.processes
+        processes = max(runtime.processes, 1)
     if nodes > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise UserError(f"NNODES={nodes}: MASTER_ADDR and MASTER_PORT must be set on every node")
     port = _integer(env, "MASTER_PORT", 0, least=0)

@@ -16,52 +16,13 @@ from pipeline.graph import STAGES, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FAKE_STAGES = '''
-"""Stages that write what they were given; the environment makes them fail, wait or grow."""
-
-import errno, json, os, time
-from pathlib import Path
-
-from bosch.errors import RunError, UserError
-
-VERSION = 1
-
-
-def run(config, inputs, work_dir):
-    name = type(config.section).__name__.removesuffix("Config").lower()
-    rank = int(os.environ.get("RANK", 0))
-    with (work_dir / f"calls.{rank}.txt").open("a") as file:
-        file.write("called\\n")
-    print(f"stage {name} runs", flush=True)
-    if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
-        (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
-        time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
-    if os.environ.get("FAKE_FAIL") == f"{name}=user":
-        raise UserError("the corpus at x is empty; name another")
-    if os.environ.get("FAKE_FAIL") == f"{name}=run":
-        raise RunError("the loss diverged")
-    if os.environ.get("FAKE_FAIL") == f"{name}=bug":
-        raise KeyError("boom")
-    if os.environ.get("FAKE_FAIL") == f"{name}=disk":
-        raise OSError(errno.ENOSPC, "No space left on device", "x")
-    if os.environ.get("FAKE_FAIL") == f"{name}=kill":
-        os.kill(os.getpid(), 9)
-    if rank == 0:
-        told = {stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()}
-        content = {"section": config.section.model_dump(mode="json"), "seed": config.seed,
-                   "inputs": told, "upstream": sorted(config.upstream),
-                   "world": os.environ.get("WORLD_SIZE", "1")}
-        (work_dir / "output.json").write_text(json.dumps(content))
-    return {"stage": name, "rank": rank}
-'''
-
 
 def fake_table(distributed: bool = False) -> tuple[Stage, ...]:
     """The real table with every function replaced; only train keeps its processes if asked."""
     return tuple(
         Stage(
             stage.name,
-            "fake_stages:run",
+            "tests.fake_stages:run",
             stage.needs,
             stage.section,
             stage.model,
@@ -79,7 +40,7 @@ def write_safetensors(path: Path, value: int = 0) -> None:
 
 
 class Case:
-    """A folder with a model, a corpus, fake stages and a recipe file."""
+    """A folder with a model, a corpus and a recipe file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +64,6 @@ class Case:
         self.corpus = folder / "corpus"
         self.corpus.mkdir()
         (self.corpus / "a.txt").write_text("some text")
-        (folder / "fake_stages.py").write_text(FAKE_STAGES)
         self.runs = folder / "runs"
         self.file = folder / "tiny.yaml"
         self.content: dict[str, Any] = {
@@ -126,7 +86,7 @@ class Case:
 
     def environment(self, **extra: str) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("FAKE_")}
-        env["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(self.folder)))
+        env["PYTHONPATH"] = str(ROOT)
         return {**env, "FAKE_MARK": str(self.folder), **extra}
 
     def command(self, *arguments: str, distributed: bool = False) -> list[str]:

@@ -1,0 +1,48 @@
+"""Stages that write what they were given; the environment makes them fail, wait or grow."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import RunError, UserError
+from stages.context import StageConfig
+
+VERSION = 1
+
+
+def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
+    name = type(config.section).__name__.removesuffix("Config").lower()
+    rank = int(os.environ.get("RANK", 0))
+    with (work_dir / f"calls.{rank}.txt").open("a") as file:
+        file.write("called\n")
+    print(f"stage {name} runs", flush=True)
+    if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
+        (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
+        time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
+    if os.environ.get("FAKE_FAIL") == f"{name}=user":
+        raise UserError("the corpus at x is empty; name another")
+    if os.environ.get("FAKE_FAIL") == f"{name}=run":
+        raise RunError("the loss diverged")
+    if os.environ.get("FAKE_FAIL") == f"{name}=bug":
+        raise KeyError("boom")
+    if os.environ.get("FAKE_FAIL") == f"{name}=disk":
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+    if os.environ.get("FAKE_FAIL") == f"{name}=kill":
+        os.kill(os.getpid(), 9)
+    if rank == 0:
+        told = {stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()}
+        content = {
+            "section": config.section.model_dump(mode="json"),
+            "seed": config.seed,
+            "inputs": told,
+            "upstream": sorted(config.upstream),
+            "world": os.environ.get("WORLD_SIZE", "1"),
+        }
+        (work_dir / "output.json").write_text(json.dumps(content))
+    return {"stage": name, "rank": rank}

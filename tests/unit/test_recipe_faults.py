@@ -1,0 +1,223 @@
+"""Every fault of a recipe is one sentence with its dotted path, and all are told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import UserError
+from pipeline.recipe import load_recipe
+from tests.pipeline_case import Case, write_safetensors
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def fault(case: Case, *overrides: str, **env: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(case.file, overrides, env=env)
+    return str(caught.value).removeprefix(f"{case.file}: ")
+
+
+def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
+    loaded = load_recipe(case.file, ["search.swa_ratio=0.75", "train.learning_rate=1e-5"], env={})
+    assert loaded.recipe.name == "tiny"
+    assert loaded.recipe.search.swa_ratio == 0.75
+    assert loaded.recipe.train is not None
+    assert loaded.recipe.train.learning_rate == 1e-5
+    assert loaded.info is not None
+    assert (loaded.info.layers, loaded.info.key_value_heads) == (4, 4)
+    assert Path(loaded.recipe.runtime.output_root).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("search.swa_ration=0.5", "search.swa_ration: unknown key; did you mean swa_ratio?"),
+        ("serach.x=1", "serach: unknown key; did you mean search?"),
+        ("swa_ratio=0.5", "swa_ratio: unknown key; did you mean search.swa_ratio?"),
+        ("prepare.sources.0.wieght=2", "prepare.sources.0.wieght: unknown key; did you mean weight"),
+        ("search.zzz=1", "search.zzz: unknown key; known here are method, swa_ratio"),
+        ("search.solver=nomda", "search.solver: expected nomad, one_plus_one"),
+        ("search.solver=nomda", "did you mean nomad?"),
+        ("search.swa_ratio=1.5", "search.swa_ratio: expected a value at most 1, found 1.5"),
+        ("search.swa_ratio=nan", "search.swa_ratio: "),
+        ("search.swa_ratio=half", "search.swa_ratio: 'half' is not a number"),
+        ("search.window_size=4.5", "search.window_size: expected a whole number"),
+        ("search.window_size=2x", "search.window_size: '2x' is not a count"),
+        ("runtime.processes=many", "runtime.processes: expected a whole number or auto"),
+        ("runtime.processes=0", "runtime.processes: expected auto or a value of at least 1"),
+        ("prepare=3", "prepare: expected keys below it, found 3"),
+        ("search=null", "search: is required and missing"),
+        ("prepare.sources=[]", "prepare.sources: expected at least 1 item(s)"),
+        ("search.buckets=[0,0.25]", "search.swa_ratio: 0.5 cannot be reached"),
+        ("search.buckets=[0.5,0.25]", "search: buckets must rise"),
+        ("search.window_size=256", "search.window_size: 256 is not shorter than prepare.calib"),
+        ("search.window_size=128", "search.window_size: 128 is not shorter than prepare.sequence"),
+        ("search.sinks=100", "search.window_size: 32 with 100 sinks is not shorter"),
+        ("train.batch_tokens=500", "train.batch_tokens: 500 is no multiple of prepare.sequence_len"),
+        ("train.batch_tokens=4096", "train.total_tokens: 2,048 is less than one batch"),
+        ("train.total_tokens=8192", "prepare.train_tokens: 4,096 is less than the 8,192 tokens"),
+        ("train.checkpoint_tokens=[600,700]", "600 and 700 are reached by the same step"),
+        ("train.checkpoint_tokens=[9000]", "train: checkpoint_tokens ends at 9,000"),
+        ("runtime.micro_batch_size=3", "train.batch_tokens: a batch of 4 sequences cannot be"),
+        ("runtime.processes=3", "on 3 process(es)"),
+        ("prepare.sequence_length=2k", "prepare.sequence_length: 2,048 is more than the model's"),
+        ("evaluate.needle=null", "evaluate: names nothing to evaluate"),
+        ("evaluate.needle.lengths=[64]", "evaluate.needle.max_new_tokens: 128 leaves no room"),
+        ("evaluate.needle.lengths=[4k]", "evaluate.needle.lengths: 4,096 is more than the model's"),
+        ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
+        ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
+        ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
+        ("name=store", "name: 'store' is the store's own folder"),
+        ("name=a/b", "name: 'a/b' cannot name a folder"),
+        ("seed=-1", "seed: expected a whole number"),
+        ("seed=x", "seed: expected a whole number"),
+        ("model.path=no/such/dir", "model.path: there is no directory"),
+        ("model.path=recipes/nothing", "model.path: there is no directory"),
+        ("model.path=nobody/nothing", "model.path: nobody/nothing is neither a directory nor"),
+    ],
+)
+def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> None:
+    message = fault(case, override)
+    assert expected in message
+    assert "\n" not in message or "faults" in message.splitlines()[0]
+
+
+def test_all_faults_are_told_at_once(case: Case) -> None:
+    message = fault(case, "search.solver=x", "train.batch_tokens=500", "model.path=/none", "typo=1")
+    assert message.startswith("4 faults")
+    for path in ("search.solver: ", "train.batch_tokens: ", "model.path: ", "typo: "):
+        assert f"\n  {path}" in message
+
+
+def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such recipe file"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="is a folder"):
+        load_recipe(tmp_path)
+    for text, expected in (
+        ("", "is empty"),
+        ("- a", "holds a list"),
+        ("a: [1", r"bad.yaml:\d+: not valid YAML"),
+        ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' stands here a second time"),
+        ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ):
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            load_recipe(bad)
+    bad.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_recipe(bad)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("search.swa_ratio", "expected key.path=value"),
+        ("seed.x=1", "seed is the value 3 and has no keys"),
+        ("prepare.sources.1.weight=2", "'1' is none of its positions 0 to 0"),
+        ("prepare.sources.a.weight=2", "'a' is none of its positions"),
+        ("search.buckets=[1", "not valid YAML"),
+    ],
+)
+def test_bad_overrides_are_named(case: Case, override: str, expected: str) -> None:
+    case.content["seed"] = 3
+    case.save()
+    with pytest.raises(UserError, match="override") as caught:
+        load_recipe(case.file, [override])
+    assert expected in str(caught.value)
+
+
+def damage_config(case: Case, **changes: Any) -> None:
+    path = case.model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda c: (c.model / "config.json").unlink(), "has no config.json"),
+        (lambda c: (c.model / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda c: (c.model / "config.json").write_text("[]"), "expected a JSON object"),
+        (lambda c: damage_config(c, num_hidden_layers=None), "num_hidden_layers = None"),
+        (lambda c: damage_config(c, num_key_value_heads=3), "no multiple of its 3 KV heads"),
+        (lambda c: damage_config(c, model_type=None), "names no model_type"),
+        (lambda c: damage_config(c, hybrid_attention={"sinks": 0}), "is a hybrid model already"),
+        (lambda c: (c.model / "tokenizer.json").unlink(), "has no tokenizer files"),
+        (lambda c: (c.model / "model.safetensors").unlink(), "are missing"),
+        (lambda c: (c.model / "model.safetensors").write_bytes(b"ab"), "header is cut short"),
+        (lambda c: truncate(c.model / "model.safetensors", 1), "its header asks for"),
+        (lambda c: truncate(c.model / "model.safetensors", 30), "header is cut short"),
+        (lambda c: write_index(c, "gone.safetensors"), "gone.safetensors are missing"),
+        (lambda c: (c.model / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+    ],
+)
+def test_damaged_models_are_refused(
+    case: Case, damage: Callable[[Case], object], expected: str
+) -> None:
+    damage(case)
+    message = fault(case)
+    assert message.startswith("model.path: ")
+    assert expected in message
+
+
+def truncate(path: Path, cut: int) -> None:
+    path.write_bytes(path.read_bytes()[:-cut])
+
+
+def write_index(case: Case, name: str) -> None:
+    write_safetensors(case.model / "part.safetensors")
+    weights = {"w": "part.safetensors", "v": name}
+    index = case.model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+
+
+def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> None:
+    (case.corpus / "a.txt").write_text("")
+    assert "the corpus at" in fault(case)
+    shard = tmp_path / "x.parquet"
+    shard.write_bytes(b"PAR1" + b"x" * 40)
+    overrides = [f"prepare.sources.0.path={shard}", "prepare.sources.0.kind=parquet"]
+    assert "no whole Parquet file" in fault(case, *overrides)
+    shard.write_bytes(b"PAR1" + b"x" * 40 + (999).to_bytes(4, "little") + b"PAR1")
+    assert "damaged Parquet file" in fault(case, *overrides)
+    (tmp_path / "empty").mkdir()
+    assert "names no file" in fault(case, f"prepare.sources.0.path={tmp_path / 'empty'}")
+
+
+def test_processes_come_from_torchrun_variables(case: Case) -> None:
+    env = {
+        "NPROC_PER_NODE": "2",
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+    }
+    world = load_recipe(case.file, env=env).world
+    assert (world.size, world.node_rank, world.master_addr, world.master_port) == (4, 1, "h", 9)
+    with pytest.raises(UserError, match="NNODES=two"):
+        load_recipe(case.file, env={"NNODES": "two"})
+    with pytest.raises(UserError, match="NODE_RANK=2"):
+        load_recipe(case.file, env={**env, "NODE_RANK": "2"})
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
+        load_recipe(case.file, env={"NNODES": "2"})
+
+
+def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
+    recipe = load_recipe(case.file, ["train=null", "evaluate=null"]).recipe
+    assert recipe.train is None
+    assert recipe.evaluate is None
+
+
+def test_a_hybrid_hub_name_needs_no_network_for_status(case: Case) -> None:
+    loaded = load_recipe(case.file, ["model.path=some/model"], fetch=False)
+    assert loaded.info is None
+    assert loaded.recipe.model.path == "some/model"

@@ -1,0 +1,237 @@
+"""The store: atomic publishing, crashes at every step of it, damage found, hashes kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import store as store_module
+from pipeline.graph import document_key
+from pipeline.hashing import FileHasher, NotHashed
+from pipeline.store import Store
+
+DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
+KEY = document_key(DOCUMENT)
+
+
+def fill(store: Store, text: str = "content") -> Path:
+    work = store.begin("search", KEY, afresh=False)
+    (work / "sub").mkdir(exist_ok=True)
+    (work / "sub" / "a.txt").write_text(text)
+    (work / "b.txt").write_text("b" + text)
+    return work
+
+
+def publish(store: Store, text: str = "content") -> Path:
+    fill(store, text)
+    return store.publish("search", DOCUMENT, {"summary": {"x": 1}}, store.hasher())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "runs")
+
+
+def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
+    folder = publish(store)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["key"] == KEY
+    assert manifest["identity"] == DOCUMENT
+    assert manifest["summary"] == {"x": 1}
+    assert [one["path"] for one in manifest["files"]] == ["b.txt", "sub/a.txt"]
+    assert manifest["seconds"] >= 0
+    assert not store.work("search", KEY).exists()
+    assert store.state("search", KEY) == {}
+    assert store.damage("search", KEY, store.hasher()) is None
+
+
+def test_checking_an_untouched_output_reads_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store)
+
+    def refuse(path: Path) -> str:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr("pipeline.hashing._digest", refuse)
+    assert store.damage("search", KEY, store.hasher()) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (lambda f: (f / "b.txt").unlink(), "b.txt is missing"),
+        (lambda f: (f / "b.txt").write_text("bigger than before"), "b.txt has another size"),
+        (lambda f: (f / "b.txt").write_text("bCONTENT"), "b.txt has other content"),
+        (lambda f: (f / "sub" / "a.txt").write_text("CONTENT"), "sub/a.txt has other content"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing or damaged"),
+        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is missing or damaged"),
+    ],
+)
+def test_damage_is_found(store: Store, harm: Any, expected: str) -> None:
+    harm(publish(store))
+    assert store.damage("search", KEY, store.hasher()) == expected
+
+
+def test_a_same_size_edit_with_its_old_time_is_found(store: Store) -> None:
+    file = publish(store) / "b.txt"
+    before = file.stat()
+    file.write_text("bCONTENT")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.damage("search", KEY, store.hasher()) == "b.txt has other content"
+
+
+def test_a_manifest_of_another_key_is_no_manifest(store: Store) -> None:
+    folder = publish(store)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["identity"]["config"]["swa_ratio"] = 0.75
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert store.manifest("search", KEY) is None
+
+
+def test_a_damaged_output_is_set_aside_not_deleted(store: Store) -> None:
+    publish(store)
+    aside = store.set_aside("search", KEY)
+    assert (aside / "b.txt").exists()
+    assert not store.published("search", KEY).exists()
+
+
+class Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", ["sync_tree", "write_json", "rename", "sync_folder"])
+def test_a_crash_while_publishing_loses_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    fill(store)
+    with monkeypatch.context() as patch:
+
+        def crash(*_: object) -> None:
+            raise Crash
+
+        if step == "rename":
+            patch.setattr(os, "rename", crash)
+        else:
+            patch.setattr(store_module, step, crash)
+        with pytest.raises(Crash):
+            store.publish("search", DOCUMENT, {}, store.hasher())
+    hasher = store.hasher()
+    if step == "sync_folder":
+        assert store.damage("search", KEY, hasher) is None
+        assert store.manifest("search", KEY) is not None
+    elif step == "rename":
+        assert store.manifest("search", KEY) is None
+        assert store.finish_interrupted("search", KEY, hasher)
+    else:
+        assert not store.finish_interrupted("search", KEY, hasher)
+        work = store.begin("search", KEY, afresh=False)
+        assert (work / "b.txt").read_text() == "bcontent"
+        store.publish("search", DOCUMENT, {}, hasher)
+    assert store.damage("search", KEY, store.hasher()) is None
+    assert (store.published("search", KEY) / "b.txt").read_text() == "bcontent"
+
+
+def test_a_crash_while_replacing_keeps_the_new_output(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, "old")
+    fill(store, "new")
+    rename, calls = os.rename, []
+
+    def crash_second(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise Crash
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", crash_second)
+        with pytest.raises(Crash):
+            store.publish("search", DOCUMENT, {}, store.hasher())
+    assert store.finish_interrupted("search", KEY, store.hasher())
+    assert (store.published("search", KEY) / "b.txt").read_text() == "bnew"
+    assert [path.name for path in store.published("search", KEY).parent.iterdir()] == [KEY]
+
+
+def test_afresh_throws_earlier_work_away(store: Store) -> None:
+    fill(store)
+    assert not any(store.begin("search", KEY, afresh=True).iterdir())
+
+
+def test_time_of_killed_attempts_counts(store: Store) -> None:
+    work = fill(store)
+    state_file = store._state_file("search", KEY)
+    state = json.loads(state_file.read_text())
+    started = state["attempts"][0]["started"]
+    os.utime(work / "b.txt", (started + 100, started + 100))
+    folder = publish(store)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["attempts"] == 2
+    assert manifest["seconds"] == pytest.approx(100, abs=5)
+
+
+def test_links_follow_the_last_run(store: Store) -> None:
+    folder = publish(store)
+    store.link("tiny", "search", KEY, ["search"])
+    link = store.root / "tiny" / "search"
+    assert link.resolve() == folder.resolve()
+    assert not os.readlink(link).startswith("/")
+    assert store.last_run("tiny") == {"search": KEY}
+    store.link("tiny", "report", KEY, ["report"])
+    assert not link.is_symlink()
+    assert store.last_run("tiny") == {"report": KEY}
+
+
+def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.hashing._SETTLED_NS", 0)
+    file, cache = tmp_path / "a", tmp_path / "cache.json"
+    file.write_text("one")
+    first = FileHasher(cache)
+    digest = first.sha256(file)
+    first.save()
+    assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
+    file.write_text("two")
+    with pytest.raises(NotHashed):
+        FileHasher(cache, budget_bytes=0).sha256(file)
+    assert FileHasher(cache).sha256(file) != digest
+    cache.write_text("{ torn")
+    assert FileHasher(cache).sha256(file) != digest
+
+
+def test_two_writers_of_the_hash_cache_both_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.hashing._SETTLED_NS", 0)
+    cache = tmp_path / "cache.json"
+    hashers = [FileHasher(cache), FileHasher(cache)]
+    for index, hasher in enumerate(hashers):
+        (tmp_path / str(index)).write_text(str(index))
+        hasher.sha256(tmp_path / str(index))
+    for hasher in hashers:
+        hasher.save()
+    known = FileHasher(cache, budget_bytes=0)
+    assert known.sha256(tmp_path / "0") != known.sha256(tmp_path / "1")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.files import write_json
+
+    path = tmp_path / "a.json"
+    write_json(path, {"x": 1})
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_json(path, {"x": 2})
+    assert json.loads(path.read_text()) == {"x": 1}
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
