@@ -27,4 +27,5 @@ def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
         one_plus_one(problem, seed)
     else:
         nomad(problem, seed, stay_on_budget=solver == "nomad")
+    problem.report_off_budget()
     return problem.result()

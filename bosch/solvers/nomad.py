@@ -51,12 +51,13 @@ def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
         order = rng.permutation(problem.size) if stay_on_budget else None
         _Run(problem, order).optimise(start, seed=int(rng.integers(1, 2**30)))
         fruitless = fruitless + 1 if problem.spent == spent else 0
-        assert problem.best is not None
-        start = problem.best.bits if fruitless < 2 else random_bits(problem.size, problem.quota, rng)
+        start = problem.result().bits
+        if fruitless >= 2:
+            start = random_bits(problem.size, problem.quota, rng)
 
 
 def completed(bits: Bits, quota: int, order: np.ndarray) -> Bits:
-    """`bits` with the fewest changes, first ones in `order` first, that make `quota` of them True."""
+    """`bits` with the fewest changes that make `quota` of them True, made along `order`."""
     excess = int(bits.sum()) - quota
     candidates = order[bits[order] == (excess > 0)]
     result = bits.copy()

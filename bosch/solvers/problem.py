@@ -85,7 +85,7 @@ class Problem:
         return bits.tobytes() in self._values
 
     def value(self, bits: Bits) -> Value:
-        """Loss of `bits`, by the model at most once; raises BudgetSpent when no evaluation is left."""
+        """Loss of `bits`, measured at most once; raises BudgetSpent when no evaluation is left."""
         key = bits.tobytes()
         if key in self._values:
             return self._values[key]
@@ -94,7 +94,7 @@ class Problem:
             bound = self.loss.lower_bound(sliding, self.quota, self.size)
             if bound >= self.best.value.loss:
                 self.bounded += 1
-                return Value(bound)
+                return Value(bound, float("inf"))
         if self.left <= 0:
             raise BudgetSpent
         evaluation = self._measure(bits)
@@ -118,16 +118,19 @@ class Problem:
         return value.loss - 0.5 * self.quantum / self.loss.span / (1.0 + value.tie)
 
     def result(self) -> Candidate:
-        """Best candidate on budget that was evaluated."""
+        """Best candidate on budget that was evaluated; raises ValueError before the first one."""
         if self.best is None:
-            raise ValueError("the solver evaluated no candidate on budget")
-        if self._lowest_off_budget < self.best.value.loss:
+            raise ValueError("no candidate on budget was evaluated")
+        return self.best
+
+    def report_off_budget(self) -> None:
+        """Log when the lowest loss found belongs to a candidate that cannot be returned."""
+        if self.best is not None and self._lowest_off_budget < self.best.value.loss:
             logger.info(
                 "the optimiser's best mask is off its budget (loss %.4f): the best one on budget "
                 "is taken instead (loss %.4f)",
                 self._lowest_off_budget, self.best.value.loss,
             )  # fmt: skip
-        return self.best
 
     def _remember(self, bits: Bits, value: Value, evaluation: Evaluation, sliding: int) -> None:
         if sliding != self.quota:

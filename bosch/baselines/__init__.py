@@ -1,0 +1,1 @@
+"""Rivals of the search that need no optimiser."""

@@ -1,0 +1,65 @@
+"""Layer rules: whole layers keep full attention by their place alone (BOSCH §3.2).
+
+N - ceil(rho N) units stay full. As many whole layers as fit stay full at the places a rule names;
+what is left, less than a layer, are the first KV heads of the layer the rule names next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bosch.heads import HeadMask, swa_budget
+
+
+def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> HeadMask:
+    """RAND: full layers at random places."""
+    order = np.random.default_rng(seed).permutation(num_layers).tolist()
+    return _first_full(order, num_layers, num_heads, swa_ratio)
+
+
+def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+    """BME: full layers at the beginning, in the middle and at the end, in equal shares."""
+    wanted = _layers_touched(num_layers, num_heads, swa_ratio)
+    begin, rest = -(-wanted // 3), wanted - -(-wanted // 3)
+    end = -(-rest // 2)
+    middle_size = wanted - begin - end
+    middle_start = begin + (num_layers - end - begin - middle_size) // 2
+    blocks = [
+        list(range(begin)),
+        list(range(num_layers - 1, num_layers - 1 - end, -1)),
+        list(range(middle_start, middle_start + middle_size)),
+    ]
+    order = _round_robin(blocks)
+    return _first_full(order, num_layers, num_heads, swa_ratio)
+
+
+def intr(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+    """INTR: full layers at even spacing, in the middle of equal stretches of layers."""
+    wanted = _layers_touched(num_layers, num_heads, swa_ratio)
+    order = [int((2 * i + 1) * num_layers / (2 * wanted)) for i in range(wanted)]
+    return _first_full(order, num_layers, num_heads, swa_ratio)
+
+
+def _round_robin(blocks: list[list[int]]) -> list[int]:
+    longest = max(len(block) for block in blocks)
+    return [block[i] for i in range(longest) for block in blocks if i < len(block)]
+
+
+def _full_units(num_layers: int, num_heads: int, swa_ratio: float) -> int:
+    return num_layers * num_heads - swa_budget(num_layers * num_heads, swa_ratio)
+
+
+def _layers_touched(num_layers: int, num_heads: int, swa_ratio: float) -> int:
+    """Layers with at least one full unit."""
+    return -(-_full_units(num_layers, num_heads, swa_ratio) // num_heads)
+
+
+def _first_full(order: list[int], num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+    """Fill layers with full units in `order` until the budget is used up."""
+    is_full = np.zeros((num_layers, num_heads), dtype=np.bool_)
+    left = _full_units(num_layers, num_heads, swa_ratio)
+    for layer in order:
+        take = min(left, num_heads)
+        is_full[layer, :take] = True
+        left -= take
+    return HeadMask(is_full)

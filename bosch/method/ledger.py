@@ -1,0 +1,139 @@
+"""The book of one search: every evaluation it asked for, what it cost and what it found."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+from bosch.evaluation_log import Evaluation, EvaluationLog
+from bosch.heads import HeadMask
+from bosch.loss import Anchors
+from bosch.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+StageName = Literal["anchors", "layer_importance", "head_selection", "repair", "final"]
+
+
+class Scorer(Protocol):
+    """What measures a mask: a model on a calibration set, or a function in a test."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def quantum(self) -> float:
+        """Smallest difference of two scores that are not equal."""
+
+    def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
+        """S(z); the masks that follow will agree with this one below layer `shared_layers`."""
+
+
+@dataclass(frozen=True)
+class TracePoint:
+    """One evaluation in the order of the search; `best_score` is the best within its unit."""
+
+    stage: StageName
+    step: int
+    unit: str
+    score: float
+    log_likelihood: float
+    best_score: float
+    mask: str
+
+
+class Ledger:
+    """Evaluates masks through the log, and keeps the trace and the notes of the search."""
+
+    def __init__(
+        self, scorer: Scorer, log: EvaluationLog, progress: Progress | None = None
+    ) -> None:
+        self.scorer, self.log = scorer, log
+        self.trace: list[TracePoint] = []
+        self.notes: list[str] = []
+        self._progress = progress
+        self._used: dict[str, Evaluation] = {}
+        self._best_in_unit: dict[tuple[str, str], float] = {}
+        self._best_on_budget: tuple[float, float, HeadMask] | None = None
+        self.target: int | None = None
+
+    def evaluate(
+        self, mask: HeadMask, stage: StageName, unit: str, shared_layers: int = 0
+    ) -> Evaluation:
+        """S(z) of `mask`, by the model only if no search has measured it before."""
+        evaluation = self.log.get(mask)
+        if evaluation is None:
+            evaluation = self.scorer.evaluate(mask, shared_layers)
+            self.log.append(mask, evaluation, stage)
+        known = mask.key in self._used
+        self._used[mask.key] = evaluation
+        if not (known and stage == "final"):
+            self._record(mask, evaluation, stage, unit)
+        return evaluation
+
+    def anchors(self) -> Anchors:
+        """S(all sliding) and S(all full), the anchors of Eq. 2."""
+        shape = self.scorer.num_layers, self.scorer.num_key_value_heads
+        sliding = self.evaluate(HeadMask.all_sliding(*shape), "anchors", "all sliding")
+        full = self.evaluate(HeadMask.all_full(*shape), "anchors", "all full")
+        logger.info("anchors: all sliding %.4f, all full %.4f", sliding.score, full.score)
+        return Anchors(sliding.score, full.score)
+
+    def note(self, text: str) -> None:
+        """Something the reader of the result must know; goes to the log and the summary."""
+        logger.warning("%s", text)
+        self.notes.append(text)
+
+    @property
+    def best_on_budget(self) -> tuple[HeadMask, float, float] | None:
+        """Mask, score and log-likelihood of the best mask so far that meets the target."""
+        if self._best_on_budget is None:
+            return None
+        score, log_likelihood, mask = self._best_on_budget
+        return mask, score, log_likelihood
+
+    def costs(self) -> dict[str, float]:
+        """Evaluations of this search and what they cost, in the terms of `search/summary.json`.
+
+        `naive_full_forward_equivalents` counts a whole pass for every evaluation a sub-problem
+        asked for, repeated masks of different sub-problems included.
+        """
+        used = self._used.values()
+        return {
+            "evaluations": len(self._used),
+            "model_seconds": sum(e.seconds for e in used),
+            "full_forward_equivalents": sum(e.full_forward_equivalents for e in used),
+            "naive_full_forward_equivalents": float(len(self.trace)),
+        }
+
+    def trace_records(self) -> list[dict[str, object]]:
+        """The trace as JSON-able records."""
+        return [asdict(point) for point in self.trace]
+
+    def _record(self, mask: HeadMask, evaluation: Evaluation, stage: StageName, unit: str) -> None:
+        best = max(evaluation.score, self._best_in_unit.get((stage, unit), evaluation.score))
+        self._best_in_unit[stage, unit] = best
+        point = TracePoint(
+            stage=stage,
+            step=len(self.trace) + 1,
+            unit=unit,
+            score=evaluation.score,
+            log_likelihood=evaluation.log_likelihood,
+            best_score=best,
+            mask=mask.key,
+        )
+        self.trace.append(point)
+        if int((~mask.is_full).sum()) == self.target:
+            candidate = (evaluation.score, evaluation.log_likelihood, mask)
+            if self._best_on_budget is None or candidate[:2] > self._best_on_budget[:2]:
+                self._best_on_budget = candidate
+        if self._progress is not None:
+            self._progress.update(1, note=f"{unit}, best score {best:.3f}")
+        logger.debug(
+            "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %.4f",
+            stage, unit, point.step, point.score, point.log_likelihood, best,
+        )  # fmt: skip

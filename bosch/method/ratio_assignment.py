@@ -1,0 +1,114 @@
+"""Stage 2: how many units of each layer become sliding (BOSCH §2.2.2, Algorithm 2, corrected).
+
+Two corrections: the drop is positive when the score falls (the published sign would localise the
+hardest layers most), and the reconciliation ends when no bucket step fits, the rest being given
+unit by unit, so that the budget is met exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.heads import swa_budget
+
+_PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class LayerRatios:
+    """Result by layer: d (`drops`), w (`weights`, 1 is hardest) and sliding units (`quotas`)."""
+
+    drops: list[float]
+    weights: list[float]
+    quotas: list[int]
+    hardest_first: list[int]
+
+
+def layer_drops(best: Sequence[float], original: float, scale: float) -> npt.NDArray[np.float64]:
+    """d_l = drop_l - drop_{l+1}: what localising layer l cost on top of the layers above it."""
+    drop = (original - np.asarray(best, dtype=np.float64)) / scale
+    return drop - np.append(drop[1:], 0.0)
+
+
+def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """d clipped to its 2.5 and 97.5 percentiles and rescaled to w in [0, 1]; 0.5 if all equal."""
+    low, high = np.percentile(drops, _PERCENTILES)
+    if high <= low:
+        return np.full(len(drops), 0.5)
+    return (np.clip(drops, low, high) - low) / (high - low)
+
+
+def assign_ratios(
+    drops: npt.NDArray[np.float64],
+    num_heads: int,
+    swa_ratio: float,
+    buckets: Sequence[float],
+    tie_drops: npt.NDArray[np.float64] | None = None,
+) -> LayerRatios:
+    """Sliding units per layer, ceil(rho L H) in all (Algorithm 2).
+
+    `drops` is d of `layer_drops`. Layers of equal weight are ordered by `tie_drops` (hardest is
+    largest) where given, then by index. A bucket b stands for ceil(b H) units.
+    """
+    num_layers = len(drops)
+    weights = layer_weights(drops)
+    tie = np.zeros(num_layers) if tie_drops is None else tie_drops
+    hardest_first = np.lexsort((np.arange(num_layers), -tie, -weights))
+    units = [swa_budget(num_heads, b) for b in buckets]
+    rank = np.zeros(num_layers, dtype=np.int64)
+    for j, group in enumerate(np.array_split(hardest_first, len(buckets))):
+        rank[group] = j
+    quotas = _reconciled(
+        rank, units, hardest_first.tolist(), swa_budget(num_layers * num_heads, swa_ratio)
+    )
+    quotas = _remainder_given(
+        quotas,
+        num_heads,
+        hardest_first.tolist(),
+        swa_budget(num_layers * num_heads, swa_ratio),
+    )
+    return LayerRatios(drops.tolist(), weights.tolist(), quotas, hardest_first.tolist())
+
+
+def _reconciled(
+    rank: npt.NDArray[np.int64], units: list[int], hardest_first: list[int], target: int
+) -> list[int]:
+    """Move layers between neighbouring buckets while a step fits the gap (lines 17 to 33)."""
+    gap = target - sum(units[r] for r in rank)
+    direction = 1 if gap > 0 else -1
+    order = hardest_first[::-1] if gap > 0 else hardest_first
+    moved = True
+    while gap != 0 and moved:
+        moved = False
+        for layer in order:
+            neighbour = int(rank[layer]) + direction
+            if not 0 <= neighbour < len(units):
+                continue
+            step = units[neighbour] - units[rank[layer]]
+            if abs(step) <= abs(gap):
+                rank[layer] = neighbour
+                gap -= step
+                moved = True
+            if gap == 0:
+                break
+    return [units[r] for r in rank]
+
+
+def _remainder_given(
+    quotas: list[int], num_heads: int, hardest_first: list[int], target: int
+) -> list[int]:
+    """Give what no bucket step could to the easiest layers, or take it from the hardest ones."""
+    quotas = list(quotas)
+    gap = target - sum(quotas)
+    direction = 1 if gap > 0 else -1
+    order = hardest_first[::-1] if gap > 0 else hardest_first
+    while gap != 0:
+        for layer in order:
+            if gap != 0 and 0 <= quotas[layer] + direction <= num_heads:
+                quotas[layer] += direction
+                gap -= direction
+    return quotas

@@ -1,0 +1,103 @@
+"""Search some units of a mask jointly while the rest stays as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bosch.evaluation_log import Evaluation
+from bosch.heads import HeadMask
+from bosch.loss import Loss
+from bosch.method.ledger import Ledger, StageName
+from bosch.method.settings import SearchSettings
+from bosch.solvers import Problem, solve
+from bosch.solvers.problem import Bits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Best mask of a sub-problem. `plateau`: all candidates scored the same."""
+
+    mask: HeadMask
+    evaluation: Evaluation
+    plateau: bool
+
+
+def optimise_layers(
+    ledger: Ledger,
+    settings: SearchSettings,
+    loss: Loss,
+    base: HeadMask,
+    layers: Sequence[int],
+    quota: int,
+    stage: StageName,
+    unit: str,
+) -> Solution:
+    """Make `quota` units of `layers` sliding, the other layers of `base` fixed (BOSCH Eq. 5).
+
+    Spends at most kappa evaluations per layer.
+    """
+    rows = sorted(layers)
+    heads = base.num_key_value_heads
+
+    def with_bits(bits: Bits) -> HeadMask:
+        is_full = base.is_full.copy()
+        is_full[rows] = ~bits.reshape(len(rows), heads)
+        return HeadMask(is_full)
+
+    def measure(bits: Bits) -> Evaluation:
+        return ledger.evaluate(with_bits(bits), stage, unit, shared_layers=rows[0])
+
+    problem = Problem(
+        size=len(rows) * heads,
+        quota=quota,
+        budget=settings.budget_per_layer * len(rows),
+        measure=measure,
+        loss=loss,
+        break_ties=settings.break_ties,
+        quantum=ledger.scorer.quantum,
+    )
+    stage_number = ("layer_importance", "head_selection").index(stage)
+    candidate = solve(problem, settings.solver, settings.seed_for(stage_number, *rows))
+    logger.info(
+        "%s: %d of %d KV heads sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
+        unit, quota, problem.size, candidate.evaluation.score,
+        candidate.evaluation.log_likelihood, problem.spent,
+    )  # fmt: skip
+    return Solution(with_bits(candidate.bits), candidate.evaluation, problem.on_plateau)
+
+
+def restore_units(
+    ledger: Ledger, settings: SearchSettings, mask: HeadMask, layers: Sequence[int], surplus: int
+) -> HeadMask:
+    """Turn `surplus` sliding units back to full, one per layer of `layers` in turn.
+
+    The unit of a layer is the one whose return gives the best score.
+    """
+    order = list(layers)
+    while surplus > 0:
+        for layer in order:
+            sliding = mask.swa_kv_heads[layer]
+            if surplus == 0 or not sliding:
+                continue
+            mask = _restore_best(ledger, settings, mask, layer, sliding)
+            surplus -= 1
+    return mask
+
+
+def _restore_best(
+    ledger: Ledger, settings: SearchSettings, mask: HeadMask, layer: int, sliding: Sequence[int]
+) -> HeadMask:
+    def restored(head: int) -> HeadMask:
+        row = mask.is_full[layer].copy()
+        row[head] = True
+        return mask.with_layer(layer, row)
+
+    def worth(head: int) -> tuple[float, float]:
+        result = ledger.evaluate(restored(head), "repair", f"layer {layer}", shared_layers=layer)
+        return result.score, result.log_likelihood if settings.break_ties else 0.0
+
+    return restored(max(sliding, key=worth))

@@ -1,0 +1,182 @@
+"""Solvers on synthetic losses: budgets, determinism, optimality against enumeration."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bosch.evaluation_log import Evaluation
+from bosch.loss import Anchors, Loss
+from bosch.solvers import Problem, brute_force, nomad, one_plus_one, solve
+from bosch.solvers.nomad import completed
+from bosch.solvers.problem import BudgetSpent, Value
+
+LOSS = Loss(Anchors(0.0, 1.0))
+SOLVERS = ("nomad", "nomad_penalty", "one_plus_one")
+
+
+class Additive:
+    """Score falls by a weight for each sliding unit; remembers what it was asked."""
+
+    def __init__(self, size: int, seed: int = 0, levels: int | None = None) -> None:
+        weights = np.random.default_rng(seed).random(size)
+        self.weights = weights / weights.sum()
+        self.levels = levels
+        self.asked: list[bytes] = []
+
+    def __call__(self, bits: np.ndarray) -> Evaluation:
+        self.asked.append(bits.tobytes())
+        score = 1.0 - float(self.weights[bits].sum())
+        if self.levels:
+            score = math.floor(score * self.levels) / self.levels
+        return Evaluation(score, -float(self.weights[bits].sum()))
+
+
+def problem(size: int, quota: int, budget: int, measure: Additive, **options: object) -> Problem:
+    return Problem(size, quota, budget, measure, LOSS, **options)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("size", "quota", "budget"), [(8, 4, 25), (24, 18, 75), (32, 16, 60)])
+def test_budget_is_spent_exactly_and_no_candidate_measured_twice(solver, size, quota, budget):
+    measure = Additive(size)
+    found = problem(size, quota, budget, measure)
+    best = solve(found, solver, seed=3)
+    assert best.bits.sum() == quota
+    assert len(measure.asked) == len(set(measure.asked)) == found.spent <= budget
+    if solver != "nomad_penalty":
+        assert found.spent == budget
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_same_seed_asks_the_same_candidates(solver):
+    runs = [Additive(16), Additive(16), Additive(16)]
+    for measure, seed in zip(runs, (7, 7, 8), strict=True):
+        solve(problem(16, 8, 40, measure), solver, seed=seed)
+    assert runs[0].asked == runs[1].asked
+    assert runs[0].asked != runs[2].asked
+
+
+@given(st.integers(1, 9), st.data(), st.integers(0, 99), st.sampled_from(SOLVERS))
+@settings(max_examples=40, deadline=None)
+def test_every_result_is_on_budget(size, data, seed, solver):
+    quota = data.draw(st.integers(0, size))
+    budget = data.draw(st.integers(1, 20))
+    found = problem(size, quota, budget, Additive(size, seed))
+    assert solve(found, solver, seed).bits.sum() == quota
+    assert found.spent <= budget
+
+
+@given(st.integers(1, 8), st.data(), st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, seed):
+    quota = data.draw(st.integers(0, size))
+    measure = Additive(size, seed)
+    found = problem(size, quota, math.comb(size, quota), measure)
+    best = solve(found, "nomad", seed)
+    lowest = min(sum(measure.weights[list(c)]) for c in combinations(range(size), quota))
+    assert best.evaluation.score == pytest.approx(1.0 - lowest)
+    assert found.spent == math.comb(size, quota)
+
+
+def test_searches_beat_as_many_random_candidates():
+    rng = np.random.default_rng(0)
+    for solver in (nomad, one_plus_one):
+        better = 0
+        for seed in range(5):
+            measure = Additive(32, seed)
+            found = problem(32, 16, 100, measure)
+            solver(found, seed)
+            draws = [1 - measure.weights[rng.permutation(32)[:16]].sum() for _ in range(100)]
+            better += found.result().evaluation.score > max(draws)
+        assert better == 5
+
+
+def test_nomad_does_not_circle_for_long():
+    started = time.perf_counter()
+    measure = Additive(32, levels=1)
+    solve(problem(32, 24, 100, measure), "nomad", 0)
+    solve(problem(32, 24, 100, measure), "nomad_penalty", 0)
+    assert time.perf_counter() - started < 20
+
+
+def test_an_error_of_the_model_leaves_nomad():
+    def fails(bits):
+        raise KeyError("model")
+
+    with pytest.raises(KeyError, match="model"):
+        nomad(Problem(12, 6, 20, fails, LOSS), 0)
+
+
+def test_off_budget_candidates_are_bounded_without_the_model():
+    measure = Additive(8)
+    found = problem(8, 4, 10, measure)
+    on_budget = np.arange(8) < 4
+    found.value(on_budget)
+    off = np.arange(8) < 6
+    bound = found.value(off)
+    assert len(measure.asked) == 1
+    assert found.bounded == 1
+    truth = LOSS.value(measure(off).score, 6, 4, 8)
+    assert found.best.value.loss <= bound.loss <= truth
+
+
+def test_off_budget_candidates_that_might_win_are_measured():
+    weak = Loss(Anchors(0.0, 1.0), alpha=0.01)
+    found = Problem(8, 4, 10, Additive(8), weak)
+    found.value(np.arange(8) < 4)
+    found.value(np.arange(8) < 3)
+    assert found.spent == 2
+    assert found.result().bits.sum() == 4
+
+
+def test_a_spent_budget_answers_known_candidates_only():
+    found = problem(4, 2, 1, Additive(4))
+    first = np.array([True, True, False, False])
+    value = found.value(first)
+    with pytest.raises(BudgetSpent):
+        found.value(~first)
+    assert found.value(first) == value
+
+
+def test_ties_are_broken_by_log_likelihood_only_where_asked():
+    def run(break_ties):
+        measure = Additive(8, 1, levels=1)
+        found = problem(8, 3, 100, measure, break_ties=break_ties, quantum=1.0)
+        brute_force(found)
+        assert found.on_plateau
+        return found.result().bits, measure
+
+    plain, measure = run(False)
+    assert plain.tolist() == [True] * 3 + [False] * 5
+    broken, _ = run(True)
+    assert set(np.flatnonzero(broken)) == set(np.argsort(measure.weights)[:3])
+
+
+@given(
+    st.integers(0, 63), st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(0, 0.5), st.floats(0, 1)
+)
+def test_the_scalar_never_reorders_different_scores(hits, ll_low, ll_high, sliding, gamma):
+    loss = Loss(Anchors(sliding, 1.0), gamma=gamma)
+    found = Problem(4, 2, 9, lambda bits: None, loss, break_ties=True, quantum=1 / 64)
+    worse = Value(loss.value(hits / 64, 2, 2, 4), -ll_low)
+    better = Value(loss.value((hits + 1) / 64, 2, 2, 4), -ll_high)
+    assert found.scalar(better) < found.scalar(worse)
+    if ll_low + 1e-3 * (1 + abs(ll_low)) ** 2 < ll_high:
+        assert found.scalar(Value(worse.loss, -ll_high)) < found.scalar(worse)
+
+
+@given(st.integers(1, 12), st.data())
+def test_completion_meets_the_quota_and_keeps_what_it_can(size, data):
+    bits = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    quota = data.draw(st.integers(0, size))
+    order = np.array(data.draw(st.permutations(range(size))))
+    done = completed(bits, quota, order)
+    assert done.sum() == quota
+    assert (done != bits).sum() == abs(int(bits.sum()) - quota)
