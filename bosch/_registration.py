@@ -1,8 +1,8 @@
 """Registration of the hybrid models with transformers, when transformers' auto classes are loaded.
 
 transformers has no entry points for models. Importing it costs seconds and pulls in torch, which a
-command that only reads a mask must not pay; so registration waits for the module that holds the auto
-classes, whichever of bosch and transformers is imported first.
+command that only reads a mask must not pay; so registration waits for the module that holds the
+auto classes, whichever of bosch and transformers is imported first.
 """
 
 from __future__ import annotations

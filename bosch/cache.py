@@ -75,7 +75,7 @@ class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return torch.cat([past, heads], dim=2) if past.shape[2] else heads
 
     def settle(self, span: Span) -> None:
-        """Forget what no later query of a sliding head sees; `span` is that of the pass just done."""
+        """Forget what no later query of a sliding head sees; `span` is the pass just done."""
         if self.layout.sinks and self.layout.sliding:
             self._keep_sinks(span)
         if not self.record_past:
@@ -93,7 +93,7 @@ class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.sink_values = gather_sinks(self.recent_values, self.sink_values, span, count)
 
     def _evict(self) -> None:
-        """Copies what is kept, so that the rest is freed, also where it is a slice of a larger one."""
+        """Copies what is kept, so that the rest is freed: a slice would keep all of it alive."""
         keep = cached_keys(self.layout.window_size)
         for name in ("recent_keys", "recent_values"):
             states = getattr(self, name)
@@ -128,12 +128,12 @@ class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return
         assert self.recent_keys is not None
         left, have = self.seen - remove, self.recent_keys.shape[2] - remove
-        if remove and have < min(max(left, 0), cached_keys(self.layout.window_size)):
-            if self.layout.sliding:
-                raise RuntimeError(
-                    "the cache of a sliding head no longer holds the tokens before the cut: call "
-                    "activate_past_recording() before the tokens to be removed are added"
-                )
+        needed = min(max(left, 0), cached_keys(self.layout.window_size))
+        if self.layout.sliding and remove and have < needed:
+            raise RuntimeError(
+                "the cache of a sliding head no longer holds the tokens before the cut: call "
+                "activate_past_recording() before the tokens to be removed are added"
+            )
         for name in ("full_keys", "full_values", "recent_keys", "recent_values"):
             states = getattr(self, name)
             setattr(self, name, states[:, :, : max(0, states.shape[2] - remove)])

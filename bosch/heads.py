@@ -113,7 +113,7 @@ class HeadMask:
 
     @cached_property
     def key(self) -> str:
-        """Short name of the mask, the same in every process: shape and bits, e.g. `6x8:ff00f0...`."""
+        """Short name of the mask, the same in every process: shape and bits, `6x8:ff00...`."""
         bits = np.packbits(self.is_full.reshape(-1)).tobytes().hex()
         return f"{self.num_layers}x{self.num_key_value_heads}:{bits}"
 
@@ -179,7 +179,7 @@ class HeadMaskFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
-        """Read and check; raises UserError when the file is missing, damaged or of another format."""
+        """Read and check; raises UserError when the file is missing, damaged or too new."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

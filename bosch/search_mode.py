@@ -45,7 +45,7 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     name = resolve_backend(backend)
     interface.register()
     model.set_attn_implementation(interface.NAME)
-    layers, heads = mask_shape(model.config)
+    _, heads = mask_shape(model.config)
     layout = HeadLayout.search([True] * heads, window_size=1)
     for module in attention_modules(model):
         interface.set_head_state(module, interface.HeadState(layout, name))

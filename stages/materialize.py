@@ -1,4 +1,4 @@
-"""The deployable hybrid model: permuted weights, head layout in the config, checked before it counts."""
+"""The deployable hybrid model: permuted weights, head layout in the config."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]
     if not difference <= _TOLERANCE[precision]:  # a NaN fails too
         raise RunError(
             f"materialize: the saved model differs from the searched one by {difference:.3g} of the "
-            f"logits' root mean square, at most {_TOLERANCE[precision]:g} is allowed in {precision}"
+            f"logits' root mean square; {precision} allows {_TOLERANCE[precision]:g}"
         )
     return {
         "largest_difference": difference,
@@ -146,22 +146,18 @@ def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]
 
 
 def _save(hybrid: Any, target: Path, config: StageConfig, max_shard_size: str) -> None:
-    from transformers import AutoTokenizer
+    from safetensors import SafetensorError
 
+    from data_prep.tokenize import TokenizerSpec, load_tokenizer
+
+    model = config.model
+    spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+    tokenizer = load_tokenizer(spec)
+    if not tokenizer("text")["input_ids"]:  # what transformers makes of missing files
+        raise UserError(f"{model.path}: the model has no tokenizer; add its tokenizer files")
     shutil.rmtree(target, ignore_errors=True)
     try:
         hybrid.save_pretrained(target, max_shard_size=max_shard_size)
-    except OSError as error:
-        raise RunError(f"{target}: cannot write the model ({error.strerror or error})") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{config.model.path}: the model has no tokenizer that can be loaded; add its "
-            "tokenizer files to the directory"
-        ) from error
-    tokenizer.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{target}: cannot write the model ({error})") from error

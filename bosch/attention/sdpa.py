@@ -1,8 +1,8 @@
 """Attention of both kinds of heads by torch's scaled_dot_product_attention: CPU and fallback.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension, W window.
-Full heads take one causal call. Sliding heads are cut into blocks of C queries that see a band of
-C + W keys, so that their cost grows linearly in T.
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension, W
+window. Full heads take one causal call. Sliding heads are cut into blocks of C queries that see a
+band of C + W keys, so that their cost grows linearly in T.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def sdpa_attention(
 ) -> Tensor:
     """Attention of both kinds of heads: [B, T, HQ, D]."""
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    if isinstance(key, Tensor) and isinstance(value, Tensor):
-        if not layout.sliding or span.kv_length <= layout.window_size:
-            out = _full(query, key, value, span, scaling, dropout)
-            return out.transpose(1, 2).contiguous()
+    no_difference = not layout.sliding or span.kv_length <= layout.window_size
+    if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
+        out = _full(query, key, value, span, scaling, dropout)
+        return out.transpose(1, 2).contiguous()
     full, sliding = split_states(key, value, layout)
     out_full = out_sliding = None
     if full is not None:
@@ -276,7 +276,7 @@ def _banded_row(
 def _row_mask(
     layout: HeadLayout, span: Span, row: int, block: int, first: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Masks [n, C, S + C + W] of a row's blocks, and the slots [n, S] of the sinks before each band.
+    """Masks [n, C, S + C + W] of a row's blocks; slots [n, S] of the sinks before each band.
 
     At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
     inside the band are keys of the band.

@@ -1,0 +1,113 @@
+"""The materialize stage on a small model: what it writes, what it checks, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import bosch.modeling
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMaskFile
+from bosch.modeling import apply_head_mask, load_model
+from stages import materialize
+from stages.configs import MaterializeConfig, ModelConfig, Runtime
+from stages.context import StageConfig
+from tests.tiny_data import save_tiny_model
+
+WINDOW = 16
+
+
+def _mask(layers: int = 2) -> HeadMaskFile:
+    heads: list[list[int]] = [[0], [0, 1], []][:layers]
+    return HeadMaskFile("tiny", "bosch", 0.75, WINDOW, 2, layers, 2, heads)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "base")
+
+
+def _run(base: Path, tmp_path: Path, dtype: Any = "float32", mask: Any = None) -> dict[str, Any]:
+    search, work = tmp_path / "search", tmp_path / "work"
+    for folder in (search, work):
+        folder.mkdir(exist_ok=True)
+    (mask or _mask()).save(search / "head_mask.json")
+    config = StageConfig(
+        section=MaterializeConfig(dtype=dtype),
+        model=ModelConfig(path=str(base)),
+        seed=3,
+        runtime=Runtime(),
+    )
+    return materialize.run(config, {"search": search}, work)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_a_model_anyone_can_load(base: Path, tmp_path: Path, dtype: Any) -> None:
+    summary = _run(base, tmp_path, dtype)
+    folder = tmp_path / "work" / "model"
+    assert json.loads((tmp_path / "work" / "summary.json").read_text()) == summary
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == getattr(torch, dtype)
+    original = load_model(base, dtype=dtype)
+    apply_head_mask(original, _mask().mask, WINDOW, 2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("import the module " * 12, return_tensors="pt")
+    with torch.inference_mode():
+        found, wanted = model(**ids).logits, original(**ids).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5)
+    assert model.generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
+    assert HeadMaskFile.load(folder / "head_mask.json") == _mask()
+    assert not list(folder.glob("*.bin"))
+
+
+def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
+    summary = _run(base, tmp_path)
+    per_head = 2 * 8 * 4  # keys and values, head dimension 8, float32
+    assert summary["kv_cache_bytes_per_token_before"] == 4 * per_head
+    assert summary["kv_cache_bytes_per_token_after"] == 1 * per_head
+    assert summary["sliding_bytes_constant"] == 3 * per_head * (WINDOW - 1 + 2)
+    model = load_model(tmp_path / "work" / "model", dtype="float32")
+    assert summary["parameters"] == sum(p.numel() for p in model.parameters())
+    cache = model.new_cache()
+    with torch.inference_mode():
+        model(torch.ones(1, 100, dtype=torch.long), past_key_values=cache)
+    assert cache.num_bytes == 100 * per_head + summary["sliding_bytes_constant"]
+
+
+def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
+    leftovers = tmp_path / "work" / "model"
+    leftovers.mkdir(parents=True)
+    (leftovers / "model.safetensors").write_bytes(b"half")
+    (leftovers / "stale.txt").write_text("old")
+    _run(base, tmp_path)
+    assert not (leftovers / "stale.txt").exists()
+    load_model(leftovers)
+
+
+def test_a_model_that_computes_something_else_is_not_accepted(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(model: Any, mask: Any) -> dict[str, torch.Tensor]:
+        return dict(model.state_dict())  # the layout says permuted, the weights are not
+
+    monkeypatch.setattr(bosch.modeling, "permute_heads", forgetful)
+    mask = HeadMaskFile("tiny", "bosch", 0.5, WINDOW, 0, 2, 2, [[0], [0]])
+    with pytest.raises(RunError, match="differs from the searched one"):
+        _run(base, tmp_path, mask=mask)
+    assert not (tmp_path / "work" / "summary.json").exists()
+
+
+def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"head_mask\.json: .* 3 layers of 2 .* has 2 of 2"):
+        _run(base, tmp_path, mask=_mask(3))
+    with pytest.raises(UserError, match="no such model directory"):
+        _run(tmp_path / "elsewhere", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink()
+    with pytest.raises(UserError, match="no tokenizer"):
+        _run(base, tmp_path)

@@ -1,0 +1,213 @@
+"""Hybrid attention: every backend against the oracle, the oracle against a plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bosch.attention import BACKENDS, HeadLayout, Span, hybrid_attention, resolve_backend
+from bosch.attention.bands import bands
+from bosch.errors import UserError
+from tests.hybrid_case import sees
+
+_FAST = [name for name in BACKENDS if name not in ("eager", "flash", "flex")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; `past` tokens precede the queries."""
+
+    length: int
+    window: int
+    sinks: int
+    rows: tuple[bool, ...]
+    q_per_kv: int = 2
+    batch: int = 1
+    past: int = 0
+    padding: str = "none"
+    seed: int = 0
+
+    def span(self) -> Span:
+        total = self.past + self.length
+        generator = torch.Generator().manual_seed(self.seed)
+        valid = document = None
+        if self.padding in ("left", "right", "holes"):
+            valid = torch.ones(self.batch, total, dtype=torch.bool)
+            for row in range(self.batch):
+                pad = int(torch.randint(0, total, (1,), generator=generator))
+                if self.padding == "left":
+                    valid[row, :pad] = False
+                elif self.padding == "right":
+                    valid[row, total - pad :] = False
+                else:
+                    valid[row] = torch.rand(total, generator=generator) < 0.7
+        if self.padding == "documents":
+            borders = torch.rand(self.batch, total, generator=generator) < 4 / total
+            document = borders.long().cumsum(-1)
+        return Span(self.length, self.past, valid, document)
+
+    def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+        torch.manual_seed(self.seed)
+        heads, total = len(self.rows), self.past + self.length
+        shapes = [(heads * self.q_per_kv, self.length), (heads, total), (heads, total)]
+        options = {"dtype": dtype, "requires_grad": True}
+        return [torch.randn(self.batch, *shape, 4, **options) for shape in shapes]
+
+    def layout(self) -> HeadLayout:
+        return HeadLayout.search(self.rows, self.window, self.sinks)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Shapes around every edge: T below, at and above W, W not dividing T, blocks and rests."""
+    window = draw(st.sampled_from([1, 2, 3, 7, 16, 19, 32]))
+    near = st.sampled_from([window - 1, window, window + 1, 2 * window, 5 * window + 3])
+    length = max(1, draw(near | st.integers(1, 120)))
+    padding = draw(st.sampled_from(["none", "none", "left", "right", "holes", "documents"]))
+    past = 0 if padding == "documents" else draw(st.sampled_from([0, 0, 1, window, 41]))
+    return Case(
+        length,
+        window,
+        draw(st.sampled_from([0, 1, 4])),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4))),
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2])),
+        past,
+        padding,
+        draw(st.integers(0, 9)),
+    )
+
+
+def _outputs_and_gradients(case: Case, backend: str) -> list[torch.Tensor]:
+    tensors = case.tensors()
+    out = hybrid_attention(*tensors, case.layout(), case.span(), backend=backend)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+@pytest.mark.parametrize("backend", _FAST)
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+@example(case=Case(40, 8, 4, (True, False), padding="documents"))
+@example(case=Case(300, 33, 3, (False, False), padding="left", batch=2))
+@example(case=Case(33, 16, 4, (False,), past=7))
+def test_backend_equals_the_oracle(backend: str, case: Case) -> None:
+    expected = _outputs_and_gradients(case, "eager")
+    for found, wanted in zip(_outputs_and_gradients(case, backend), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_oracle_sees_what_the_convention_says(case: Case) -> None:
+    span, total = case.span(), case.past + case.length
+    queries, keys = torch.arange(case.past, total)[None], torch.arange(total)[None]
+    for window, sinks in ((None, 0), (case.window, case.sinks)):
+        found = span.visible(queries, keys, window, sinks).expand(case.batch, -1, -1)
+        for row in range(case.batch):
+            valid = [True] * total if span.valid is None else span.valid[row].tolist()
+            document = [0] * total if span.document is None else span.document[row].tolist()
+            wanted = [
+                [sees(q, k, valid, document, window, sinks) for k in range(total)]
+                for q in range(case.past, total)
+            ]
+            assert found[row].tolist() == wanted
+
+
+@pytest.mark.parametrize("backend", ["eager", *_FAST])
+def test_all_full_is_causal_attention(backend: str) -> None:
+    case = Case(37, 8, 0, (True, True))
+    query, key, value = case.tensors()
+    out = hybrid_attention(query, key, value, case.layout(), backend=backend)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(out, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["eager", *_FAST])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_key_outside_the_window_has_no_influence(backend: str, sinks: int) -> None:
+    """Changing key j changes query t of a sliding head exactly when t - W < j <= t or j < sinks."""
+    case = Case(50, 9, sinks, (False, True))
+    query, key, value = (x.detach() for x in case.tensors())
+    before = hybrid_attention(query, key, value, case.layout(), backend=backend)
+    for j in (0, sinks, 20, 49):
+        other = value.clone()
+        other[:, :, j] += 1.0
+        after = hybrid_attention(query, key, other, case.layout(), backend=backend)
+        changed = (after - before).abs().amax(dim=-1)[0] > 1e-12  # [T, HQ]
+        for t in range(50):
+            assert changed[t, 0].item() == (t - 9 < j <= t or j < min(sinks, t + 1))
+            assert changed[t, 2].item() == (j <= t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
+    rows = (False, True, False, True)
+    case = Case(70, 16, 2, rows, batch=2, padding="left")
+    query, key, value = (x.to(dtype) for x in case.tensors())
+    searched = hybrid_attention(query, key, value, case.layout(), case.span())
+    order = torch.tensor([1, 3, 0, 2])
+    query_order = (order[:, None] * 2 + torch.arange(2)).reshape(-1)
+    deployed = hybrid_attention(
+        query[:, query_order], key[:, order], value[:, order],
+        HeadLayout.deploy(2, 4, 16, 2), case.span(),
+    )  # fmt: skip
+    assert torch.equal(searched[:, :, query_order], deployed)
+
+
+@pytest.mark.parametrize("backend", ["sdpa"])
+def test_bfloat16_is_as_near_to_the_truth_as_eager(backend: str) -> None:
+    case = Case(200, 16, 0, (True, False))
+    exact = hybrid_attention(*case.tensors(), case.layout(), backend="eager")
+    low = case.tensors(torch.bfloat16)
+    errors = [
+        (hybrid_attention(*low, case.layout(), backend=name) - exact).abs().max().item()
+        for name in ("eager", backend)
+    ]
+    assert errors[1] <= 2 * errors[0] + 1e-3
+
+
+@pytest.mark.parametrize(("block", "window", "count"), [(4, 4, 3), (4, 7, 3), (5, 2, 4), (3, 9, 1)])
+def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, count: int) -> None:
+    keys = torch.randn(2, count * block + window, 3, dtype=torch.float64, requires_grad=True)
+    found = bands(keys, block, window)
+    slices = [keys[:, i * block : i * block + block + window] for i in range(count)]
+    wanted = torch.stack(slices)
+    assert torch.equal(found, wanted)
+    assert found.data_ptr() == keys.data_ptr()
+    weight = torch.randn_like(wanted)
+    (a,) = torch.autograd.grad((found * weight).sum(), keys)
+    (b,) = torch.autograd.grad((wanted * weight).sum(), keys)
+    torch.testing.assert_close(a, b)
+
+
+def test_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bosch.attention import sdpa
+
+    case = Case(300, 16, 2, (True, False), past=200)
+    wanted = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="eager")
+    monkeypatch.setattr(sdpa, "_DENSE_MASK_ENTRIES", 40_000)
+    found = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="sdpa")
+    torch.testing.assert_close(found, wanted)
+
+
+def test_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="'cuda' is unknown"):
+        resolve_backend("cuda")
+    assert resolve_backend("auto") in BACKENDS
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    query, key, value = Case(5, 4, 0, (True, False)).tensors()
+    with pytest.raises(ValueError, match="3 KV heads"):
+        hybrid_attention(query, key, value, HeadLayout.deploy(1, 3, 4))
+    with pytest.raises(ValueError, match="partition"):
+        HeadLayout((0,), (0, 1), 4)
+    with pytest.raises(ValueError, match="window_size"):
+        HeadLayout.deploy(1, 2, 0)

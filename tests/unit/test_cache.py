@@ -1,0 +1,173 @@
+"""HybridCache: what it holds, and that decoding with it equals computing everything again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from bosch.attention import HeadLayout, Span
+from bosch.cache import HybridCache, HybridCacheLayer
+from bosch.errors import UserError
+from bosch.modeling import materialize
+from tests.hybrid_case import random_mask, small_model, tokens
+
+WINDOW = 6
+
+
+def _hybrid(sinks: int) -> Any:
+    return materialize(small_model(), random_mask(), WINDOW, sinks)
+
+
+def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -> torch.Tensor:
+    cache, outputs, start = model.new_cache(), [], 0
+    mask = kwargs.get("attention_mask")
+    for size in sizes:
+        part = {"input_ids": ids[:, start : start + size], "past_key_values": cache}
+        if mask is not None:
+            part["attention_mask"] = mask[:, : start + size]
+            part["position_ids"] = kwargs["position_ids"][:, start : start + size]
+        outputs.append(model(**part).logits)
+        start += size
+        for layer in cache.hybrid_layers:
+            assert layer.recent_keys.shape[2] <= WINDOW - 1
+    assert start == ids.shape[1]
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1] * 30, [30], [20] + [1] * 10, [3, 5, 1, 6, 7, 1, 7], [WINDOW - 1, WINDOW, WINDOW + 1, 12]],
+    ids=["tokens", "whole", "prefill", "chunks", "window"],
+)
+def test_any_chunking_equals_one_pass(sinks: int, sizes: list[int]) -> None:
+    model, ids = _hybrid(sinks), tokens(2, 30)
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(_in_chunks(model, ids, sizes), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("sizes", [[30], [20] + [1] * 10, [2, 5, 1, 6, 8, 1, 7]])
+def test_left_padding_equals_each_row_alone(sinks: int, sizes: list[int]) -> None:
+    """Also where a row starts long after the first chunk: its sinks are its own first tokens."""
+    model, ids = _hybrid(sinks), tokens(3, 30)
+    pads = [0, 4, 17]
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = _in_chunks(model, ids, sizes, attention_mask=mask, position_ids=positions)
+    for row, pad in enumerate(pads):
+        alone = model(ids[row : row + 1, pad:], use_cache=False).logits
+        torch.testing.assert_close(found[row : row + 1, pad:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_bytes_are_the_formula_and_really_held(sinks: int) -> None:
+    model, length, batch = _hybrid(sinks), 50, 2
+    cache = model.new_cache()
+    with torch.inference_mode():
+        model(tokens(batch, length), past_key_values=cache)
+        model(tokens(batch, 1), past_key_values=cache)
+    mask = random_mask()
+    full, total = int(mask.is_full.sum()), mask.is_full.size
+    entries = full * (length + 1) + (total - full) * (WINDOW - 1 + sinks)
+    assert cache.num_bytes == entries * batch * 2 * model.config.head_dim * 4
+
+
+def test_prefill_is_freed_not_only_sliced_off() -> None:
+    """The storage of the prompt's keys must be gone while the cache lives."""
+    layer = HybridCacheLayer(HeadLayout.deploy(1, 4, 16))
+    keys, values = torch.zeros(1, 4, 1000, 8), torch.zeros(1, 4, 1000, 8)
+    layer.update(keys, values)
+    layer.settle(Span(1000))
+    gc.collect()
+    assert layer.num_bytes == 2 * 4 * 8 * (1000 + 3 * 15)
+    assert layer.recent_keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_generate_equals_generate_without_cache(sinks: int) -> None:
+    model = _hybrid(sinks)
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :7] = 0
+    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        made = [
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=12,
+                do_sample=False,
+                use_cache=use,
+                **options,
+            )
+            for use in (True, False)
+        ]
+        assert torch.equal(*made)
+
+
+def test_generate_uses_and_returns_the_hybrid_cache() -> None:
+    model = _hybrid(0)
+    made = model.generate(
+        tokens(1, 20), max_new_tokens=5, do_sample=False, return_dict_in_generate=True
+    )
+    assert isinstance(made.past_key_values, HybridCache)
+    assert max(x.recent_keys.shape[2] for x in made.past_key_values.hybrid_layers) == WINDOW - 1
+    assert isinstance(model(tokens(1, 5), use_cache=True).past_key_values, HybridCache)
+
+
+def test_caches_of_others_are_exact_or_refused() -> None:
+    model, ids = _hybrid(2), tokens(1, 20)
+    cache = DynamicCache()
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 20))]
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="static"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+
+
+def test_assisted_generation_is_exact() -> None:
+    """The draft is taken back by `crop` at almost every step."""
+    model, assistant = _hybrid(4), small_model(seed=5)
+    ids = tokens(1, 20)
+    alone = model.generate(ids, max_new_tokens=15, do_sample=False)
+    assisted = model.generate(ids, max_new_tokens=15, do_sample=False, assistant_model=assistant)
+    assert torch.equal(alone, assisted)
+
+
+def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
+    model, ids = _hybrid(2), tokens(1, 30)
+    whole = model(ids, use_cache=False).logits
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    model(ids[:, :20], past_key_values=cache)
+    model(tokens(1, 5, seed=9), past_key_values=cache)
+    cache.crop(-5)
+    assert cache.get_seq_length() == 20
+    rest = model(ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 20:], rtol=1e-4, atol=1e-5)
+    forgetful = model.new_cache()
+    model(ids, past_key_values=forgetful)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        forgetful.crop(-3)
+
+
+def test_reset_and_batch_changes() -> None:
+    model, ids = _hybrid(2), tokens(2, 20)
+    cache = model.new_cache()
+    model(ids[:, :15], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    found = model(ids[:, 15:].flip(0), past_key_values=cache).logits
+    whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.num_bytes == 0
+    torch.testing.assert_close(
+        model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits
+    )

@@ -1,0 +1,126 @@
+"""Head masks, their budgets and their file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bosch.errors import UserError
+from bosch.heads import HeadMask, HeadMaskFile, swa_budget
+
+_MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]),
+        min_size=shape[0],
+        max_size=shape[0],
+    ).map(lambda rows: HeadMask(np.array(rows)))
+)
+
+
+@given(_MASKS)
+def test_mask_survives_every_form_it_has(mask: HeadMask) -> None:
+    assert HeadMask.from_swa_kv_heads(mask.swa_kv_heads, mask.num_key_value_heads) == mask
+    assert HeadMask.from_key(mask.key) == mask
+    assert hash(HeadMask(mask.is_full.astype(int))) == hash(mask)
+
+
+@given(_MASKS, st.data())
+def test_one_flipped_bit_changes_key_and_ratio(mask: HeadMask, data: st.DataObject) -> None:
+    layer = data.draw(st.integers(0, mask.num_layers - 1))
+    row = mask.is_full[layer].copy()
+    row[0] = not row[0]
+    other = mask.with_layer(layer, row)
+    assert other != mask and other.key != mask.key
+    step = 1 / mask.is_full.size
+    assert abs(other.swa_ratio - mask.swa_ratio) == pytest.approx(step)
+
+
+def test_polarity_true_is_full() -> None:
+    mask = HeadMask.from_swa_kv_heads([[1], []], 3)
+    assert mask.is_full.tolist() == [[True, False, True], [True, True, True]]
+    assert mask.full_kv_heads_per_layer == [2, 3]
+    assert HeadMask.all_full(2, 3).swa_ratio == 0.0
+    assert HeadMask.all_sliding(2, 3).swa_ratio == 1.0
+
+
+def test_mask_cannot_be_changed_nor_follow_its_source() -> None:
+    bits = np.ones((2, 2), dtype=bool)
+    mask = HeadMask(bits)
+    bits[0, 0] = False
+    assert mask.is_full.all()
+    with pytest.raises(ValueError, match="read-only"):
+        mask.is_full[0, 0] = False
+
+
+@pytest.mark.parametrize("bits", [np.ones(3), np.ones((0, 3)), np.full((2, 2), 0.5)])
+def test_what_is_no_mask_is_refused(bits: np.ndarray) -> None:
+    with pytest.raises(ValueError):
+        HeadMask(bits)
+
+
+@pytest.mark.parametrize("heads", [[[0, 0]], [[3]], [[-1]]])
+def test_impossible_head_indices_are_refused(heads: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="layer 0"):
+        HeadMask.from_swa_kv_heads(heads, 3)
+
+
+@given(st.integers(1, 2000), st.integers(0, 1000))
+def test_budget_is_the_exact_ceiling(units: int, thousandths: int) -> None:
+    exact = -(-thousandths * units // 1000)
+    assert swa_budget(units, thousandths / 1000) == exact
+
+
+def test_budget_is_not_fooled_by_floats() -> None:
+    assert 0.07 * 100 > 7
+    assert swa_budget(100, 0.07) == 7
+    with pytest.raises(ValueError):
+        swa_budget(8, 1.5)
+
+
+def _file() -> HeadMaskFile:
+    return HeadMaskFile("base", "bosch", 0.5, 16, 0, 2, 4, [[0, 1], [2, 3]], score=0.9, seed=1)
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "head_mask.json"
+    _file().save(path)
+    assert HeadMaskFile.load(path) == _file()
+    assert json.loads(path.read_text())["format"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["head_mask.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": 2}, "format"),
+        ({"swa_kv_heads": [[0, 1]]}, "num_layers"),
+        ({"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
+        ({"swa_kv_heads": [["0"], []]}, "swa_kv_heads"),
+        ({"window_size": "16"}, "window_size"),
+        ({"window_size": 0}, "window_size"),
+        ({"sinks": True}, "sinks"),
+    ],
+)
+def test_damaged_file_names_the_field(tmp_path: Path, change: dict, named: str) -> None:
+    path = tmp_path / "head_mask.json"
+    _file().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=named):
+        HeadMaskFile.load(path)
+
+
+def test_missing_field_missing_file_and_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "head_mask.json"
+    with pytest.raises(UserError, match="cannot read"):
+        HeadMaskFile.load(path)
+    path.write_text('{"format": 1, "model": ')
+    with pytest.raises(UserError, match="JSON"):
+        HeadMaskFile.load(path)
+    path.write_text('{"format": 1, "model": "x"}')
+    with pytest.raises(UserError, match="method is missing"):
+        HeadMaskFile.load(path)

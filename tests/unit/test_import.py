@@ -1,0 +1,69 @@
+"""`import bosch`: light, and hybrid models load whichever of bosch and transformers comes first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bosch.modeling import materialize
+from tests.hybrid_case import random_mask, small_model
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+
+
+def test_masks_and_errors_need_no_torch() -> None:
+    done = _python(
+        "import sys, bosch\n"
+        "from bosch.errors import UserError\n"
+        "from bosch.heads import HeadMask\n"
+        "from bosch.windows import check_window\n"
+        "bosch.HeadMask, bosch.swa_budget\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    materialize(small_model(), random_mask(), 7).save_pretrained(path)
+    return path
+
+
+_LOAD = "print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)"
+
+
+def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
+    done = _python(
+        f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
+        "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
+        f"from transformers import AutoModelForCausalLM; {_LOAD}"
+    )
+    assert done.stdout.split() == ["7", "HybridQwen3ForCausalLM"], done.stderr
+
+
+def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> None:
+    """A plain load must never run full attention under another name."""
+    done = _python(
+        f"from transformers import AutoModelForCausalLM; path = {str(hybrid_dir)!r}\n"
+        "try:\n"
+        "    AutoModelForCausalLM.from_pretrained(path)\n"
+        "except ValueError as error:\n"
+        "    print('hybrid_qwen3' in str(error))\n"
+        f"import bosch; {_LOAD}"
+    )
+    assert done.stdout.split() == ["True", "HybridQwen3ForCausalLM"], done.stderr
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    import bosch
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bosch.nothing  # noqa: B018
+    assert all(getattr(bosch, name) is not None for name in bosch.__all__)

@@ -1,0 +1,280 @@
+"""Search mode, deploy mode, and transformers' own models: all the same function."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bosch.errors import UserError
+from bosch.families import family_of
+from bosch.heads import HeadMask
+from bosch.modeling import (
+    apply_head_mask,
+    layouts_of,
+    load_model,
+    materialize,
+    permute_heads,
+    prepare_for_search,
+)
+from tests.hybrid_case import (
+    FAMILY_NAMES,
+    KV_HEADS,
+    LAYERS,
+    random_mask,
+    small_model,
+    tokens,
+)
+
+WINDOW = 7
+_NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def _logits(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids, use_cache=False, **kwargs).logits
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_search_equals_oracle_equals_deploy_equals_saved(
+    family: str, sinks: int, tmp_path: Path
+) -> None:
+    model, ids, mask = small_model(family), tokens(2, 40), random_mask()
+    original = _logits(model, ids)
+    prepare_for_search(model, "eager")
+    torch.testing.assert_close(_logits(model, ids), original, **_NEAR)
+    apply_head_mask(model, mask, WINDOW, sinks)
+    oracle = _logits(model, ids)
+    assert (oracle - original).abs().max() > 0.05
+    prepare_for_search(model, "sdpa")
+    apply_head_mask(model, mask, WINDOW, sinks)
+    torch.testing.assert_close(_logits(model, ids), oracle, **_NEAR)
+
+    hybrid = materialize(model, mask, WINDOW, sinks)
+    torch.testing.assert_close(_logits(hybrid, ids), oracle, **_NEAR)
+    hybrid.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(hybrid)
+    assert torch.equal(_logits(loaded, ids), _logits(hybrid, ids))
+    made = [m.generate(ids, max_new_tokens=8, do_sample=False) for m in (model, hybrid, loaded)]
+    assert torch.equal(made[0], made[1]) and torch.equal(made[1], made[2])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_permutation_alone_leaves_the_function(family: str) -> None:
+    model, ids = small_model(family), tokens(2, 30)
+    before, weights = _logits(model, ids), permute_heads(model, random_mask())
+    moved = [n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])]
+    assert {n.split(".")[-2] for n in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert any(n.endswith("bias") for n in moved) == (family in ("qwen2", "llama"))
+    model.load_state_dict(weights)
+    torch.testing.assert_close(_logits(model, ids), before, **_NEAR)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3"])
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
+def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int) -> None:
+    """Token for token, with and without padding."""
+    own = {"sliding_window": WINDOW}
+    if family != "mistral":
+        own |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}
+    model, theirs = small_model(family), small_model(family, **own)
+    assert "sliding" in json.dumps(theirs.config.to_dict())
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[0, : length // 3] = 0
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), WINDOW)
+    torch.testing.assert_close(_logits(model, ids), _logits(theirs, ids), **_NEAR)
+    kept = mask.bool()
+    found, wanted = (_logits(m, ids, attention_mask=mask)[kept] for m in (model, theirs))
+    torch.testing.assert_close(found, wanted, **_NEAR)
+    if length == 40:
+        hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), WINDOW)
+        options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+        assert torch.equal(hybrid.generate(ids, **options), theirs.generate(ids, **options))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_packed_documents_equal_each_document_alone(sinks: int) -> None:
+    model, ids = small_model(), tokens(2, 40)
+    apply_head_mask(model, random_mask(), WINDOW, sinks)
+    borders = [[0, 5, 6, 30, 40], [0, 19, 40]]
+    positions = torch.stack(
+        [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders]
+    )
+    packed = _logits(model, ids, position_ids=positions)
+    for row, ends in enumerate(borders):
+        for a, b in pairwise(ends):
+            alone = _logits(model, ids[row : row + 1, a:b])
+            torch.testing.assert_close(packed[row : row + 1, a:b], alone, **_NEAR)
+
+
+def test_hybrid_model_masks_documents_in_training_and_evaluation() -> None:
+    """No cache is made behind packed positions: with one, transformers would not mask documents."""
+    hybrid, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    alone = _logits(hybrid, ids[:, 8:])
+    for training in (True, False):
+        hybrid.train(training)
+        with torch.no_grad():
+            found = hybrid(ids, position_ids=positions).logits
+        torch.testing.assert_close(found[:, 8:], alone, **_NEAR)
+
+
+def test_right_padding_is_harmless() -> None:
+    model, ids = small_model(), tokens(2, 30)
+    apply_head_mask(model, random_mask(), WINDOW, 2)
+    mask = torch.ones_like(ids)
+    mask[1, 21:] = 0
+    found = _logits(model, ids, attention_mask=mask)
+    torch.testing.assert_close(found[1:, :21], _logits(model, ids[1:, :21]), **_NEAR)
+
+
+def test_switching_masks_touches_no_weight_and_comes_back() -> None:
+    model, ids = small_model(), tokens(1, 30)
+    weights = {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
+    prepare_for_search(model)
+    outputs = {}
+    for _ in range(2):
+        for seed in range(4):
+            apply_head_mask(model, random_mask(seed), WINDOW)
+            logits = _logits(model, ids)
+            assert torch.equal(outputs.setdefault(seed, logits), logits)
+    assert len({float(x.sum()) for x in outputs.values()}) == 4
+    assert weights == {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
+
+
+def test_gradients_equal_the_oracle_with_checkpointing_and_without() -> None:
+    ids, found = tokens(2, 30), []
+    for backend, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
+        hybrid = materialize(small_model(), random_mask(), WINDOW, 2)
+        hybrid.set_attn_implementation(backend)
+        hybrid.train()
+        if checkpointing:
+            hybrid.gradient_checkpointing_enable()
+        loss = hybrid(ids, labels=ids).loss
+        loss.backward()
+        found.append({n: p.grad for n, p in hybrid.named_parameters()} | {"loss": loss.detach()})
+    for other in found[1:]:
+        for name, wanted in found[0].items():
+            torch.testing.assert_close(other[name], wanted, **_NEAR, msg=name)
+
+
+def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
+    model = small_model("qwen3").to(torch.bfloat16)
+    hybrid = materialize(model, random_mask(), WINDOW)
+    assert hybrid.lm_head.weight is hybrid.model.embed_tokens.weight
+    hybrid.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="bfloat16")
+    assert loaded.dtype == torch.bfloat16 and not loaded.training
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(_logits(loaded, tokens(1, 30)), _logits(hybrid, tokens(1, 30)))
+
+
+def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
+    hybrid, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 30)
+    hybrid.save_pretrained(tmp_path)
+    for name in ("sdpa", "eager", "bosch"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        torch.testing.assert_close(_logits(loaded, ids), _logits(hybrid, ids), **_NEAR)
+    with pytest.raises(UserError, match="paged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paged|eager")
+
+
+def test_padding_and_masks_it_cannot_honour_are_refused() -> None:
+    model, ids = small_model(), tokens(1, 10)
+    prepare_for_search(model)
+    with pytest.raises(ValueError, match="2-D"):
+        _logits(model, ids, attention_mask=torch.ones(1, 1, 10, 10))
+    other = small_model()
+    other.set_attn_implementation("bosch")
+    with pytest.raises(ValueError, match="apply_head_mask"):
+        _logits(other, ids)
+
+
+def test_masks_and_models_that_do_not_fit_are_refused() -> None:
+    model = small_model()
+    with pytest.raises(UserError, match=r"2 layers of 4 .* has 3 of 4"):
+        apply_head_mask(model, HeadMask.all_full(2, 4), WINDOW)
+    with pytest.raises(UserError, match="window of its own"):
+        prepare_for_search(small_model("mistral", sliding_window=16))
+    hybrid = materialize(model, random_mask(), WINDOW)
+    with pytest.raises(UserError, match="hybrid already"):
+        apply_head_mask(hybrid, random_mask(), WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("gemma2", "caps"), ("gpt_oss", "logits"), ("bert", "supported are")]
+)
+def test_unsupported_families_are_refused_by_name(model_type: str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"'{model_type}'.*{reason}.*qwen3"):
+        family_of(AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (None, "hybrid_attention must hold"),
+        ({"window_size": 7, "sinks": 0}, "full_kv_heads_per_layer"),
+        ({"window_size": 0, "sinks": 0, "full_kv_heads_per_layer": [1, 1, 1]}, "window_size"),
+        ({"window_size": 7, "sinks": -1, "full_kv_heads_per_layer": [1, 1, 1]}, "sinks"),
+        ({"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 1]}, "3 numbers"),
+        ({"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 1, 5]}, "from 0 to 4"),
+        ({"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 1, "2"]}, "from 0 to 4"),
+    ],
+)
+def test_damaged_layout_is_refused_however_it_is_loaded(
+    damage: Any, named: str, tmp_path: Path
+) -> None:
+    materialize(small_model(), random_mask(), WINDOW).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = {**json.loads(path.read_text()), "hybrid_attention": damage}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=named):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match=named):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_damaged_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such model directory"):
+        load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_model(tmp_path)
+    small_model().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="cannot load the model's weights"):
+        load_model(tmp_path)
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot load the model's weights"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_model(tmp_path)
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    small_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="1 weights are missing"):
+        load_model(tmp_path)
+
+
+def test_layouts_put_full_heads_first() -> None:
+    mask = random_mask()
+    hybrid = materialize(small_model(), mask, WINDOW, 2)
+    for layout, row in zip(layouts_of(hybrid), mask.is_full, strict=True):
+        assert layout.full == tuple(range(int(row.sum())))
+        assert (layout.window_size, layout.sinks, layout.is_contiguous) == (WINDOW, 2, True)
