@@ -1,8 +1,8 @@
 """Synthetic documents that can only be predicted by looking far back.
 
-They teach (or keep alive) retrieval in a small model: key-value lists asked back in another order,
-needles with questions, spans that come again, two-hop look-ups. A document is a list of segments, so
-that a trainer can weight what has to be retrieved; joined, it is plain text.
+They teach (or keep alive) retrieval in a small model: key-value lists asked back in another
+order, needles with questions, spans that come again, two-hop look-ups. A document is a list of
+segments, so that a trainer can weight what has to be retrieved; joined, it is plain text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from data_prep.needles import NOISE_LINE, answer_prefix, needle_sentence, question
+from data_prep.needles import NOISE_LINE, answer_prefix, needle_sentence, pair_owner, question
 from data_prep.words import ADJECTIVES, NOUNS
 
 
@@ -59,7 +59,7 @@ _LINE_ENDS = ("\n", "; ", ".\n", " | ")
 
 
 def key_value_list(rng: Random, characters: int) -> Document:
-    """Pairs of distinct keys and values, then the same keys in random order, values to be recalled."""
+    """Pairs of distinct keys and values, then the keys in random order with values to recall."""
     make_key, make_value = rng.choice(_KEYS), rng.choice(_VALUES)
     separator, end = rng.choice(_SEPARATORS), rng.choice(_LINE_ENDS)
     pairs: dict[str, str] = {}
@@ -135,9 +135,13 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     needles: dict[str, str] = {}
 
     def add_needle() -> str:
-        key = _word_key(rng)
-        value = str(rng.randint(1_000_000, 9_999_999)) if what == "numbers" else _uuid(rng)
-        return needle_sentence(key, needles.setdefault(key, value), what)
+        while True:
+            key = _word_key(rng)
+            value = str(rng.randint(1_000_000, 9_999_999)) if what == "numbers" else _uuid(rng)
+            # Calibration and evaluation ask for other pairs: nothing here can give them away.
+            if key not in needles and pair_owner(key, value) == "training":
+                needles[key] = value
+                return needle_sentence(key, value, what)
 
     lines: list[str] = []
     length = 0

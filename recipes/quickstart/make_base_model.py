@@ -1,0 +1,338 @@
+"""Make the quickstart's base model: a small Qwen3 that reads Python and really retrieves.
+
+    python -m recipes.quickstart.make_base_model --output recipes/quickstart/base_model
+
+Trains a byte-level BPE tokenizer and the model on the standard library's source, pydoc's topics and
+synthetic retrieval documents (data_prep/retrieval.py), in four phases of growing sequence length.
+Everything is seeded; a run that was stopped goes on from its last save. The log is kept as
+`training_log.jsonl` in the output. `measure_base_model.py` writes the model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from data_prep.retrieval import Document, Segment, retrieval_document
+
+VOCABULARY = 2048
+MICRO_BATCH_TOKENS = 2048  # what a core's cache holds: larger ones are slower
+SEED = 7
+FIRST_ANSWER_WEIGHT, ANSWER_WEIGHT, PROMPT_WEIGHT = 10.0, 5.0, 0.2
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: `text` is plain text's share, `drop` that of silenced KV heads."""
+
+    steps: int
+    batch_tokens: int
+    length: int
+    text: float
+    drop: float
+    layer_drop: float
+    kinds: tuple[float, float, float, float]  # list, needle, repeat, two hops
+
+
+PHASES = (
+    Phase(1800, 4096, 256, 0.15, 0.0, 0.0, (0.60, 0.25, 0.15, 0.0)),
+    Phase(600, 4096, 512, 0.25, 0.1, 0.0, (0.45, 0.40, 0.08, 0.07)),
+    Phase(300, 8192, 1024, 0.30, 0.3, 0.05, (0.35, 0.50, 0.05, 0.10)),
+    Phase(250, 8192, 2048, 0.35, 0.3, 0.05, (0.25, 0.60, 0.05, 0.10)),
+)
+PEAK_RATE, WARMUP_STEPS, DECAY_STEPS = 3e-3, 150, 400
+
+
+def python_text() -> tuple[list[str], list[str]]:
+    """Source files and help topics of this Python, as (training, held-out) documents."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not skipped & set(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfig")
+    )
+    documents = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+    import pydoc_data.topics
+
+    documents += [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents = [text for text in documents if len(text) > 200]
+    Random(SEED).shuffle(documents)
+    held_out = len(documents) // 50
+    return documents[held_out:], documents[:held_out]
+
+
+def prose_words() -> list[str]:
+    """The words of pydoc's topics, for haystacks."""
+    import pydoc_data.topics
+
+    return " ".join(text for _, text in sorted(pydoc_data.topics.topics.items())).split()
+
+
+def train_tokenizer(documents: list[str], prose: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with single digits, on a sample of text and retrieval documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    rng = Random(SEED)
+    sample = documents[:250] + [
+        "".join(s.text for s in retrieval_document(rng, 3000, prose)) for _ in range(250)
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, model_max_length=2048
+    )
+
+
+def model_config() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+class Rows:
+    """Batches of token rows with a loss weight for every token."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, text: list[str], prose: list[str]
+    ) -> None:
+        self.encode = tokenizer.backend_tokenizer.encode
+        self.prose = prose
+        encoded = tokenizer.backend_tokenizer.encode_batch(text)
+        self.text = np.concatenate([np.array([*e.ids, 0], dtype=np.int32) for e in encoded])
+
+    def document(self, document: Document) -> tuple[list[int], list[float]]:
+        ids: list[int] = []
+        weights: list[float] = []
+        plain: list[str] = []
+
+        def flush() -> None:
+            pieces = self.encode("".join(plain)).ids
+            ids.extend(pieces)
+            weights.extend([PROMPT_WEIGHT] * len(pieces))
+            plain.clear()
+
+        for segment in [*document, Segment("")]:
+            if segment.is_answer:
+                flush()
+                pieces = self.encode(segment.text).ids
+                ids.extend(pieces)
+                weights.extend([FIRST_ANSWER_WEIGHT] + [ANSWER_WEIGHT] * (len(pieces) - 1))
+            else:
+                plain.append(segment.text)
+        flush()
+        return [*ids, 0], [*weights, 0.1]
+
+    def batch(self, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
+        """ids and weights, [B, T]: a function of the step alone, so that resuming is exact."""
+        rng = Random(f"{SEED}-{step}")
+        rows, weights = [], []
+        for _ in range(phase.batch_tokens // phase.length):
+            if rng.random() < phase.text:
+                start = rng.randrange(len(self.text) - phase.length)
+                rows.append(self.text[start : start + phase.length].tolist())
+                weights.append([1.0] * phase.length)
+                continue
+            ids: list[int] = []
+            ws: list[float] = []
+            while len(ids) < phase.length:
+                characters = max(150, int((phase.length - len(ids)) * 1.9))
+                more_ids, more_ws = self.document(
+                    retrieval_document(rng, characters, self.prose, phase.kinds)
+                )
+                ids += more_ids
+                ws += more_ws
+            rows.append(ids[: phase.length])
+            weights.append(ws[: phase.length])
+        return torch.tensor(rows), torch.tensor(weights)
+
+
+class HeadDropout:
+    """Silences random KV groups of every layer, so that retrieval does not settle in one head."""
+
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
+        config = model.config
+        self.groups, self.size = config.num_key_value_heads, config.num_attention_heads
+        self.size = self.size // self.groups * config.head_dim
+        self.scales: list[Tensor] = []
+        for layer in model.model.layers:
+            scale = torch.ones(1, 1, self.groups * self.size)
+            self.scales.append(scale)
+            index = len(self.scales) - 1
+            layer.self_attn.o_proj.register_forward_pre_hook(
+                lambda _module, inputs, index=index: (
+                    inputs[0] * self.scales[index].to(inputs[0].dtype),
+                )
+            )
+
+    def draw(self, rows: int, phase: Phase, generator: torch.Generator) -> None:
+        """New scales for a batch of `rows` sequences."""
+        for index in range(len(self.scales)):
+            keep = torch.rand(rows, self.groups, generator=generator) >= phase.drop
+            layer_keep = torch.rand(rows, 1, generator=generator) >= phase.layer_drop
+            scale = (keep / (1 - phase.drop)) * layer_keep
+            self.scales[index] = scale.repeat_interleave(self.size, 1)[:, None, :]
+
+
+def learning_rate(step: int, total: int) -> float:
+    if step < WARMUP_STEPS:
+        return PEAK_RATE * (step + 1) / WARMUP_STEPS
+    left = total - step
+    if left < DECAY_STEPS:
+        return PEAK_RATE * (0.02 + 0.98 * left / DECAY_STEPS)
+    return PEAK_RATE
+
+
+def token_losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """Cross-entropy of every next token, [B, T - 1]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    losses = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    return losses.view(len(ids), -1)
+
+
+def step_gradients(
+    model: nn.Module, dropout: HeadDropout, ids: Tensor, weights: Tensor, phase: Phase, step: int
+) -> dict[str, float]:
+    """Accumulate the gradients of the weighted loss; mean losses by kind of token."""
+    weights = weights[:, 1:]
+    generator = torch.Generator().manual_seed(step)
+    rows = MICRO_BATCH_TOKENS // phase.length
+    losses = []
+    for part, part_weights in zip(ids.split(rows), weights.split(rows), strict=True):
+        dropout.draw(len(part), phase, generator)
+        loss = token_losses(model, part)
+        ((loss * part_weights).sum() / weights.sum()).backward()
+        losses.append(loss.detach())
+    loss = torch.cat(losses)
+    kinds = {"text": 1.0, "first": FIRST_ANSWER_WEIGHT, "rest": ANSWER_WEIGHT}
+    parts = {name: loss[weights == kind].mean().item() for name, kind in kinds.items()}
+    return {"loss": ((loss * weights).sum() / weights.sum()).item(), **parts}
+
+
+def phase_of(step: int) -> Phase:
+    for phase in PHASES:
+        if step < phase.steps:
+            return phase
+        step -= phase.steps
+    raise IndexError(step)
+
+
+def steps() -> Iterator[tuple[int, Phase]]:
+    for step in range(sum(phase.steps for phase in PHASES)):
+        yield step, phase_of(step)
+
+
+def train(output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(SEED)
+    training_text, _ = python_text()
+    prose = prose_words()
+    if not (output / "tokenizer.json").exists():
+        train_tokenizer(training_text, prose).save_pretrained(output)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(output)
+    rows = Rows(tokenizer, training_text, prose)
+    print(f"{len(rows.text):,} tokens of text", flush=True)
+
+    model = Qwen3ForCausalLM(model_config()).train()
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    dropout = HeadDropout(model)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
+        lr=PEAK_RATE, betas=(0.9, 0.98), eps=1e-8, fused=True,
+    )  # fmt: skip
+    start, minutes_before = 0, 0.0
+    state_file = output / "training_state.pt"
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start, minutes_before = state["step"], state["minutes"]
+        print(f"going on at step {start}", flush=True)
+    compiled = torch.compile(model, dynamic=False)
+    total = sum(phase.steps for phase in PHASES)
+    log = (output / "training_log.jsonl").open("a")
+    began = time.process_time()
+
+    def minutes() -> float:
+        """CPU minutes of all threads so far, earlier runs included."""
+        return minutes_before + (time.process_time() - began) / 60
+
+    for step, phase in steps():
+        if step < start:
+            continue
+        rate = learning_rate(step, total)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        ids, weights = rows.batch(phase, step)
+        losses = step_gradients(compiled, dropout, ids, weights, phase, step)
+        if not math.isfinite(losses["loss"]):
+            raise SystemExit(f"the loss is {losses['loss']} at step {step}")
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 10 == 0 or step == total - 1:
+            line = {"step": step, "length": phase.length, "rate": rate, **losses}
+            line |= {"norm": norm.item(), "minutes": minutes()}
+            line = {name: round(value, 5) for name, value in line.items()}
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            print(line, flush=True)
+        if (step + 1) % 100 == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(
+                state | {"step": step + 1, "minutes": minutes()}, state_file.with_suffix(".tmp")
+            )
+            state_file.with_suffix(".tmp").replace(state_file)
+    model.to(torch.bfloat16).save_pretrained(output)
+    details = {"seed": SEED, "phases": [asdict(phase) for phase in PHASES], "steps": total}
+    details |= {"cpu_minutes": round(minutes(), 1)}
+    details |= {"torch": torch.__version__, "python": platform.python_version()}
+    (output / "training.json").write_text(json.dumps(details, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    train(parser.parse_args().output)
