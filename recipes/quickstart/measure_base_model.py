@@ -10,8 +10,8 @@ questions come from the evaluation seed space: neither training nor calibration 
 from __future__ import annotations
 
 import argparse
-import json
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -192,8 +192,8 @@ other use.
     python -m recipes.quickstart.make_base_model --output recipes/quickstart/base_model
     python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
 
-Seed {training["seed"]}, {training["steps"]} steps, {training["cpu_minutes"]:.0f} CPU minutes (two cores)
-(torch {training["torch"]}, Python {training["python"]}); every tenth step is in
+Seed {training["seed"]}, {training["steps"]} steps, {training["cpu_minutes"]:.0f} CPU minutes
+(two cores, torch {training["torch"]}, Python {training["python"]}); every tenth step is in
 `training_log.jsonl`. Text: source files of the standard library and pydoc's topics, one document
 in fifty held out. Retrieval: the synthetic documents of `data_prep/retrieval.py`. Silenced KV heads
 and layers keep retrieval from settling in one place.
