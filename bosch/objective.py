@@ -1,4 +1,4 @@
-"""S(z): exact-match rate of a masked model on the calibration set, in one prefill pass (BOSCH Eq. 4).
+"""S(z): exact-match rate of a masked model on the calibration set, by prefill (BOSCH Eq. 4).
 
 B batch, T tokens, A answer tokens of a batch, V vocabulary, C hidden size.
 """
@@ -144,7 +144,7 @@ class Objective:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Output head on [A, C], in float32, with the soft cap of the families that have one."""
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits: Tensor = self.model.get_output_embeddings()(hidden).float()
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -192,7 +192,9 @@ def _batches(calibration: CalibrationSet, batch_size: int, vocabulary: int) -> l
 def _batch(examples: list[CalibrationExample]) -> _Batch:
     width = max(len(example.input_ids) for example in examples)
     input_ids = torch.zeros(len(examples), width, dtype=torch.long)
-    rows, columns, answers = [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    answers: list[int] = []
     for row, example in enumerate(examples):
         length = len(example.input_ids)
         input_ids[row, :length] = torch.tensor(example.input_ids)

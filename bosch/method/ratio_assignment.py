@@ -31,7 +31,8 @@ class LayerRatios:
 def layer_drops(best: Sequence[float], original: float, scale: float) -> npt.NDArray[np.float64]:
     """d_l = drop_l - drop_{l+1}: what localising layer l cost on top of the layers above it."""
     drop = (original - np.asarray(best, dtype=np.float64)) / scale
-    return drop - np.append(drop[1:], 0.0)
+    added: npt.NDArray[np.float64] = drop - np.append(drop[1:], 0.0)
+    return added
 
 
 def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -39,7 +40,8 @@ def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     low, high = np.percentile(drops, _PERCENTILES)
     if high <= low:
         return np.full(len(drops), 0.5)
-    return (np.clip(drops, low, high) - low) / (high - low)
+    weights: npt.NDArray[np.float64] = (np.clip(drops, low, high) - low) / (high - low)
+    return weights
 
 
 def assign_ratios(

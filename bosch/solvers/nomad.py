@@ -28,6 +28,8 @@ MAX_NOMAD_VARIABLES = 50
 _POINTS_PER_EVALUATION = 4
 _FRUITLESS_RUNS = 8
 _WORST = 1e20
+# NOMAD draws as many random numbers as its seed says before it starts.
+_SEEDS = 2**15
 _PARAMETERS = [
     "BB_INPUT_TYPE * B",
     "BB_OUTPUT_TYPE OBJ",
@@ -49,7 +51,7 @@ def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
     while problem.left > 0 and fruitless < _FRUITLESS_RUNS:
         spent = problem.spent
         order = rng.permutation(problem.size) if stay_on_budget else None
-        _Run(problem, order).optimise(start, seed=int(rng.integers(1, 2**30)))
+        _Run(problem, order).optimise(start, seed=int(rng.integers(1, _SEEDS)))
         fruitless = fruitless + 1 if problem.spent == spent else 0
         start = problem.result().bits
         if fruitless >= 2:
@@ -78,6 +80,7 @@ class _Run:
         points = _POINTS_PER_EVALUATION * self.problem.left + 2 * self.problem.size
         limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
         size = self.problem.size
+        PyNomad.setSeed(0)  # a SEED equal to that of the run before would be passed over
         with _restored_interrupt(), contextlib.redirect_stdout(io.StringIO()):
             result = PyNomad.optimize(
                 self._answer,
