@@ -42,14 +42,58 @@ def read_jsonl(path: Path, start: int, stop: int, field: str) -> Iterator[str]:
         raise UserError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
 
 
+class _ZstdReader(io.RawIOBase):
+    """Decompressed bytes of a zstd file; unlike the library's reader it notices a missing end."""
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._path, self._file = path, path.open("rb")
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._error = zstandard.ZstdError
+        self._frame: Any = None
+        self._out = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out:
+            data = self._file.read(2**17)
+            if not data:
+                if self._frame is not None:
+                    raise self._damaged("it ends inside a frame")
+                return 0
+            self._out = self._decompress(data)
+        size = min(len(buffer), len(self._out))
+        buffer[:size], self._out = self._out[:size], self._out[size:]
+        return size
+
+    def _decompress(self, data: bytes) -> bytes:
+        out = b""
+        try:
+            while data:
+                self._frame = self._frame or self._new_frame()
+                out += self._frame.decompress(data)
+                data = self._frame.unused_data if self._frame.eof else b""
+                self._frame = None if self._frame.eof else self._frame
+        except self._error as error:
+            raise self._damaged(str(error)) from None
+        return out
+
+    def _damaged(self, reason: str) -> UserError:
+        return UserError(f"{self._path}: not a whole zstd file ({reason}); fetch it again")
+
+
 def _open_binary(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":
-        import zstandard
-
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
-        return io.BufferedReader(reader)
+        return io.BufferedReader(_ZstdReader(path))
     return path.open("rb")
 
 

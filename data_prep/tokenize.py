@@ -61,6 +61,52 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What a worker needs to tokenise documents; small and quick to load in a new process.
+
+    `backend` is the tokenizer in the JSON form of the tokenizers library. It is None for a
+    tokenizer that is not made with that library and is loaded with transformers from `spec`.
+    """
+
+    spec: TokenizerSpec
+    backend: str | None
+    end: int | None
+
+    @classmethod
+    def load(cls, spec: TokenizerSpec) -> Encoder:
+        """The encoder of a model's tokenizer; raises UserError as `load_tokenizer` does."""
+        tokenizer = load_tokenizer(spec)
+        backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
+        return cls(spec, backend, tokenizer.eos_token_id)
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of whole documents, each closed by the end-of-text token if there is one.
+
+        A special token's name inside a text is text.
+        """
+        if self.backend is not None:
+            encodings = _backend(self.backend).encode_batch_fast(texts, add_special_tokens=False)
+            encoded = [encoding.ids for encoding in encodings]
+        else:
+            encoded = load_tokenizer(self.spec)(
+                texts, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )["input_ids"]
+        end = [] if self.end is None else [self.end]
+        return [ids + end for ids in encoded]
+
+
+@lru_cache(maxsize=2)
+def _backend(serialised: str) -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(serialised)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+@dataclass(frozen=True)
 class Block:
     """Tokenised documents: document i is `ids[offsets[i] : offsets[i + 1]]`. Memory-mapped."""
 
@@ -95,7 +141,7 @@ class TokenisedSource:
 
 def tokenise_source(
     source: Source,
-    spec: TokenizerSpec,
+    encoder: Encoder,
     folder: Path,
     *,
     tokens: int,
@@ -115,7 +161,7 @@ def tokenise_source(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
-    work = partial(_tokenise_part, source=source, spec=spec)
+    work = partial(_tokenise_part, source=source, encoder=encoder)
     jobs = ((part, folder / f"part-{index:06d}.arrow") for index, part in enumerate(parts))
     blocks: list[Block] = []
     text_bytes, total = 0, 0
@@ -167,16 +213,15 @@ def _quiet_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _tokenise_part(job: tuple[Part, Path], *, source: Source, spec: TokenizerSpec) -> Path:
+def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) -> Path:
     """Write the part's shard unless it is there; returns its path."""
     part, path = job
     if path.exists():
         return path
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    tokenizer = load_tokenizer(spec)
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
         for texts in _batches(read_part(part, source)):
-            writer.write_batch(_record_batch(encode_documents(tokenizer, texts), texts))
+            writer.write_batch(_record_batch(encoder(texts), texts))
     os.replace(temporary, path)
     return path
 
@@ -195,22 +240,6 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def encode_documents(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of whole documents, each closed by the tokenizer's end-of-text token if it has one.
-
-    A special token's name inside a text is text.
-    """
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        verbose=False,
-    )["input_ids"]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [ids + end for ids in encoded]
 
 
 def _record_batch(documents: list[list[int]], texts: list[str]) -> pa.RecordBatch:

@@ -32,12 +32,14 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         UserError: a model or the essay folder is missing or damaged.
         RunError: a sample shares a needle with the calibration set.
     """
+    import torch
     from accelerate import PartialState
 
     section = config.section
     assert isinstance(section, EvaluateConfig)
     scores_file, answers = work_dir / "scores.json", work_dir / "answers"
-    state = PartialState(timeout=timedelta(hours=6))
+    # Without cpu=True accelerate takes several CPU processes for unconnected ones.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
     if not scores_file.exists():
         checkpoints = _checkpoints(config, inputs)
         scores: dict[str, Any] = {"checkpoints": {name: {} for name in checkpoints}}

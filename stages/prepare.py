@@ -80,18 +80,19 @@ def _training_data(
     from data_prep.mixture import DocumentStream, mix
     from data_prep.packing import pack, write_dataset
     from data_prep.sources import Source
-    from data_prep.tokenize import tokenise_source
+    from data_prep.tokenize import Encoder, tokenise_source
 
     length = section.sequence_length
     sequences = math.ceil(section.train_tokens / length)
     tokens = sequences * length
     sources = [Source(**source.model_dump()) for source in section.sources]
     weights = [source.weight for source in sources]
+    encoder = Encoder.load(spec)
     with progress(tokens, "tokenising", "tokens") as bar:
         tokenised = [
             tokenise_source(
                 source,
-                spec,
+                encoder,
                 work_dir / "tokens" / f"{number:02d}",
                 tokens=math.ceil(tokens * source.weight / sum(weights)),
                 seed=config.seed,

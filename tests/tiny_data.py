@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from data_prep.essays import pydoc_topics
 
@@ -41,7 +41,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A random Qwen3 with two layers and two KV heads beside its tokenizer, in `folder`."""
     set_seed(seed)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        "qwen3",
         vocab_size=512,
         hidden_size=32,
         intermediate_size=64,
@@ -53,6 +54,6 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
         eos_token_id=0,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

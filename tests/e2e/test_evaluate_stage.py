@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bosch.errors import RunError
+from data_prep.needles import make_sample
+from stages import evaluate, prepare
+from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime
+from stages.context import StageConfig
+from tests.tiny_data import save_tiny_model
+
+SECTION = EvaluateConfig(
+    needle={
+        "tasks": ["niah_single_1", "niah_multikey_2"],
+        "lengths": [400, 440],
+        "samples": 3,
+        "max_new_tokens": 4,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny model, its prepared data, and checkpoints that are copies of it."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    model = save_tiny_model(folder / "model")
+    section = PrepareConfig(
+        sequence_length=128,
+        train_tokens=128,
+        sources=[{"name": "library", "kind": "python_docs"}],
+        calibration={"examples": 2, "length": 420},
+    )
+    (folder / "prepare").mkdir()
+    prepare.run(_config(section, model), {}, folder / "prepare")
+    for tokens in (1000, 900):
+        save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
+    save_tiny_model(folder / "materialize" / "model", seed=1)
+    return folder
+
+
+def _config(section, model: Path, **runtime) -> StageConfig:
+    model_config = ModelConfig(path=str(model), dtype="float32")
+    return StageConfig(section, model_config, seed=5, runtime=Runtime(**runtime))
+
+
+def _inputs(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in ("prepare", "materialize", "train")}
+
+
+@pytest.fixture(scope="module")
+def evaluated(made):
+    work = made / "evaluate"
+    work.mkdir()
+    summary = evaluate.run(_config(SECTION, made / "model"), _inputs(made), work)
+    return summary, work
+
+
+def test_scores_have_the_promised_form(evaluated):
+    summary, work = evaluated
+    scores = json.loads((work / "scores.json").read_text())
+    assert list(scores["checkpoints"]) == ["original", "hybrid", "tokens-900", "tokens-1000"]
+    assert scores["corpus"]["name"].startswith("pydoc topics")
+    for name, suites in scores["checkpoints"].items():
+        table = suites["needle"]
+        assert set(table) == {
+            "average", "standard_error", "niah_single_1", "niah_multikey_2", "by_length",
+        }  # fmt: skip
+        assert table["niah_single_1"]["400"]["samples"] == 3
+        assert set(table["by_length"]) == {"400", "440"}
+        assert summary[name]["needle"] == table["average"]
+
+
+def test_every_sample_is_kept(evaluated):
+    lines = [json.loads(line) for line in (evaluated[1] / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 2 * 2 * 3
+    assert len({(r["checkpoint"], r["task"], r["length"], r["index"]) for r in lines}) == len(lines)
+    assert not (evaluated[1] / "answers").exists()
+
+
+def test_killed_run_goes_on(made, evaluated, tmp_path, monkeypatch):
+    """A second attempt asks only what is missing and ends with the same scores."""
+    from stages.evaluating import needle_suite
+
+    real, batches = needle_suite.generate, []
+
+    def failing(*args):
+        for batch in real(*args):
+            if len(batches) == 9:
+                raise KeyboardInterrupt
+            batches.append(len(batch))
+            yield batch
+
+    config = _config(SECTION, made / "model", eval_batch_size=2)
+    monkeypatch.setattr(needle_suite, "generate", failing)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.run(config, _inputs(made), tmp_path)
+    torn = next((tmp_path / "answers" / "original").glob("*440.rank0.jsonl"))
+    torn.write_bytes(torn.read_bytes()[:-20])
+    asked = []
+
+    def counting(*args):
+        asked.append(len(args[2]))
+        return real(*args)
+
+    monkeypatch.setattr(needle_suite, "generate", counting)
+    evaluate.run(config, _inputs(made), tmp_path)
+    # One record was torn: it is asked again, and nothing else that was answered.
+    assert sum(asked) == 4 * 2 * 2 * 3 - sum(batches) + 1
+    assert (tmp_path / "scores.json").read_text() == (evaluated[1] / "scores.json").read_text()
+    outputs = [
+        [json.loads(line)["output"] for line in (work / "samples.jsonl").read_text().splitlines()]
+        for work in (tmp_path, evaluated[1])
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_finished_run_does_nothing(made, evaluated, monkeypatch):
+    monkeypatch.setattr(evaluate, "_load", lambda *args: pytest.fail("loaded a model"))
+    assert (
+        evaluate.run(_config(SECTION, made / "model"), _inputs(made), evaluated[1]) == evaluated[0]
+    )
+
+
+def test_overlap_with_the_calibration_set_is_refused(made, tmp_path):
+    from transformers import AutoTokenizer
+
+    from data_prep.essays import haystack_words
+
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
+    sample = make_sample(
+        "niah_multikey_2", 400, tokenizer, "evaluation", 5, 1, 4, haystack_words(None)
+    )
+    inputs = _inputs(made)
+    inputs["prepare"] = tmp_path / "prepare"
+    (tmp_path / "prepare" / "calibration").mkdir(parents=True)
+    (tmp_path / "prepare" / "tokenizer").symlink_to(made / "prepare" / "tokenizer")
+    record = {"needles": sample.needles[-1:], "prompt_sha256": ""}
+    (tmp_path / "prepare" / "calibration" / "needles.jsonl").write_text(json.dumps(record))
+    (tmp_path / "work").mkdir()
+    with pytest.raises(RunError, match="niah_multikey_2 1 shares the needle"):
+        evaluate.run(_config(SECTION, made / "model"), inputs, tmp_path / "work")

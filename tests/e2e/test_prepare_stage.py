@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datasets import load_from_disk
+
+from bosch.errors import UserError
+from data_prep.tokenize import Encoder, TokenizerSpec
+from stages import prepare
+from stages.configs import ModelConfig, PrepareConfig, Runtime
+from stages.context import StageConfig
+from tests.tiny_data import save_tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i:02d}.txt").write_text(f"Document {i}. " * (10 + i))
+    return tmp_path
+
+
+def config(model: Path, sources: list[dict], *, workers=1, seed=0, **changes) -> StageConfig:
+    fields = {
+        "sequence_length": 64,
+        "train_tokens": 3000,
+        "sources": sources,
+        "calibration": {"examples": 5, "length": 420},
+    }
+    section = PrepareConfig(**{**fields, **changes})
+    return StageConfig(section, ModelConfig(path=str(model)), seed, Runtime(data_workers=workers))
+
+
+def run(stage_config: StageConfig, folder: Path) -> Path:
+    folder.mkdir()
+    prepare.run(stage_config, {}, folder)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_outputs(model, corpus, tmp_path):
+    sources = [
+        {"name": "mine", "kind": "text", "path": str(corpus / "*.txt"), "weight": 3},
+        {"name": "made", "kind": "retrieval", "weight": 1},
+    ]
+    out = run(config(model, sources), tmp_path / "out")
+    statistics = json.loads((out / "statistics.json").read_text())
+    assert statistics["sequences"] == 47 and statistics["tokens"] == 47 * 64
+    mine = statistics["sources"]["mine"]
+    assert mine["share"] + statistics["sources"]["made"]["share"] == pytest.approx(1)
+    assert 0.5 < mine["share"] < 0.85
+    train = load_from_disk(str(out / "train"))
+    assert len(train) == 47 and set(train.column_names) == {"input_ids", "document_lengths"}
+    assert all(sum(lengths) == 64 for lengths in train["document_lengths"])
+    assert not (out / "tokens").exists()
+    assert (out / "tokenizer" / "tokenizer.json").exists()
+
+
+def test_training_data_is_the_documents(model, corpus, tmp_path):
+    """With room for all, every document is there once, whole, closed by the end token."""
+    tokenizer = tiny_tokenizer()
+    texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
+    wanted = [tuple(ids) for ids in Encoder.load(TokenizerSpec(str(model)))(texts)]
+    total = sum(map(len, wanted))
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    out = run(config(model, sources, sequence_length=1, train_tokens=total), tmp_path / "out")
+    train = load_from_disk(str(out / "train"))
+    flat = [row[0] for row in train["input_ids"]]
+    found, start = [], 0
+    for position, token in enumerate(flat):
+        if token == tokenizer.eos_token_id:
+            found.append(tuple(flat[start : position + 1]))
+            start = position + 1
+    assert sorted(found) == sorted(wanted)
+    assert found != wanted
+
+
+def test_calibration_examples(model, corpus, tmp_path):
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus)}]
+    out = run(config(model, sources, seed=3), tmp_path / "out")
+    tokenizer = tiny_tokenizer()
+    lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["index"] for r in records] == list(range(5))
+    assert [r["task"] for r in records[:3]] == ["niah_single_2", "niah_multikey_1", "niah_single_2"]
+    for record in records:
+        prompt = tokenizer.decode(record["input_ids"][: -record["answer_length"]])
+        answer = tokenizer.decode(record["input_ids"][-record["answer_length"] :])
+        assert prompt.endswith(" mentioned in the provided text is:")
+        assert f"is:{answer}." in prompt and answer[0] == " " and answer[1:].isdigit()
+        assert 370 < len(record["input_ids"]) <= 420
+
+
+def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.sources._PART_BYTES", 2000)
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    one = run(config(model, sources), tmp_path / "one")
+    two = run(config(model, sources, workers=2), tmp_path / "two")
+    other = run(config(model, sources, seed=1), tmp_path / "other")
+    assert files(one) == files(two)
+    names = ("train/data-00000-of-00001.arrow", "calibration/calibration.jsonl")
+    assert all(files(one)[name] != files(other)[name] for name in names)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from stages import prepare
+from stages.configs import ModelConfig, PrepareConfig, Runtime
+from stages.context import StageConfig
+import data_prep.tokenize as t, time
+real = t.Encoder.__call__
+t.Encoder.__call__ = lambda *a: (time.sleep(0.2), real(*a))[1]
+section = PrepareConfig.model_validate_json(sys.argv[2])
+config = StageConfig(section, ModelConfig(path=sys.argv[1]), 0, Runtime(data_workers=1))
+prepare.run(config, {}, Path(sys.argv[3]))
+"""
+
+
+def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
+    sources = [{"name": "library", "kind": "python_docs"}]
+    stage_config = config(model, sources, train_tokens=1_000_000)
+    work = tmp_path / "work"
+    work.mkdir()
+    arguments = [str(model), stage_config.section.model_dump_json(), str(work)]
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(work.glob("tokens/*/*.arrow"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    kept = {path: path.stat().st_mtime_ns for path in work.glob("tokens/*/*.arrow")}
+    assert kept and not (work / "statistics.json").exists()
+    seen = {}
+    real_rmtree = prepare.shutil.rmtree
+
+    def spy(path, **options):
+        if Path(path).name == "tokens":
+            seen.update({p: p.stat().st_mtime_ns for p in kept})
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(prepare.shutil, "rmtree", spy)
+    prepare.run(stage_config, {}, work)
+    monkeypatch.undo()
+    assert seen == kept
+    undisturbed = run(stage_config, tmp_path / "undisturbed")
+    assert files(work) == files(undisturbed)
+
+
+def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    stage_config = config(model, sources)
+    out = run(stage_config, tmp_path / "out")
+    monkeypatch.setattr(prepare, "_training_data", lambda *a: pytest.fail("did it again"))
+    assert prepare.run(stage_config, {}, out)["sequences"] == 47
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_empty_corpus(model, tmp_path, content):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    if content is not None:
+        (folder / "a.txt").write_text(content)
+    sources = [{"name": "mine", "kind": "text", "path": str(folder)}]
+    with pytest.raises(UserError, match=r"source mine: .*(no text|holds no file)"):
+        run(config(model, sources), tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damaged_file_is_named_whoever_reads_it(model, corpus, tmp_path, workers):
+    (corpus / "15.txt").write_bytes(b"\xff")
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    with pytest.raises(UserError, match=r"15\.txt: not UTF-8 at byte 0"):
+        run(config(model, sources, workers=workers), tmp_path / "out")
+
+
+def test_missing_tokenizer(tmp_path, corpus):
+    (tmp_path / "nothing").mkdir()
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    with pytest.raises(UserError, match="nothing: no tokenizer could be loaded"):
+        run(config(tmp_path / "nothing", sources), tmp_path / "out")

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from bosch.errors import UserError
+from data_prep import sources
+from data_prep.sources import Source, list_parts, read_part
+from tests.tiny_data import tiny_tokenizer
+
+
+def read(source: Source, seed: int = 0) -> list[str]:
+    return [text for part in list_parts(source, seed, 128) for text in read_part(part, source)]
+
+
+def lines(texts, field="text") -> bytes:
+    return b"".join(json.dumps({field: text}).encode() + b"\n" for text in texts)
+
+
+def test_text_folder_file_and_glob(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b" / "c.txt").write_text("\ufefftwo")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    assert read(Source("s", "text", str(tmp_path))) == ["one", "two"]
+    assert read(Source("s", "text", str(tmp_path / "a.txt"))) == ["one"]
+    assert read(Source("s", "text", str(tmp_path / "**" / "c*.txt"))) == ["two"]
+
+
+TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, 1_000_000])
+def test_jsonl_is_read_once_whatever_the_parts(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(sources, "_PART_BYTES", part_bytes)
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:120]) + b"\n  \n")
+    (tmp_path / "b.jsonl").write_bytes(lines(TEXTS[120:]).rstrip(b"\n"))
+    assert sorted(read(Source("s", "jsonl", str(tmp_path)))) == sorted(TEXTS)
+
+
+def test_compressed_jsonl(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[:100])))
+    frames = zstandard.compress(lines(TEXTS[100:150])) + zstandard.compress(lines(TEXTS[150:]))
+    (tmp_path / "b.jsonl.zst").write_bytes(frames)
+    assert sorted(read(Source("s", "jsonl", str(tmp_path)))) == sorted(TEXTS)
+
+
+def test_parquet_row_groups(tmp_path):
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet", row_group_size=30)
+    source = Source("s", "parquet", str(tmp_path), text_field="body")
+    assert len(list(list_parts(source, 0, 128))) == 7
+    assert sorted(read(source)) == sorted(TEXTS)
+
+
+def test_python_docs_are_the_library_and_its_help():
+    texts = read(Source("s", "python_docs"))
+    assert len(texts) > 300
+    assert any("class JSONDecoder" in text for text in texts)
+    assert any(text.startswith('The "assert" statement') for text in texts)
+
+
+def test_order_of_parts_is_drawn(monkeypatch):
+    source = Source("s", "python_docs")
+    first, again, other = (list(list_parts(source, seed, 128)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert set(first) == set(other)
+
+
+def test_retrieval_is_endless_and_depends_on_the_seed():
+    source = Source("s", "retrieval")
+    parts = list_parts(source, 0, 128)
+    first, second = next(parts), next(parts)
+    texts = list(read_part(first, source))
+    assert texts == list(read_part(first, source)) != list(read_part(second, source))
+    assert next(list_parts(source, 1, 128)) != first
+
+
+def test_mds_source(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    source = Source("s", "mds", "tests/data/mds/packed_zstd", tokenizer=str(tmp_path))
+    assert len(read(source)) == 18
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", lines(["x"]) + b'{"text": "unfin', r"a\.jsonl, line 2: .* ends inside it"),
+        ("a.jsonl", lines(["x", "y"]) + b"{oops}\n", r"a\.jsonl, line 3: not a complete JSON"),
+        ("a.jsonl", lines(["x"]) + b'{"body": "y"}\n', r"line 2: no field `text` \(there is body"),
+        ("a.jsonl", b'{"text": null}\n', "line 1: field `text` is no text but null"),
+        ("a.jsonl", b"[1]\n", "line 1: no field `text` .* a list"),
+        ("a.jsonl", lines(["x"]) + b'{"text": "\xff"}\n', r"a\.jsonl: not UTF-8 at byte 24"),
+        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-30], r"a\.jsonl\.gz: not a whole gzip"),
+        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz: not a whole gzip"),
+        ("a.txt", b"", "folder holds no .jsonl"),
+    ],
+)
+def test_damaged_jsonl(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read(Source("s", "jsonl", str(tmp_path)))
+
+
+def test_damaged_zst(tmp_path):
+    whole = zstandard.compress(lines([text * 50 for text in TEXTS]))
+    (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: not a whole zstd file"):
+        read(Source("s", "jsonl", str(tmp_path)))
+
+
+def test_line_number_in_a_later_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PART_BYTES", 50)
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"broken\n")
+    with pytest.raises(UserError, match="line 201:"):
+        read(Source("s", "jsonl", str(tmp_path)))
+
+
+def test_broken_utf8_in_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine \xe9 not")
+    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 5 \(0xe9\)"):
+        read(Source("s", "text", str(tmp_path)))
+
+
+def test_truncated_parquet(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), file)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
+        read(Source("s", "parquet", str(file)))
+
+
+def test_damaged_row_group(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), file)
+    data = bytearray(file.read_bytes())
+    data[4:200] = b"\xff" * 196
+    file.write_bytes(bytes(data))
+    with pytest.raises(UserError, match=r"a\.parquet, row group 0"):
+        read(Source("s", "parquet", str(file)))
+
+
+def test_parquet_of_other_columns(tmp_path):
+    pq.write_table(pa.table({"body": TEXTS, "n": range(200)}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column `text` \(there is body, n\)"):
+        read(Source("s", "parquet", str(tmp_path)))
+    with pytest.raises(UserError, match="row 0: column `n` is no text but int"):
+        read(Source("s", "parquet", str(tmp_path), text_field="n"))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "no such file or folder"), ("*.nothing", "no file matches")],
+)
+def test_no_file(tmp_path, path, message):
+    with pytest.raises(UserError, match=f"source s: path .*: {message}"):
+        read(Source("s", "text", str(tmp_path / path)))
+
+
+def test_no_mds_index(tmp_path):
+    with pytest.raises(UserError, match=r"no index\.json"):
+        read(Source("s", "mds", str(tmp_path), tokenizer="x"))
