@@ -1,4 +1,4 @@
-"""A tiny model and data set to train on, and a way to train on them in other processes.
+"""A tiny hybrid model and a data set to train on, and a way to train on them in other processes.
 
 python -m tests.training_case CASE WORK '{"train": {...}, "runtime": {...}}'
 """
@@ -36,6 +36,9 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from bosch.heads import HeadMask
+    from bosch.modeling import materialize
+
     rng = np.random.default_rng(0)
     rows, lengths = [], []
     for _ in range(SEQUENCES):
@@ -55,7 +58,9 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
         max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     model_dir = directory / "materialize" / "model"
-    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(model_dir)
+    base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
+    materialize(base, mask, window_size=6).save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
     return directory
 

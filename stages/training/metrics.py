@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """The records of steps up to `last_step`; what a killed process left half written is dropped."""
+    """The records of steps up to `last_step`, less what a killed process left half written."""
     if not path.exists():
         return []
     records = []

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import bosch  # noqa: F401  registers the hybrid model types
 from bosch.errors import RunError, UserError
+from bosch.modeling import load_model
 from stages.configs import ModelConfig, Runtime, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_for_training(
@@ -25,13 +27,16 @@ def load_for_training(
     """
     if train.liger:
         _check_liger_possible()
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, trust_remote_code=model.trust_remote_code
+    loaded: PreTrainedModel = load_model(
+        model_dir,
+        dtype=torch.float32,
+        backend=runtime.attention,
+        trust_remote_code=model.trust_remote_code,
     )
     if train.liger:
         _apply_liger(loaded)
     if runtime.gradient_checkpointing:
-        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+        loaded.activation_checkpointing_enable({"use_reentrant": False})
     return loaded
 
 
@@ -81,6 +86,6 @@ def check_liger_runs(model: Any) -> None:
     for name, module in patched.items():
         if not module.forward.__func__.__module__.startswith("liger_kernel"):
             raise RunError(
-                f"train.liger = true, but {name or 'the loss'} ({type(module).__name__}) still runs "
-                f"{module.forward.__func__.__module__}; set train.liger = false"
+                f"train.liger = true, but {name or 'the loss'} ({type(module).__name__}) still "
+                f"runs {module.forward.__func__.__module__}; set train.liger = false"
             )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_model, save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -61,14 +63,27 @@ def training_arguments(
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # one process drives one GPU; never DataParallel
-    if train.mixed_precision == "bf16" and runtime.sharding == "fsdp":
-        # accelerate would round the loss to bf16 and add gradients up in it
-        arguments.fsdp_plugin_args["mixed_precision_policy"] = {
-            "param_dtype": torch.bfloat16,
-            "reduce_dtype": torch.float32,
-            "output_dtype": torch.float32,
-        }
+    _adapt_accelerate(arguments, runtime)
     return arguments
+
+
+def _adapt_accelerate(arguments: TrainingArguments, runtime: Runtime) -> None:
+    """What accelerate does otherwise: bf16 sums under FSDP, and no sharding over CPU processes."""
+    if runtime.sharding == "fsdp":
+        if arguments.bf16:  # its default also rounds the loss to bf16
+            arguments.fsdp_plugin_args["mixed_precision_policy"] = {
+                "param_dtype": torch.bfloat16,
+                "reduce_dtype": torch.float32,
+                "output_dtype": torch.float32,
+            }
+        if arguments.use_cpu:  # only the type of device is checked; gloo does what is needed
+            arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    if runtime.sharding == "deepspeed" and arguments.use_cpu:
+        import deepspeed
+
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        arguments.distributed_state.distributed_type = DistributedType.DEEPSPEED
 
 
 class PretrainingTrainer(Trainer):
@@ -210,13 +225,13 @@ class CheckpointWriter:
         with disk_errors(f"checkpoint tokens-{tokens}", self._directory.parent):
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
+            model = trainer.accelerator.unwrap_model(trainer.model)
             saved = {
                 name: value.detach().to(self._dtype) if value.is_floating_point() else value
                 for name, value in state.items()
+                if name not in model.all_tied_weights_keys  # converted apart, they would be two
             }
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(
-                writing, state_dict=saved, max_shard_size=self._max_shard_size
-            )
+            model.save_pretrained(writing, state_dict=saved, max_shard_size=self._max_shard_size)
             copy_companions(self._model_dir, writing)
             replace_directory(writing, self._directory / f"tokens-{tokens}")
 

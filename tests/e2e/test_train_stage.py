@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import bosch  # noqa: F401
 from bosch.errors import RunError
 from stages.training.storage import restart_step
 from tests.training_case import (
@@ -76,15 +77,15 @@ def test_first_loss_is_the_models_own_mean_loss(case: Path, undisturbed: Path) -
     assert metrics(undisturbed)[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kill_at_step", [1, 5, 10])
+@pytest.mark.parametrize("kill_at_step", [5, 10])
 def test_killed_run_ends_like_the_undisturbed_one(
     case: Path, undisturbed: Path, tmp_path: Path, kill_at_step: int
 ) -> None:
     killed = train_in_processes(case, tmp_path, kill_at_step=kill_at_step)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert metrics(tmp_path)[-1]["step"] == kill_at_step
-    points = [path for path in (tmp_path / "restart").glob("step-*")]
-    assert [restart_step(p) for p in points] == ([(kill_at_step - 1) // 2 * 2] * (kill_at_step > 2))
+    points = list((tmp_path / "restart").glob("step-*"))
+    assert [restart_step(p) for p in points] == [(kill_at_step - 1) // 2 * 2]
 
     summary = train_here(case, tmp_path)
     assert summary["final_loss"] == metrics(undisturbed)[-1]["loss"]
@@ -161,10 +162,10 @@ def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
     case = make_case(tmp_path / "case", dtype="bfloat16")
     train_here(
         case, tmp_path / "work",
-        train={"learning_rate": 2e-4, "warmup_ratio": 0.0, "mixed_precision": "bf16",
+        train={"learning_rate": 8e-4, "warmup_ratio": 0.0, "mixed_precision": "bf16",
                "weight_decay": 0.0, "min_lr_ratio": 1.0},
     )  # fmt: skip
-    name = "model.norm.weight"  # all ones: the next bf16 below is 0.996, 20 steps of 2e-4 away
+    name = "model.norm.weight"  # all ones: bf16 would round 1 - 8e-4 back to 1
     start = load_file(case / "materialize" / "model" / "model.safetensors")
     end = load_file(tmp_path / "work" / "checkpoints" / "tokens-1280" / "model.safetensors")
     assert {value.dtype for value in end.values()} == {

@@ -114,9 +114,9 @@ def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"cannot write a restart point.*GB free.*No space"):
-        with disk_errors("a restart point", tmp_path):
-            raise OSError(28, "No space left on device")
+    message = r"cannot write a restart point.*GB free.*No space"
+    with pytest.raises(RunError, match=message), disk_errors("a restart point", tmp_path):
+        raise OSError(28, "No space left on device")
 
 
 def test_sharding_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
