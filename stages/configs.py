@@ -138,8 +138,12 @@ class SearchConfig(Section):
     swa_ratio: Ratio = Field(description="Share of KV heads that become sliding (rho).")
     window_size: Count = Field(1024, description="Keys a sliding head sees, itself included (W).")
     sinks: int = Field(0, ge=0, description="First tokens a sliding head always sees besides.")
-    solver: Literal["nomad", "one_plus_one"] = Field(
-        "nomad", description="Optimiser where a sub-problem is too large for brute force."
+    solver: Literal["nomad", "nomad_penalty", "one_plus_one"] = Field(
+        "nomad",
+        description=(
+            "Optimiser where a sub-problem is too large for brute force. nomad stays on the budget "
+            "by decoding; nomad_penalty sees the penalty of Eq. 5 instead, as published."
+        ),
     )
     budget_per_layer: Count = Field(100, description="Evaluations per layer (kappa).")
     alpha: Number = Field(100.0, gt=0, description="Weight of the budget penalty (Eq. 5).")

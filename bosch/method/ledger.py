@@ -47,7 +47,11 @@ class TracePoint:
 
 
 class Ledger:
-    """Evaluates masks through the log, and keeps the trace and the notes of the search."""
+    """Evaluates masks through the log, and keeps the trace and the notes of the search.
+
+    `target`, where set, is the number of sliding units of a finished mask. `fresh_seconds` is what
+    the scorer took in this process, evaluations remembered from an earlier one left out.
+    """
 
     def __init__(
         self, scorer: Scorer, log: EvaluationLog, progress: Progress | None = None
@@ -60,6 +64,7 @@ class Ledger:
         self._best_in_unit: dict[tuple[str, str], float] = {}
         self._best_on_budget: tuple[float, float, HeadMask] | None = None
         self.target: int | None = None
+        self.fresh_seconds = 0.0
 
     def evaluate(
         self, mask: HeadMask, stage: StageName, unit: str, shared_layers: int = 0
@@ -68,6 +73,7 @@ class Ledger:
         evaluation = self.log.get(mask)
         if evaluation is None:
             evaluation = self.scorer.evaluate(mask, shared_layers)
+            self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, stage)
         known = mask.key in self._used
         self._used[mask.key] = evaluation

@@ -1,0 +1,182 @@
+"""Which KV heads become sliding: the search, its log, its summary and its picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.configs import SearchConfig
+from stages.context import StageConfig
+
+if TYPE_CHECKING:
+    from bosch.method.bosch import SearchResult
+    from bosch.method.ledger import Ledger
+    from bosch.objective import Objective
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+
+def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
+    """Write head_mask.json, evaluations.jsonl, summary.json and search.png below `work_dir`.
+
+    A search that was stopped goes on from its evaluation log: it asks for the same masks in the
+    same order and finds the first of them answered. The calibration set is inputs["prepare"].
+
+    Raises:
+        UserError: the model or the calibration set is damaged, or leaves nothing to search for.
+        RunError: the model's logits are not finite, or the log cannot be written.
+    """
+    from bosch.evaluation_log import EvaluationLog
+    from bosch.method.ledger import Ledger
+    from bosch.progress import progress
+    from stages.searching.methods import find_mask, most_evaluations
+
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    objective = _objective(config, inputs["prepare"])
+    log = EvaluationLog(work_dir / "evaluations.jsonl", objective.context)
+    if len(log):
+        logger.info("going on from %d evaluations of a stopped search", len(log))
+    started = time.perf_counter()
+    total = most_evaluations(section, objective.num_layers)
+    with progress(total, f"search ({section.method})", "evaluations") as bar, _stop_signal():
+        ledger = Ledger(objective, log, bar)
+        ledger.target = _target(objective, section)
+        try:
+            result = find_mask(section, ledger, config.seed)
+        except (KeyboardInterrupt, SystemExit):
+            _say_what_is_kept(ledger)
+            raise
+    summary = _summary(ledger, result, time.perf_counter() - started)
+    _write(work_dir, config, summary, result, ledger)
+    return {
+        name: summary[name]
+        for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
+    }
+
+
+def _objective(config: StageConfig, prepared: Path) -> Objective:
+    import torch
+
+    from bosch.calibration import CalibrationSet
+    from bosch.modeling import load_model, prepare_for_search
+    from bosch.objective import Objective
+
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    calibration = CalibrationSet.load(prepared / "calibration")
+    model = load_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    prepare_for_search(model, config.runtime.attention)
+    return Objective(
+        model,
+        calibration,
+        section.window_size,
+        section.sinks,
+        batch_size=config.runtime.eval_batch_size,
+    )
+
+
+def _target(objective: Objective, section: SearchConfig) -> int:
+    from bosch.heads import swa_budget
+
+    units = objective.num_layers * objective.num_key_value_heads
+    return swa_budget(units, section.swa_ratio)
+
+
+def _summary(ledger: Ledger, result: SearchResult, seconds: float) -> dict[str, Any]:
+    evaluation = result.evaluation
+    return {
+        "anchors": {
+            "all_sliding": result.anchors.all_sliding,
+            "all_full": result.anchors.all_full,
+        },
+        "best_score": evaluation.score,
+        "best_log_likelihood": evaluation.log_likelihood,
+        **ledger.costs(),
+        "solver_seconds": max(0.0, seconds - ledger.fresh_seconds),
+        "layer_importance": result.layers,
+        "trace": ledger.trace_records(),
+        "notes": ledger.notes,
+    }
+
+
+def _write(
+    work_dir: Path,
+    config: StageConfig,
+    summary: dict[str, Any],
+    result: SearchResult,
+    ledger: Ledger,
+) -> None:
+    from bosch.heads import HeadMaskFile
+    from stages.searching.plot import plot_trace
+
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    plot_trace(ledger.trace, result.anchors, work_dir / "search.png")
+    (work_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    HeadMaskFile(
+        model=config.model.path,
+        method=section.method,
+        swa_ratio=section.swa_ratio,
+        window_size=section.window_size,
+        sinks=section.sinks,
+        num_layers=result.mask.num_layers,
+        num_key_value_heads=result.mask.num_key_value_heads,
+        swa_kv_heads=result.mask.swa_kv_heads,
+        score=result.evaluation.score,
+        seed=config.seed,
+    ).save(work_dir / "head_mask.json")
+    logger.info(
+        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, "
+        "%.1f full passes computed",
+        summary["best_score"], result.anchors.all_full, result.anchors.all_sliding,
+        summary["evaluations"], summary["full_forward_equivalents"],
+    )  # fmt: skip
+
+
+def _say_what_is_kept(ledger: Ledger) -> None:
+    """Last words of a stopped search."""
+    kept = f"{ledger.costs()['evaluations']:.0f} evaluations are kept, the same command goes on"
+    best = ledger.best_on_budget
+    if best is None:
+        logger.warning("search stopped before its first mask on budget; %s", kept)
+        return
+    mask, score, log_likelihood = best
+    logger.warning(
+        "search stopped; best mask on budget so far scores %.4f (log-likelihood %.4f), "
+        "swa_kv_heads %s; %s",
+        score, log_likelihood, mask.swa_kv_heads, kept,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[None]:
+    """Let SIGTERM end the search like Ctrl-C where nobody else handles it."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

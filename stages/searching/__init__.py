@@ -1,0 +1,1 @@
+"""Parts of the search stage: which method runs, and the picture of its trace."""
