@@ -65,7 +65,9 @@ def torchrun_options(world: World) -> list[str]:
 
 
 def _environment(world: World, work_dir: str) -> dict[str, str]:
-    env = {**os.environ, PARENT: str(os.getpid()), _MARK: work_dir, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    # Two nodes of a run can be one host: each ends only processes of its own.
+    env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun's variables describe this node's whole job; its launcher gets them as options.
     for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
@@ -94,17 +96,18 @@ def _children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subpro
         end_leftovers(env[_MARK])
 
 
-def end_leftovers(work_dir: str) -> int:
-    """Kill processes that still work in a directory whose stage is over; returns how many.
+def end_leftovers(mark: str) -> int:
+    """Kill processes that still work for a stage that is over; returns how many.
 
     A killed stage leaves the helpers it forked behind (tokenising, data loading). They are told by
-    the variable they inherited, so nothing else is ever hit. Needs /proc; elsewhere does nothing.
+    the variable they inherited (`mark` is the work directory), so nothing else is ever hit. Needs
+    /proc; elsewhere does nothing.
     """
-    mark = f"{_MARK}={work_dir}".encode()
+    wanted = f"{_MARK}={mark}".encode()
     ended = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
                 ended += 1
         except OSError:

@@ -84,7 +84,7 @@ def model_shape(info: ModelInfo) -> Shape:
     if experts:
         width = info.number("moe_intermediate_size", width)
         used = info.number("num_experts_per_tok", 1)
-        mlp, active_mlp = experts * (3 * width + 1) * hidden, used * 3 * width * hidden
+        mlp, active_mlp = (hidden * (3 * width * many + experts) for many in (experts, used))
     else:
         mlp = active_mlp = 3 * width * hidden
     table = info.number("vocab_size") * hidden
@@ -186,15 +186,15 @@ def find_hardware(text: str | None, world: World) -> tuple[str, int]:
     if text is None:
         cores = os.cpu_count() or 1
         return ("h100", world.size) if world.gpus else ("cpu", cores)
-    match = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", text.lower())
-    name = match[1] if match else text
-    if match is None or name not in HARDWARE or match[2] == "0":
-        near = suggest(name, list(HARDWARE))
+    match = re.fullmatch(rf"({'|'.join(HARDWARE)})(?:x(\d+))?", text.lower())
+    if match is None or match[2] == "0":
+        near = suggest(text.lower(), list(HARDWARE))
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(
             f"--hardware {text}: expected one of {', '.join(HARDWARE)}, as in h100x8{hint}"
         )
-    return name, int(match[2] or (os.cpu_count() or 1 if name == "cpu" else 1))
+    alone = os.cpu_count() or 1 if match[1] == "cpu" else 1
+    return match[1], int(match[2] or alone)
 
 
 def plan_lines(loaded: LoadedRecipe, hardware: str | None = None) -> Iterator[str]:

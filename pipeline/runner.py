@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import platform
@@ -265,6 +266,7 @@ def _typed(section: BaseModel) -> dict[str, Any]:
     return {"type": name, "values": section.model_dump(mode="json")}
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
@@ -275,6 +277,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _git_commit() -> str | None:
     """Commit of the checkout, `+` behind it where files differ from it; None outside git."""
     git = shutil.which("git")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     with (work_dir / f"calls.{rank}.txt").open("a") as file:
         file.write("called\n")
     print(f"stage {name} runs", flush=True)
+    if os.environ.get("FAKE_HELPER") == name:
+        helper = subprocess.Popen(["sleep", "60"])
+        (Path(os.environ["FAKE_MARK"]) / "helper").write_text(str(helper.pid))
     if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
         (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
         time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))

@@ -43,9 +43,9 @@ def test_a_lock_is_held_and_given_back(tmp_path: Path) -> None:
 def test_a_living_holder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_lock(path)
-    with pytest.raises(RunError, match=rf"stage x is being made by pid {os.getpid()} on"):
-        with hold(path, "stage x", "r"):
-            pass
+    told = rf"stage x is being made by pid {os.getpid()} on"
+    with pytest.raises(RunError, match=told), hold(path, "stage x", "r"):
+        pass
     assert path.exists()
 
 
@@ -76,9 +76,9 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path, torn: str) -> None:
 def test_another_hosts_lock_is_never_taken(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_lock(path, host="elsewhere", pid=2**22 + 1)
-    with pytest.raises(RunError, match=rf"on elsewhere .* delete {path} if that process is gone"):
-        with hold(path, "stage x", "r"):
-            pass
+    told = rf"on elsewhere .* delete {path} if that process is gone"
+    with pytest.raises(RunError, match=told), hold(path, "stage x", "r"):
+        pass
 
 
 def test_a_killed_process_loses_its_lock(tmp_path: Path) -> None:
@@ -129,8 +129,7 @@ def test_only_one_process_takes_over_a_dead_lock(
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     jobs = [
-        context.Process(target=_count_up, args=(str(path), str(counter), barrier))
-        for _ in range(4)
+        context.Process(target=_count_up, args=(str(path), str(counter), barrier)) for _ in range(4)
     ]
     for job in jobs:
         job.start()

@@ -1,0 +1,82 @@
+"""Distributed stages: one torchrun launch, two processes; two nodes on one host; clean failures."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline_case import Case
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_two_processes_of_one_stage(case: Case) -> None:
+    done = case.call("run", "runtime.processes=2", "--until", "train", distributed=True)
+    assert done.returncode == 0, done.stderr
+    assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
+    told = json.loads((case.output("train") / "output.json").read_text())
+    assert told["world"] == "2"
+    manifest = json.loads((case.output("train") / "manifest.json").read_text())
+    assert (manifest["processes"], manifest["summary"]["rank"]) == (2, 0)
+    assert (case.output("train") / "stage.rank1.log").exists()
+    assert not (case.output("search") / "calls.1.txt").exists()
+
+
+@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1)])
+def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
+    done = case.call(
+        "run",
+        "runtime.processes=2",
+        "--until",
+        "train",
+        distributed=True,
+        FAKE_FAIL=f"train={kind}",
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: train: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_two_nodes_share_one_run(case: Case) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            case.command("run", distributed=True),
+            env=case.environment(
+                NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
+    assert case.calls("search") == 1
+    assert "stage search runs" not in outputs[1]
+
+
+def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
+    from tests.e2e.test_command_line import gone, wait_for
+
+    run = subprocess.Popen(
+        case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
+        env=case.environment(FAKE_SLEEP="train=60"),
+        stdout=subprocess.DEVNULL,
+    )
+    pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
+    run.kill()
+    run.wait()
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,200 @@
+"""The command line as a user meets it: exit status, sentences, no traceback, kill and go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline_case import ROOT, Case
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def wait_for(path: Path, seconds: float = 60) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.02)
+    raise AssertionError(f"{path} never came")
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_run_status_and_a_second_run(case: Case) -> None:
+    first = case.call("run")
+    assert first.returncode == 0, first.stderr
+    assert "[2/6] search: to run (never made)" in first.stdout
+    assert "stage search runs" in first.stdout
+    started = time.monotonic()
+    second = case.call("run")
+    assert time.monotonic() - started < 2
+    assert second.stdout.startswith("tiny: nothing to do; all 6 stages are up to date")
+    dry = case.call("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search")
+    assert dry.stdout.splitlines()[1:] == [
+        "  prepare  cached",
+        "  search   to run (search.swa_ratio changed 0.5 → 0.75)",
+    ]
+    status = case.call("status")
+    assert status.stdout.count("cached") == 6
+    assert case.call("validate").stdout.endswith("materialize, train, evaluate, report\n")
+    assert "in all" in case.call("plan", "--hardware", "h100x8").stdout
+    log = case.output("search") / "stage.log"
+    assert log.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "told"),
+    [
+        ("user", 2, "error: search: the corpus at x is empty; name another"),
+        ("run", 1, "error: search: the loss diverged"),
+        ("disk", 1, "is full; free some space and run the same command again"),
+        ("kill", 1, "error: search: its process was killed (signal 9)"),
+    ],
+)
+def test_failures_are_one_sentence(case: Case, kind: str, status: int, told: str) -> None:
+    done = case.call("run", FAKE_FAIL=f"search={kind}")
+    assert done.returncode == status
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "search       failed (" in case.call("status").stdout
+
+
+def test_an_unexpected_error_leaves_its_traceback_in_a_file(case: Case) -> None:
+    done = case.call("run", FAKE_FAIL="search=bug")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    log = done.stderr.strip().rpartition("the traceback is in ")[2]
+    assert 'raise KeyError("boom")' in Path(log).read_text()
+
+
+def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
+    done = case.call("run", "search.swa_ration=1", "train.batch_tokens=500")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {case.file}: 2 faults\n  search.swa_ration: unknown key")
+    assert case.call("run", "--until", "nowhere").returncode == 2
+    assert case.call("wrong").returncode == 2
+    plain = subprocess.run(
+        [sys.executable, "-m", "pipeline", "status", "no/such.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert plain.returncode == 2
+    assert plain.stderr == "error: no/such.yaml: there is no such recipe file\n"
+
+
+def test_an_error_in_the_pipeline_itself_is_one_line_and_a_log(case: Case) -> None:
+    code = (
+        "import sys; from pipeline import cli, graph\n"
+        "def broken(*_): raise ZeroDivisionError('oh')\n"
+        "cli.resolve = broken\n"
+        "sys.exit(cli.main(['status', sys.argv[1]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(case.file)],
+        env=case.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: unexpected ZeroDivisionError: oh; the traceback is in ")
+    assert "broken" in Path(done.stderr.strip().rpartition(" is in ")[2]).read_text()
+
+
+def test_kill_and_the_same_command_again(case: Case) -> None:
+    run = subprocess.Popen(
+        case.command("run"), env=case.environment(FAKE_SLEEP="search=60"), stdout=subprocess.DEVNULL
+    )
+    worker = int(wait_for(case.folder / "search.0"))
+    assert f"running (pid {run.pid} on " in case.call("status").stdout
+    second = case.call("run")
+    assert second.returncode == 1
+    assert f"is being made by pid {run.pid}" in second.stderr
+    run.kill()
+    run.wait()
+    assert gone(worker), "the stage's process outlived its runner"
+    assert "search       to run (never made; resumes what was begun)" in case.call("status").stdout
+    done = case.call("run")
+    assert done.returncode == 0, done.stderr
+    assert case.calls("search") == 2
+    assert case.calls("prepare") == 1
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status: int) -> None:
+    run = subprocess.Popen(
+        case.command("run"),
+        env=case.environment(FAKE_SLEEP="search=60"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    worker = int(wait_for(case.folder / "search.0"))
+    run.send_signal(signum)
+    _, stderr = run.communicate(timeout=30)
+    assert run.returncode == status
+    assert stderr.strip().splitlines()[-1].endswith("the same command goes on from here")
+    assert gone(worker)
+
+
+def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
+    run = subprocess.Popen(
+        case.command("run"),
+        env=case.environment(FAKE_SLEEP="search=60", FAKE_HELPER="search"),
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(case.folder / "search.0")
+    helper = int(wait_for(case.folder / "helper"))
+    run.kill()
+    run.wait()
+    assert not gone(helper, seconds=0.5), "nothing to test: the helper ended by itself"
+    assert case.call("run").returncode == 0
+    assert gone(helper)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_end_with_the_same_output(case: Case) -> None:
+    rng = random.Random(0)
+    for _ in range(5):
+        run = subprocess.Popen(
+            case.command("run"), env=case.environment(), stdout=subprocess.DEVNULL
+        )
+        time.sleep(rng.uniform(0.2, 1.6))
+        run.kill()
+        run.wait()
+    done = case.call("run")
+    assert done.returncode == 0, done.stderr
+    assert case.call("status").stdout.count("cached") == 6
+    assert not any((case.runs / "damaged").glob("*/*"))
+
+
+def test_scripts_say_how_they_are_used() -> None:
+    bare = subprocess.run([ROOT / "launch/torchrun.sh"], capture_output=True, text=True)
+    assert bare.returncode == 2
+    assert "launch/torchrun.sh RECIPE" in bare.stderr
+    wrong = subprocess.run([ROOT / "launch/setup.sh", "x"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    slurm = subprocess.run([ROOT / "launch/slurm.sh"], capture_output=True, text=True, env=env)
+    assert slurm.returncode == 2

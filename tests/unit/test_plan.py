@@ -1,0 +1,94 @@
+"""The plan's arithmetic against models built by transformers and against the paper's numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import UserError
+from pipeline.modelinfo import ModelInfo
+from pipeline.plan import find_hardware, model_shape, plan_lines, search_evaluations
+from pipeline.recipe import load_recipe
+from pipeline.world import World
+from stages.configs import SearchConfig
+from tests.pipeline_case import Case
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("experts", [0, 4])
+def test_parameters_are_counted_as_the_model_has_them(tied: bool, experts: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values: dict[str, Any] = {**SHAPE, "tie_word_embeddings": tied}
+    if experts:
+        values |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if tied:
+        model.tie_weights()
+    exact = sum(parameter.numel() for parameter in model.parameters())
+    # Norms of single heads are left out of the count.
+    shape = model_shape(ModelInfo(None, None, values))
+    assert shape.total == pytest.approx(exact, rel=0.005)
+    table = SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    idle = (0 if tied else table) + (3 * 2 * 3 * 32 * 64 if experts else 0)
+    assert shape.total - shape.active == pytest.approx(idle, abs=0.005 * exact)
+
+
+@pytest.mark.parametrize(
+    ("method", "ratio", "budget", "expected"),
+    [
+        ("bosch", 0.75, 100, 2 + 28 * 28 + 2800),
+        ("bosch", 0.5, 20, 2 + 28 * 20 + 560),
+        ("b_single", 0.5, 100, 2 + 28 * 70),
+        ("rand", 0.5, 100, 2),
+    ],
+)
+def test_evaluations_of_a_search(method: Any, ratio: float, budget: int, expected: int) -> None:
+    search = SearchConfig(method=method, swa_ratio=ratio, budget_per_layer=budget)
+    assert search_evaluations(search, layers=28, heads=8) == expected
+
+
+def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    text = "\n".join(plan_lines(load_recipe(case.file, env={}), "h100x8"))
+    assert "8 x h100" in text
+    assert "4 steps of 512 tokens = 2,048 tokens" in text
+    assert "4 sequences a step" in text
+    assert "12 samples for each of 3 models" in text
+    assert "note:" not in text
+
+
+def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    path = case.model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2**30}))
+    lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
+    assert lines[-1].strip().startswith("note: the weights do not fit")
+
+
+def test_hardware_names() -> None:
+    world = World()
+    assert find_hardware("H100x8", world) == ("h100", 8)
+    assert find_hardware("a100", world) == ("a100", 1)
+    assert find_hardware(None, World(processes_per_node=4, gpus=4)) == ("h100", 4)
+    assert find_hardware(None, world)[0] == "cpu"
+    with pytest.raises(UserError, match="did you mean h100"):
+        find_hardware("h10x8", world)
+    with pytest.raises(UserError, match="expected one of"):
+        find_hardware("h100x0", world)

@@ -1,0 +1,304 @@
+"""What runs, what does not, and the reason told for it; stages run in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import RunError, UserError
+from pipeline.graph import STAGES, Stage, resolve
+from pipeline.locks import hold
+from pipeline.recipe import load_recipe
+from pipeline.runner import Choice, Runner
+from pipeline.worker import execute
+from pipeline.world import World
+from tests.pipeline_case import Case, fake_table
+
+NAMES = [stage.name for stage in STAGES]
+
+
+def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    return execute(order)
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return Case(tmp_path)
+
+
+def runner(case: Case, *overrides: str, **choice: Any) -> Runner:
+    loaded = load_recipe(case.file, overrides, env={})
+    return Runner(loaded, Choice(**choice), fake_table(), in_process)
+
+
+def states(case: Case, *overrides: str, **choice: Any) -> dict[str, str]:
+    return {one.node.name: str(one) for one in runner(case, *overrides, **choice).states()}
+
+
+def to_run(case: Case, *overrides: str, **choice: Any) -> list[str]:
+    return [name for name, text in states(case, *overrides, **choice).items() if text != "cached"]
+
+
+def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> None:
+    assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
+    assert runner(case).run() == 6
+    assert states(case) == dict.fromkeys(NAMES, "cached")
+    assert runner(case).run() == 0
+    for name in NAMES:
+        assert case.output(name).is_symlink()
+        assert case.calls(name) == 1
+    told = json.loads((case.output("report") / "output.json").read_text())
+    assert set(told["inputs"]) == set(NAMES[:-1])
+    assert told["section"]["title"] == "tiny"
+    assert json.loads((case.runs / "tiny" / "recipe.json").read_text())["seed"] == 0
+
+
+def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) -> None:
+    runner(case).run()
+    told = json.loads((case.output("train") / "output.json").read_text())
+    assert set(told["inputs"]) == {"prepare", "materialize"}
+    assert told["upstream"] == ["materialize", "prepare", "search"]
+
+
+def test_manifests_hold_what_made_the_output(case: Case) -> None:
+    runner(case).run()
+    manifest = json.loads((case.output("train") / "manifest.json").read_text())
+    assert manifest["config"]["batch_tokens"] == 512
+    assert manifest["summary"] == {"stage": "train", "rank": 0}
+    assert manifest["upstream"]["prepare"] == case.output("prepare").resolve().name
+    assert "torch" in manifest["packages"]
+    assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
+
+
+@pytest.mark.parametrize(
+    ("override", "first", "reason"),
+    [
+        ("search.swa_ratio=0.75", "search", "search.swa_ratio changed 0.5 → 0.75"),
+        ("search.buckets=[0,0.5,1]", "search", "search.buckets changed [0.0, 0.25, 0.5, 0.75"),
+        ("seed=7", "prepare", "seed changed 0 → 7"),
+        ("train.total_tokens=1k", "train", "train.total_tokens changed 2048 → 1024"),
+        ("model.dtype=float32", "search", "model.dtype changed bfloat16 → float32"),
+        ("materialize.dtype=float32", "materialize", "materialize.dtype changed bfloat16"),
+        ("report.title=New", "report", "report.title changed tiny → New"),
+        ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
+    ],
+)
+def test_a_changed_field_reruns_its_stage_and_what_follows(
+    case: Case, override: str, first: str, reason: str
+) -> None:
+    runner(case).run()
+    found = states(case, override)
+    assert found[first].startswith(f"to run ({reason}")
+    follows = {"search": NAMES[1:], "train": NAMES[3:], "report": NAMES[5:], "prepare": NAMES}
+    follows["materialize"] = NAMES[2:]
+    assert [name for name in NAMES if found[name] != "cached"] == follows[first]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["runtime.eval_batch_size=1", "runtime.log_level=debug", "runtime.data_workers=2"],
+)
+def test_runtime_is_no_part_of_any_key(case: Case, override: str) -> None:
+    runner(case).run()
+    assert to_run(case, override) == []
+
+
+def test_changed_inputs_are_found_by_content(case: Case) -> None:
+    runner(case).run()
+    (case.corpus / "a.txt").write_text("some TEXT")
+    found = states(case)
+    assert found["prepare"] == "to run (prepare.sources.0: a.txt has other content)"
+    assert found["search"] == "to run (input prepare changed)"
+    assert found["report"].startswith("to run (inputs prepare, search, ")
+    (case.corpus / "a.txt").write_text("some text")
+    os.utime(case.corpus / "a.txt", (1, 1))
+    assert to_run(case) == []
+    (case.corpus / "b.txt").write_text("more")
+    assert states(case)["prepare"] == "to run (prepare.sources.0: b.txt is new)"
+    (case.corpus / "b.txt").unlink()
+    case.corpus.rename(case.folder / "elsewhere")
+    assert to_run(case, f"prepare.sources.0.path={case.folder / 'elsewhere'}") == []
+
+
+def test_changed_weights_rerun_the_search_but_not_the_data(case: Case) -> None:
+    runner(case).run()
+    weights = case.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
+    (case.model / "README.md").write_text("a model card")
+    found = states(case)
+    assert found["prepare"] == "cached"
+    assert found["search"] == "to run (model.model.safetensors has other content)"
+    (case.model / "tokenizer.json").write_text('{"a": 1}')
+    assert states(case)["prepare"] == "to run (model.tokenizer.json has other content)"
+
+
+def test_a_changed_stage_version_reruns_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner(case).run()
+    version = Stage.version.fget
+    assert version is not None
+    monkeypatch.setattr(
+        Stage, "version", property(lambda self: 2 if self.name == "train" else version(self))
+    )
+    assert states(case)["train"] == "to run (the code of train changed: version 1 → 2)"
+
+
+def test_two_recipes_share_equal_stages(case: Case) -> None:
+    runner(case).run()
+    prepared = case.output("prepare").resolve()
+    other = case.folder / "other.yaml"
+    other.write_text(case.file.read_text())
+    loaded = load_recipe(other, ["search.swa_ratio=0.75"], env={})
+    assert Runner(loaded, Choice(), fake_table(), in_process).run() == 5
+    assert (case.runs / "other" / "prepare").resolve() == prepared
+    assert to_run(case) == []
+
+
+def test_until_from_and_force(case: Case) -> None:
+    assert runner(case, until="search").run() == 2
+    assert to_run(case) == NAMES[2:]
+    with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
+        runner(case, start="train").run()
+    assert runner(case, start="materialize").run() == 4
+    assert states(case, force=("train",))["train"] == "to run (--force)"
+    assert states(case, force=("train",))["report"] == "to run (input train is made again)"
+    before = case.output("search").resolve().stat().st_ino
+    assert runner(case, force=("train",)).run() == 3
+    assert case.output("search").resolve().stat().st_ino == before
+    assert case.calls("train") == 1
+    assert runner(case, force=("search",), until="search").run() == 1
+    for wrong, expected in (
+        ({"until": "serach"}, "did you mean search?"),
+        ({"until": "prepare", "start": "train"}, "no stage left"),
+        ({"until": "prepare", "force": ("train",)}, "leave this stage out"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            runner(case, **wrong)
+
+
+def test_recipes_without_train_and_evaluate(case: Case) -> None:
+    assert runner(case, "train=null").run() == 5
+    told = json.loads((case.output("evaluate") / "output.json").read_text())
+    assert set(told["inputs"]) == {"prepare", "materialize"}
+    assert runner(case, "train=null", "evaluate=null").run() == 1
+    assert not case.output("evaluate").is_symlink()
+
+
+def test_damaged_outputs_are_set_aside_and_rebuilt(case: Case) -> None:
+    runner(case).run()
+    file = case.output("search") / "output.json"
+    good = file.read_text()
+    file.write_text(good.replace("0.5", "0.6"))
+    damaged = "to run (its output is damaged: output.json has other content)"
+    assert states(case)["search"] == damaged
+    assert to_run(case) == ["search"]
+    assert runner(case).run() == 1
+    assert file.read_text() == good
+    assert len(list((case.runs / "damaged" / "search").iterdir())) == 1
+    (case.output("report") / "manifest.json").unlink()
+    assert runner(case).run() == 1
+    assert to_run(case) == []
+
+
+def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
+    import shutil
+
+    runner(case).run()
+    shutil.rmtree(case.output("materialize").resolve())
+    assert states(case)["materialize"] == "to run (its output is gone)"
+    assert to_run(case) == ["materialize"]
+    assert runner(case).run() == 1
+    shutil.rmtree(case.runs / "store")
+    assert runner(case).run() == 6
+
+
+def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAIL", "search=run")
+    with pytest.raises(RunError, match="the loss diverged"):
+        runner(case).run()
+    found = states(case)
+    assert found["prepare"] == "cached"
+    assert found["search"] == "failed (the loss diverged)"
+    monkeypatch.delenv("FAKE_FAIL")
+    assert runner(case).run() == 5
+    assert case.calls("search") == 2
+    assert to_run(case) == []
+
+
+def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
+    def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        if order["stage"] == "search":
+            (Path(order["work_dir"]) / "calls.0.txt").write_text("called\n")
+            raise KeyboardInterrupt
+        return execute(order)
+
+    first = runner(case)
+    first.launcher = killed
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert states(case)["search"] == "to run (never made; resumes what was begun)"
+    runner(case).run()
+    assert case.calls("search") == 2
+    assert json.loads((case.output("search") / "manifest.json").read_text())["attempts"] == 2
+
+
+def test_a_stage_that_another_run_makes_is_told(case: Case) -> None:
+    runner(case, until="prepare").run()
+    current = runner(case)
+    node = next(one for one in current.nodes if one.name == "search")
+    with hold(current.store.lock("search", str(node.key)), "x", "tiny"):
+        assert states(case)["search"].startswith(f"running (pid {os.getpid()} on ")
+        with pytest.raises(
+            RunError, match=rf"tiny: stage search is being made by pid {os.getpid()}"
+        ):
+            runner(case).run()
+    assert runner(case).run() == 5
+
+
+def test_links_of_what_no_longer_belongs_are_taken_away(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner(case).run()
+    monkeypatch.setenv("FAKE_FAIL", "train=run")
+    with pytest.raises(RunError):
+        runner(case, "search.swa_ratio=0.75").run()
+    assert case.output("materialize").is_symlink()
+    assert not case.output("train").is_symlink()
+    assert not case.output("report").is_symlink()
+    # The keys of the last run are still known, so the reasons stay precise.
+    found = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
+    assert found["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
+
+
+def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None:
+    def keys(*overrides: str) -> list[str | None]:
+        loaded = load_recipe(case.file, overrides, env={})
+        return [node.key for node in resolve(loaded, runner(case).hasher, fake_table())]
+
+    plain = keys()
+    case.content = dict(reversed(case.content.items()))
+    case.save()
+    assert keys("train.total_tokens=2k", "search.window_size='32'", "name=other") != plain
+    assert keys("train.total_tokens=2k", "search.window_size='32'", "name=other")[:5] == plain[:5]
+    assert keys() == plain
+    assert len(set(plain)) == 6
+
+
+def test_versions_are_read_without_importing(tmp_path: Path) -> None:
+    assert Stage("x", "tests.fake_stages:run", (), "search").version == 1
+    with pytest.raises(RunError, match=r"there is no module stages\.nowhere"):
+        _ = Stage("x", "stages.nowhere:run", (), "search").version
+    with pytest.raises(RunError, match="sets no VERSION"):
+        _ = Stage("x", "stages.configs:run", (), "search").version
+
+
+def test_every_real_stage_has_a_version_and_known_needs() -> None:
+    for index, stage in enumerate(STAGES):
+        assert stage.version >= 1
+        assert set(stage.needs) <= set(NAMES[:index])
