@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from bosch.errors import RunError
+from bosch.heads import HeadMask
+from bosch.modeling import load_model, materialize
 from data_prep.needles import make_sample
 from stages import evaluate, prepare
 from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime
@@ -37,7 +39,9 @@ def made(tmp_path_factory):
     prepare.run(_config(section, model), {}, folder / "prepare")
     for tokens in (1000, 900):
         save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
-    save_tiny_model(folder / "materialize" / "model", seed=1)
+    mask = HeadMask.from_swa_kv_heads([[0, 1], [1]], 2)
+    hybrid = materialize(load_model(model, dtype="float32"), mask, window_size=32, sinks=1)
+    hybrid.save_pretrained(folder / "materialize" / "model")
     return folder
 
 
@@ -71,6 +75,15 @@ def test_scores_have_the_promised_form(evaluated):
         assert table["niah_single_1"]["400"]["samples"] == 3
         assert set(table["by_length"]) == {"400", "440"}
         assert summary[name]["needle"] == table["average"]
+
+
+def test_models_are_told_apart(evaluated):
+    """The hybrid and the checkpoints write something other than the original."""
+    lines = [json.loads(line) for line in (evaluated[1] / "samples.jsonl").read_text().splitlines()]
+    by_name = {name: [] for name in ("original", "hybrid", "tokens-900", "tokens-1000")}
+    for record in lines:
+        by_name[record["checkpoint"]].append(record["output"])
+    assert len({tuple(outputs) for outputs in by_name.values()}) == 4
 
 
 def test_every_sample_is_kept(evaluated):
