@@ -1,0 +1,130 @@
+"""The search stage on a small model: its files, its methods, and a kill in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bosch.errors import UserError
+from bosch.heads import HeadMaskFile, swa_budget
+from stages import search
+from stages.configs import ModelConfig, Runtime, SearchConfig
+from stages.context import StageConfig
+from tests.hybrid_case import KV_HEADS, LAYERS
+from tests.search_case import WINDOW, write_inputs
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_of(base: Path, **changes: object) -> StageConfig:
+    options = {"swa_ratio": 0.5, "window_size": WINDOW, "budget_per_layer": 4, **changes}
+    return StageConfig(
+        section=SearchConfig(**options),  # type: ignore[arg-type]
+        model=ModelConfig(path=str(base), dtype="float32"),
+        seed=5,
+        runtime=Runtime(eval_batch_size=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def run(inputs: tuple[Path, Path], work: Path, **changes: object) -> dict:
+    work.mkdir(exist_ok=True)
+    base, prepared = inputs
+    search.run(config_of(base, **changes), {"prepare": prepared}, work)
+    return json.loads((work / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["bosch", "b_single", "rand", "bme", "intr"])
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
+    summary = run(inputs, tmp_path, method=method, swa_ratio=ratio)
+    found = HeadMaskFile.load(tmp_path / "head_mask.json")
+    units = LAYERS * KV_HEADS
+    assert (~found.mask.is_full).sum() == swa_budget(units, ratio)
+    assert (found.method, found.seed, found.window_size) == (method, 5, WINDOW)
+    assert found.score == summary["best_score"]
+    assert summary["anchors"]["all_full"] == 1.0
+    lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert len({entry["mask"] for entry in entries}) == len(entries) == summary["evaluations"]
+    assert found.mask.key in {entry["mask"] for entry in entries}
+    assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
+    assert summary["full_forward_equivalents"] <= summary["naive_full_forward_equivalents"]
+    if method in ("bosch", "b_single"):
+        assert [row["layer"] for row in summary["layer_importance"]] == list(range(LAYERS))
+        assert sum(row["ratio"] for row in summary["layer_importance"]) * KV_HEADS == pytest.approx(
+            swa_budget(units, ratio)
+        )
+
+
+def test_a_killed_search_ends_with_the_same_mask(inputs, tmp_path):
+    whole = run(inputs, tmp_path / "whole")
+    work = tmp_path / "killed"
+    work.mkdir()
+    script = f"""
+import os, signal
+from pathlib import Path
+from bosch.evaluation_log import EvaluationLog
+from stages import search
+from stages.configs import ModelConfig, Runtime, SearchConfig
+from stages.context import StageConfig
+append = EvaluationLog.append
+def dying(self, mask, evaluation, stage):
+    append(self, mask, evaluation, stage)
+    if len(self) == 9:
+        with self.path.open("a") as file:
+            file.write('{{"mask": "3x4')
+        os.kill(os.getpid(), signal.SIGKILL)
+EvaluationLog.append = dying
+config = StageConfig(
+    section=SearchConfig(swa_ratio=0.5, window_size={WINDOW}, budget_per_layer=4),
+    model=ModelConfig(path={str(inputs[0])!r}, dtype="float32"), seed=5,
+    runtime=Runtime(eval_batch_size=3),
+)
+search.run(config, {{"prepare": Path({str(inputs[1])!r})}}, Path({str(work)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (work / "head_mask.json").exists()
+    resumed = run(inputs, work)
+    masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (tmp_path / "whole", work)]
+    assert masks[0] == masks[1]
+    assert resumed["trace"] == whole["trace"]
+    keys = [json.loads(line)["mask"] for line in (work / "evaluations.jsonl").open()]
+    assert len(keys) == len(set(keys)) == whole["evaluations"]
+
+
+def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, caplog):
+    from bosch.evaluation_log import EvaluationLog
+
+    append = EvaluationLog.append
+
+    def interrupted(self, mask, evaluation, stage):
+        append(self, mask, evaluation, stage)
+        if stage == "head_selection":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(EvaluationLog, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(inputs, tmp_path)
+    assert "evaluations are kept" in caplog.text
+    assert not (tmp_path / "head_mask.json").exists()
+
+
+def test_ties_and_their_breaking_are_said(inputs, tmp_path):
+    summary = run(inputs, tmp_path, tie_break="log_likelihood")
+    assert any("log-likelihood" in note for note in summary["notes"])
+
+
+def test_a_window_that_sees_everything_is_refused(inputs, tmp_path):
+    with pytest.raises(UserError, match="window_size"):
+        run(inputs, tmp_path, window_size=512)

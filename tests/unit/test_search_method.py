@@ -1,0 +1,319 @@
+"""Algorithms 1 to 3 on synthetic scores: budgets, order, reuse, ties, anchors."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bosch.baselines import layer_rules
+from bosch.errors import UserError
+from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.heads import HeadMask, swa_budget
+from bosch.loss import Anchors, Loss
+from bosch.method.bosch import b_single, bosch
+from bosch.method.head_selection import head_selection, max_layers_per_group, ratio_groups
+from bosch.method.layer_importance import layer_importance
+from bosch.method.ledger import Ledger
+from bosch.method.ratio_assignment import assign_ratios, layer_drops, layer_weights
+from bosch.method.settings import SearchSettings
+
+CONTEXT = EvaluationContext("data", "model", 16, 0)
+
+
+class Oracle:
+    """Score = 1 - sum of the costs of sliding units, in steps of `quantum`; counts its calls."""
+
+    def __init__(self, costs, quantum=1e-9, log_likelihood=None):
+        self.costs = np.asarray(costs, dtype=float)
+        self.num_layers, self.num_key_value_heads = self.costs.shape
+        self.quantum = quantum
+        self.log_likelihood = self.costs if log_likelihood is None else np.asarray(log_likelihood)
+        self.calls: list[tuple[str, int]] = []
+
+    def evaluate(self, mask, shared_layers=0):
+        self.calls.append((mask.key, shared_layers))
+        sliding = ~mask.is_full
+        score = max(0.0, 1.0 - float(self.costs[sliding].sum()))
+        score = round(score / self.quantum) * self.quantum
+        return Evaluation(score, -float(self.log_likelihood[sliding].sum()), 0.01, 1.0)
+
+
+def random_costs(layers, heads, seed):
+    costs = np.random.default_rng(seed).exponential(size=(layers, heads)) ** 2
+    return costs / costs.sum()
+
+
+def ledger_of(oracle, path=None):
+    return Ledger(oracle, EvaluationLog(path, CONTEXT))
+
+
+@given(
+    layers=st.integers(1, 6),
+    heads=st.integers(1, 5),
+    ratio=st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1)),
+    buckets=st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(sorted),
+    seed=st.integers(0, 50),
+    method=st.sampled_from([bosch, b_single]),
+    solver=st.sampled_from(["nomad", "nomad_penalty", "one_plus_one"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_mask_meets_the_budget(layers, heads, ratio, buckets, seed, method, solver):
+    ledger = ledger_of(Oracle(random_costs(layers, heads, seed)))
+    options = SearchSettings(ratio, solver, budget_per_layer=4, buckets=tuple(buckets), seed=seed)
+    result = method(ledger, options)
+    assert (~result.mask.is_full).sum() == swa_budget(layers * heads, ratio)
+    assert result.evaluation == ledger.log.get(result.mask)
+
+
+@given(
+    layers=st.integers(1, 48),
+    heads=st.integers(1, 16),
+    ratio=st.floats(0, 1),
+    rule=st.sampled_from(["rand", "bme", "intr"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_layer_rules_meet_the_budget(layers, heads, ratio, rule):
+    extra = {"seed": 3} if rule == "rand" else {}
+    mask = getattr(layer_rules, rule)(layers, heads, ratio, **extra)
+    assert (~mask.is_full).sum() == swa_budget(layers * heads, ratio)
+    mixed = sum(0 < n < heads for n in mask.full_kv_heads_per_layer)
+    assert mixed <= 1
+
+
+def full_layers(mask):
+    return [i for i, n in enumerate(mask.full_kv_heads_per_layer) if n]
+
+
+def test_layer_rules_keep_the_layers_their_names_say():
+    assert full_layers(layer_rules.bme(12, 4, 0.5)) == [0, 1, 5, 6, 10, 11]
+    assert full_layers(layer_rules.bme(8, 4, 0.75)) == [0, 7]
+    assert full_layers(layer_rules.intr(8, 4, 0.75)) == [2, 6]
+    assert full_layers(layer_rules.intr(8, 4, 0.5)) == [1, 3, 5, 7]
+    assert layer_rules.rand(16, 4, 0.5, seed=1) != layer_rules.rand(16, 4, 0.5, seed=2)
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=48),
+    st.integers(1, 16),
+    st.floats(0, 1),
+    st.lists(st.floats(0, 1), min_size=2, max_size=7, unique=True).map(sorted),
+)
+@settings(max_examples=300, deadline=None)
+def test_ratios_meet_the_budget_for_any_scores(scores, heads, ratio, buckets):
+    drops = layer_drops(scores, 1.0, 1.0)
+    result = assign_ratios(drops, heads, ratio, buckets)
+    assert sum(result.quotas) == swa_budget(len(scores) * heads, ratio)
+    assert all(0 <= quota <= heads for quota in result.quotas)
+    assert all(0 <= weight <= 1 for weight in result.weights)
+
+
+def test_ratios_by_hand():
+    """Layer 2 (of 5) hurts most, then 0; at rho = 0.5 the start is on budget and stays."""
+    drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
+    result = assign_ratios(drops, 8, 0.5, (0.0, 0.25, 0.5, 0.75, 1.0))
+    assert result.hardest_first == [2, 0, 4, 3, 1]
+    assert result.quotas == [2, 8, 0, 6, 4]
+
+
+def test_ratios_are_raised_for_the_easiest_first():
+    """Start 0+2+4+6+8 = 20 of 40; rho = 0.6 wants 24: the easiest layers rise one bucket each."""
+    drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
+    result = assign_ratios(drops, 8, 0.6, (0.0, 0.25, 0.5, 0.75, 1.0))
+    assert result.quotas == [2, 8, 0, 8, 6]
+
+
+def test_what_no_bucket_step_fits_is_given_unit_by_unit():
+    drops = np.array([0.3, 0.2, 0.1])
+    result = assign_ratios(drops, 8, 11 / 24, (0.0, 1.0))
+    assert result.hardest_first == [0, 1, 2]
+    assert result.quotas == [1, 2, 8]
+
+
+def test_the_published_sign_would_localise_the_hardest_layers_most():
+    """Erratum: delta = (s_best - s_orig) / s_orig as printed inverts the ranking."""
+    best = [0.2, 0.9, 0.95, 1.0]  # localising layer 0 costs 0.7
+    buckets = (0.0, 0.5, 1.0)
+    corrected = assign_ratios(layer_drops(best, 1.0, 1.0), 4, 0.5, buckets)
+    literal = assign_ratios(-layer_drops(best, 1.0, 1.0), 4, 0.5, buckets)
+    assert corrected.hardest_first[0] == 0
+    assert literal.hardest_first[-1] == 0
+    assert corrected.quotas[0] < 4
+    assert literal.quotas[0] == max(literal.quotas)
+    assert corrected.quotas[0] == min(corrected.quotas)
+
+
+def test_drops_are_what_each_layer_adds():
+    best = [0.5, 0.6, 0.9]
+    assert layer_drops(best, 1.0, 1.0) == pytest.approx([0.1, 0.3, 0.1])
+
+
+def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
+    assert layer_weights(np.zeros(5)).tolist() == [0.5] * 5
+    drops = np.append(np.linspace(0, 1, 50), 100.0)
+    weights = layer_weights(drops)
+    assert weights[-1] == 1.0
+    assert weights[25] > 0.4
+
+
+def test_stage_one_is_the_algorithm_on_an_additive_score():
+    """With 4 heads and rho = 0.5 every layer is enumerated, so the mask is known."""
+    costs = random_costs(3, 4, 5)
+    oracle = Oracle(costs)
+    options = SearchSettings(0.5, budget_per_layer=6)
+    found = layer_importance(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)))
+    cheapest = [sorted(np.argsort(row)[:2].tolist()) for row in costs]
+    assert found.mask.swa_kv_heads == cheapest
+    expected = 1.0
+    for layer in (2, 1, 0):
+        expected -= sum(sorted(costs[layer])[:2])
+        assert found.best_scores[layer] == pytest.approx(expected)
+    assert [shared for _, shared in oracle.calls] == [2] * 6 + [1] * 6 + [0] * 6
+
+
+def test_stage_three_searches_groups_jointly_from_all_full():
+    costs = random_costs(4, 3, 8)
+    oracle = Oracle(costs)
+    options = SearchSettings(0.5, budget_per_layer=10)
+    mask = head_selection(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)), [3, 1, 0, 1])
+    assert mask.swa_kv_heads[0] == [0, 1, 2]
+    assert mask.swa_kv_heads[2] == []
+    joint = np.concatenate([costs[1], costs[3]])
+    chosen = min(combinations(range(6), 2), key=lambda pair: joint[list(pair)].sum())
+    units = [(1 if i < 3 else 3, i % 3) for i in chosen]
+    assert [(layer, h) for layer in (1, 3) for h in mask.swa_kv_heads[layer]] == units
+    assert len(oracle.calls) == math.comb(6, 2)
+    assert {shared for _, shared in oracle.calls} == {1}
+
+
+def test_groups_are_split_as_the_paper_does():
+    assert max_layers_per_group(8, 50) == 4
+    assert max_layers_per_group(4, 50) == 8
+    groups = ratio_groups([4] * 6 + [8] * 9 + [0, 2], 8, 50)
+    assert [(len(layers), quota) for layers, quota in groups] == [(9, 8), (3, 4), (3, 4), (1, 2)]
+    assert [quota for _, quota in groups] == sorted((q for _, q in groups), reverse=True)
+
+
+def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
+    costs = np.full((4, 4), 0.001)
+    costs[1, :3] = 0.3
+    result = bosch(ledger_of(Oracle(costs)), SearchSettings(0.75, budget_per_layer=25))
+    assert result.evaluation.score > 0.98
+    rule = Oracle(costs).evaluate(layer_rules.intr(4, 4, 0.75))
+    assert rule.score < 0.9
+
+
+def test_tied_layers_are_ranked_by_log_likelihood_where_asked():
+    """Scores all tie at 1; only layer 1 matters to the log-likelihood: it must stay full."""
+    costs = np.full((5, 8), 1e-6)
+    hidden = np.full((5, 8), 1e-3)
+    hidden[1] = 5.0
+    quantum = 0.5
+
+    def search(break_ties):
+        oracle = Oracle(costs, quantum, hidden)
+        oracle.evaluate = lambda mask, shared_layers=0: Evaluation(
+            1.0 if mask.is_full.any() else 0.0, -float(hidden[~mask.is_full].sum())
+        )
+        ledger = ledger_of(oracle)
+        options = SearchSettings(0.5, budget_per_layer=25, break_ties=break_ties)
+        return bosch(ledger, options), ledger
+
+    plain, ledger = search(False)
+    assert any("ranking is arbitrary" in note for note in ledger.notes)
+    assert any("choice of its heads is arbitrary" in note for note in ledger.notes)
+    broken, ledger = search(True)
+    assert any("log-likelihood" in note for note in ledger.notes)
+    assert broken.mask.swa_kv_heads[1] == []
+    assert broken.evaluation.log_likelihood > plain.evaluation.log_likelihood
+
+
+@pytest.mark.parametrize(
+    ("costs", "word"), [(np.full((2, 2), 1e-12), "nothing to search"), (None, "answers none")]
+)
+def test_hopeless_anchors_are_refused(costs, word):
+    oracle = Oracle(np.full((2, 2), 1e-12) if costs is None else costs)
+    if costs is None:
+        oracle.evaluate = lambda mask, shared_layers=0: Evaluation(0.0, -9.0)
+    with pytest.raises(UserError, match=word):
+        bosch(ledger_of(oracle), SearchSettings(0.5))
+
+
+def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tmp_path):
+    costs = random_costs(4, 8, 2)
+    options = SearchSettings(0.5, budget_per_layer=12, seed=1)
+    undisturbed = Oracle(costs)
+    whole = ledger_of(undisturbed)
+    wanted = bosch(whole, options)
+
+    class Killed(Exception):
+        pass
+
+    path = tmp_path / "evaluations.jsonl"
+    seen: list[str] = []
+    stop_after = 17
+    for _ in range(20):
+        oracle = Oracle(costs)
+
+        def evaluate(mask, shared_layers=0, oracle=oracle):
+            if len(oracle.calls) == stop_after:
+                raise Killed
+            return Oracle.evaluate(oracle, mask, shared_layers)
+
+        oracle.evaluate = evaluate
+        ledger = ledger_of(oracle, path)
+        try:
+            result = bosch(ledger, options)
+        except Killed:
+            continue
+        finally:
+            seen += [key for key, _ in oracle.calls]
+        break
+    assert result.mask == wanted.mask
+    assert ledger.trace == whole.trace
+    assert ledger.costs() == whole.costs()
+    assert len(seen) == len(set(seen))
+    assert seen == [key for key, _ in undisturbed.calls]
+
+
+def test_budgets_are_counted_per_layer():
+    oracle = Oracle(random_costs(6, 8, 0))
+    ledger = ledger_of(oracle)
+    bosch(ledger, SearchSettings(0.5, budget_per_layer=25))
+    stages = [point.stage for point in ledger.trace]
+    assert stages.count("anchors") == 2
+    assert stages.count("layer_importance") == 6 * 25
+    assert stages.count("head_selection") <= 6 * 25
+    assert len(oracle.calls) == len(set(oracle.calls)) == ledger.costs()["evaluations"]
+    assert [point.step for point in ledger.trace] == list(range(1, len(stages) + 1))
+
+
+def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
+    path = tmp_path / "evaluations.jsonl"
+    mask, other = HeadMask.all_full(2, 3), HeadMask.all_sliding(2, 3)
+    first = EvaluationLog(path, CONTEXT)
+    first.append(mask, Evaluation(0.5, -1.25, 0.1, 0.5), "anchors")
+    with path.open("a") as file:
+        file.write('{"mask": "2x3:')
+    again = EvaluationLog(path, CONTEXT)
+    assert again.get(mask) == Evaluation(0.5, -1.25, 0.1, 0.5)
+    again.append(other, Evaluation(0.25, -2.0), "anchors")
+    assert len(EvaluationLog(path, CONTEXT)) == 2
+    stranger = EvaluationLog(path, EvaluationContext("data", "another model", 16, 0))
+    assert len(stranger) == 0
+    assert "another model" in caplog.text
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "damaged", lines[1]]) + "\n")
+    assert len(EvaluationLog(path, CONTEXT)) == 2
+    assert "line 2 is damaged" in caplog.text
+
+
+def test_loss_by_hand():
+    loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
+    assert loss.span == pytest.approx(0.9)
+    assert loss.value(0.55, 5, 4, 8) == pytest.approx(-0.5 + 100 / 64)
+    assert loss.lower_bound(4, 4, 8) == pytest.approx(-1.0)
