@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def write_dataset(
         rows = min(per_file, count - index * per_file)
         _write_file(folder / name, iterator, rows, sequence_length, features.arrow_schema)
     DatasetInfo(features=features).write_to_directory(str(folder))
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": f"{count:x}-{sequence_length:x}",
         "_format_columns": None,
@@ -83,7 +84,9 @@ def write_dataset(
     (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 
-def _write_file(path: Path, sequences: Iterator[Packed], rows: int, length: int, schema) -> None:
+def _write_file(
+    path: Path, sequences: Iterator[Packed], rows: int, length: int, schema: Any
+) -> None:
     import pyarrow as pa
 
     per_batch = max(1, _BATCH_TOKENS // length)

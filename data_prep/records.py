@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from bosch.errors import UserError
 from data_prep.text import decode_utf8
@@ -89,7 +89,7 @@ class _ZstdReader(io.RawIOBase):
         return UserError(f"{self._path}: not a whole zstd file ({reason}); fetch it again")
 
 
-def _open_binary(path: Path) -> IO[bytes]:
+def _open_binary(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -188,7 +188,9 @@ def tokenise_source(
     return TokenisedSource(source, blocks, text_bytes)
 
 
-def _in_order(work: Any, jobs: Iterable[tuple[Part, Path]], workers: int) -> Iterator[Path]:
+def _in_order(
+    work: Any, jobs: Iterable[tuple[Part, Path]], workers: int
+) -> Generator[Path, None, None]:
     """Results of `work` in the order of `jobs`, a few of which are under way at any time."""
     if workers <= 1:
         yield from (work(job) for job in jobs)

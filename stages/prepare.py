@@ -135,7 +135,7 @@ def _counted(items: Iterator[Any], bar: Any) -> Iterator[Any]:
 
 
 def _bytes_per_token(tokenised: list[Any]) -> float:
-    return sum(t.text_bytes for t in tokenised) / sum(t.tokens for t in tokenised)
+    return float(sum(t.text_bytes for t in tokenised) / sum(t.tokens for t in tokenised))
 
 
 def _workers(wanted: int | str, tokens: int) -> int:

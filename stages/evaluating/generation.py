@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -17,7 +18,7 @@ class Question:
     """A prompt to continue and the answers to look for in what is generated."""
 
     index: int
-    prompt_ids: Sequence[int]
+    prompt_ids: np.ndarray  # [T] int32
     answers: list[str]
 
 
@@ -69,7 +70,7 @@ def _generate_batch(
     ids = torch.full((len(batch), length), pad, dtype=torch.long)  # [B, T]
     mask = torch.zeros_like(ids)
     for row, question in enumerate(batch):
-        ids[row, length - len(question.prompt_ids) :] = torch.as_tensor(list(question.prompt_ids))
+        ids[row, length - len(question.prompt_ids) :] = torch.from_numpy(question.prompt_ids)
         mask[row, length - len(question.prompt_ids) :] = 1
     settings = GenerationConfig(
         do_sample=False,
