@@ -6,7 +6,7 @@ A mark's look is a CSS class, never an attribute, so that one drawing serves lig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -42,6 +42,16 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def whole_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """As `nice_ticks`, for axes that count: whole numbers only."""
+    return [tick for tick in nice_ticks(low, high, count) if tick == round(tick)]
+
+
+def left_margin(labels: Iterable[str]) -> float:
+    """Pixels left of a plot that hold its tick labels and the upright axis label beside them."""
+    return max(52.0, 36.0 + 7.0 * max(map(len, labels), default=0))
 
 
 def power_ticks(low: float, high: float, base: int, count: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stages.reporting.charts import Canvas, Plot, Point, nice_ticks, power_ticks
+from stages.reporting.charts import Canvas, Plot, Point, left_margin, nice_ticks, power_ticks
 from stages.reporting.formats import (
     format_bytes,
     format_count,
@@ -48,7 +48,8 @@ def recovery(needle: Sequence[NeedleScores], width: float, name: str) -> str:
         if tokens == 0:
             plot.canvas.diamond(x, y, 5, "dot untrained", tip)
             close = original is not None and abs(y - plot.y(original)) < 22
-            at = y + (20 if close else 4)
+            beside = 20 if average > 15 else -24
+            at = y + (beside if close else 4)
             plot.canvas.text(x + 11, at, f"untrained {format_score(average)}", "mark")
         else:
             plot.canvas.circle(x, y, 5, "dot hybrid", tip)
@@ -66,8 +67,10 @@ def training_loss(training: Training, width: float, name: str) -> str:
     tokens, losses = zip(*points, strict=True)
     low, high = min(losses), max(losses)
     pad = max(0.08 * (high - low), 0.01)
-    plot = Plot.make(width, 300, (0, max(tokens)), (low - pad, high + pad), right=26, top=20)
     ticks = nice_ticks(low - pad, high + pad)
+    left = left_margin(map(_plain, ticks))
+    y_range = (low - pad, high + pad)
+    plot = Plot.make(width, 300, (0, max(tokens)), y_range, left=left, right=26, top=20)
     plot.y_axis(ticks, "Loss (nats per token)", _plain)
     plot.x_axis(
         nice_ticks(0, max(tokens), 5 if width > 400 else 3), "Training tokens", format_count

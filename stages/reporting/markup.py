@@ -32,7 +32,7 @@ def notes(rows: Iterable[str]) -> str:
     return "".join(f'<p class="note">{escape(row)}</p>' for row in rows)
 
 
-def legend(rows: Sequence[tuple[str, str, str]]) -> str:
+def legend(rows: Iterable[Sequence[str]]) -> str:
     """Keys of a picture: (shape classes, CSS colour variable, text)."""
     items = []
     for shape, colour, text in rows:

@@ -92,13 +92,18 @@ def _score_tile(
         return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
     more = f"needle average over {scores.samples:,} samples"
     if original is not None:
-        change = f"{scores.average - original.average:+.1f}".replace("-", "−")
-        more = f"needle average, {change} against the original"
+        more = f"needle average, {_change(scores.average - original.average)}"
     if scores.standard_error is not None:
         more += f", standard error {format_score(scores.standard_error)}"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     return markup.tile(name, format_score(scores.average), more, "of 100", colour)
+
+
+def _change(points: float) -> str:
+    if abs(points) < 0.05:
+        return "as the original"
+    return f"{points:+.1f} against the original".replace("-", "−")
 
 
 def _why_no_score(results: Results, trained: bool) -> str:
@@ -134,20 +139,24 @@ def _search_section(results: Results) -> str:
     return markup.section("Search", lead, inner)
 
 
+TRACE_KEYS = (
+    ("anchors", "round", "anchor", "anchors, final mask"),
+    ("layer_importance", "round", "stage1", "stage 1, layer importance"),
+    ("head_selection", "box", "stage3", "stage 3, head selection"),
+)
+
+
 def _trace_cards(search: Search) -> str:
     if not search.summary.get("trace"):
         text = f"Method {search.mask.get('method', '')} makes its mask without evaluating any."
         return markup.absent(text)
-    keys = [
-        ("round", "anchor", "anchors, final mask"),
-        ("round", "stage1", "stage 1, layer importance"),
-        ("box", "stage3", "stage 3, head selection"),
-        ("stroke", "ink", "best so far in the sub-problem"),
-    ]
-    score = markup.legend(keys) + _trace(search, "score", "trace")
+    met = {row["stage"] for row in search.summary["trace"]}
+    keys = [key for stage, *key in TRACE_KEYS if stage in met]
+    best = ("stroke", "ink", "best so far in the sub-problem")
+    score = markup.legend([*keys, best]) + _trace(search, "score", "trace")
     inner = markup.card(score, "Score over evaluations")
     if any(row.get("log_likelihood") is not None for row in search.summary["trace"]):
-        likelihood = markup.legend(keys[:3]) + _trace(search, "log_likelihood", "trace-ll")
+        likelihood = markup.legend(keys) + _trace(search, "log_likelihood", "trace-ll")
         inner += markup.card(likelihood, "Log-likelihood of the answers over evaluations")
     return inner
 

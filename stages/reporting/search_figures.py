@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from stages.reporting.charts import Canvas, Plot, nice_ticks
+from stages.reporting.charts import Canvas, Plot, left_margin, nice_ticks, whole_ticks
 from stages.reporting.figures import bars, extent, finite
 from stages.reporting.formats import format_share
 from stages.reporting.results import Search
@@ -68,9 +68,12 @@ def layer_panel(
     drawn = [(x, float(y)) for x, y in values if y is not None]
     low, high = extent([0.0, *finite([y for _, y in drawn])])
     y_range = (0.0, 1.0) if unit_range else (min(low, 0.0), max(high, 0.0))
-    plot = Plot.make(width, 150, (0, search.num_layers), y_range, left=64, right=RIGHT)
     percent = field != "weight" and max(map(abs, y_range)) >= 0.02
-    plot.y_axis(nice_ticks(*y_range, 3), label, format_share if percent else _four)
+    fmt = format_share if percent else _four
+    ticks = nice_ticks(*y_range, 3)
+    left = left_margin(map(fmt, ticks))
+    plot = Plot.make(width, 150, (0, search.num_layers), y_range, left=left, right=RIGHT)
+    plot.y_axis(ticks, label, fmt)
     slot = (plot.x.end - plot.x.start) / search.num_layers
     stride = label_stride(slot, search.num_layers)
     for layer in range(0, search.num_layers, stride):
@@ -92,13 +95,15 @@ def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
     steps = [int(row["step"]) for row in trace]
     y_range = (-0.03, 1.03) if is_score else extent(values)
     x_range = (min(steps) - 0.5, max(steps) + 0.5)
-    plot = Plot.make(width, 320, x_range, y_range, left=60, right=RIGHT, top=34)
-    _bands(plot, trace)
     ticks = [0, 0.25, 0.5, 0.75, 1] if is_score else nice_ticks(*y_range)
+    fmt = format_share if is_score else _four
+    left = left_margin(map(fmt, ticks))
+    plot = Plot.make(width, 320, x_range, y_range, left=left, right=RIGHT, top=34)
+    _bands(plot, trace)
     label = "Score S(z), exact match" if is_score else "Log-likelihood (nats)"
-    plot.y_axis(ticks, label, format_share if is_score else _four)
+    plot.y_axis(ticks, label, fmt)
     count = 8 if width > 400 else 4
-    plot.x_axis(nice_ticks(*x_range, count), "Evaluation", lambda value: f"{value:,.0f}")
+    plot.x_axis(whole_ticks(*x_range, count), "Evaluation", lambda value: f"{value:,.0f}")
     for stage in STAGE_NAMES:
         own = [(row["step"], row[quantity]) for row in trace if row["stage"] == stage]
         plot.canvas.dots(plot.points(own), f"dots {stage}")

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.reporting.charts import Canvas, Scale, nice_ticks, power_ticks
+from stages.reporting.charts import (
+    Canvas,
+    Scale,
+    left_margin,
+    nice_ticks,
+    power_ticks,
+    whole_ticks,
+)
 from stages.reporting.figures import extent, running_mean
 from stages.reporting.formats import (
     format_bytes,
@@ -95,3 +102,8 @@ def test_formats() -> None:
     assert [format_seconds(value) for value in (0.42, 38.4, 185, 15_000)] == [
         "0.4 s", "38 s", "3 min 5 s", "4 h 10 min",
     ]  # fmt: skip
+
+
+def test_axes_that_count_have_whole_ticks_and_wide_labels_get_room() -> None:
+    assert whole_ticks(0.5, 3.5, 8) == [1, 2, 3]
+    assert left_margin(["-50.18"]) > left_margin(["100 %"]) >= left_margin([])
