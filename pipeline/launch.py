@@ -76,6 +76,11 @@ def _environment(world: World, work_dir: str) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not world.gpus:
+        # Otherwise deepspeed, where it is installed, warns in every process that it found none.
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    if not sys.stderr.isatty():
+        env.setdefault("TQDM_DISABLE", "1")
     return env
 
 
@@ -124,7 +129,7 @@ def _failure(control: Path, status: int, order: Mapping[str, Any]) -> UserError 
     name, work_dir = order["stage"], Path(order["work_dir"])
     if failures:
         kind = UserError if failures[0]["kind"] == "user" else RunError
-        return kind(f"{name}: {failures[0]['message']}")
+        return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
