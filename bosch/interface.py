@@ -112,6 +112,9 @@ def span_mask(
         valid = attention_mask[:, :total].bool()
         valid = None if bool(valid.all()) else valid
     document = None
+    right_padded = (
+        valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
+    )
     packable = attention_mask is None and offset == 0 and q_length > 1
     if packable and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
@@ -119,7 +122,7 @@ def span_mask(
         apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
         apart = apart.expand(batch_size, -1)
         document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
-    return Span(q_length, offset, valid, document)
+    return Span(q_length, offset, valid, document, right_padded)
 
 
 def register() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,6 @@ from bosch.attention import HeadLayout, resolve_backend
 from bosch.errors import UserError
 from bosch.families import family_of
 from bosch.heads import HeadMask
-
-logger = logging.getLogger(__name__)
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
@@ -63,21 +61,17 @@ def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0
     if hasattr(model.config, "hybrid_attention"):
         raise UserError("the model is hybrid already: apply head masks to the base model")
     check_mask(model.config, mask)
-    layouts: dict[bytes, HeadLayout] = {}
     for module, row in zip(modules, mask.is_full, strict=True):
         state = interface.head_state(module)
         assert state is not None
-        layout = layouts.get(row.tobytes())
-        if layout is None:
-            layout = _reusable(state.layout, row.tolist(), window_size, sinks)
-            layouts[row.tobytes()] = layout
+        layout = _layout(tuple(row.tolist()), window_size, sinks)
         interface.set_head_state(module, interface.HeadState(layout, state.backend))
 
 
-def _reusable(layout: HeadLayout, row: list[bool], window_size: int, sinks: int) -> HeadLayout:
-    """`layout` itself where it is already what is asked for, so that its index tensors stay."""
-    wanted = HeadLayout.search(row, window_size, sinks)
-    return layout if layout == wanted else wanted
+@functools.lru_cache(maxsize=1024)
+def _layout(row: tuple[bool, ...], window_size: int, sinks: int) -> HeadLayout:
+    """Layouts are kept, because they keep their index tensors."""
+    return HeadLayout.search(row, window_size, sinks)
 
 
 def layouts_of(model: Any) -> list[HeadLayout]:

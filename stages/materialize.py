@@ -135,8 +135,8 @@ def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]
     difference = float((actual - expected).abs().max()) / scale
     if not difference <= _TOLERANCE[precision]:  # a NaN fails too
         raise RunError(
-            f"materialize: the saved model differs from the searched one by {difference:.3g} of the "
-            f"logits' root mean square; {precision} allows {_TOLERANCE[precision]:g}"
+            f"materialize: the saved model differs from the searched one by {difference:.3g} of "
+            f"the logits' root mean square; {precision} allows {_TOLERANCE[precision]:g}"
         )
     return {
         "largest_difference": difference,

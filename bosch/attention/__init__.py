@@ -10,8 +10,9 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from bosch.attention.layout import CachedStates, HeadLayout
@@ -109,5 +110,18 @@ def hybrid_attention(
         raise ValueError(
             f"the layout has {heads} KV heads, got {found} with {query.shape[1]} query heads"
         )
+    query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _load(backend)(query, key, value, layout, span, scale, dropout)
+
+
+def _autocast(query: Tensor, *states: Any) -> tuple[Any, ...]:
+    """Under autocast, all three in its dtype: norms leave queries and keys in float32.
+
+    torch would do the same inside its own attention call, but on the bands, which overlap.
+    """
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, *states
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), *(x.to(dtype) for x in states)

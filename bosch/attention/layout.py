@@ -127,6 +127,11 @@ class CachedStates:
     sinks: Tensor | None = None
     owner: Callable[[], Any] | None = None
 
+    def to(self, dtype: torch.dtype) -> CachedStates:
+        """The same in another dtype."""
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        return CachedStates(self.full.to(dtype), self.sliding.to(dtype), sinks, self.owner)
+
     def settle(self, span: Span) -> None:
         """Tell the cache layer that handed these out that the pass `span` is done with them."""
         owner = self.owner() if self.owner is not None else None

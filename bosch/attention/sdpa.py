@@ -25,7 +25,7 @@ from bosch.attention.span import Span
 
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 _DENSE_MASK_ENTRIES = 2**24
-_MAX_BLOCK = 256
+_MAX_BLOCK = 128
 
 
 def sdpa_attention(
@@ -252,7 +252,7 @@ def _banded_row(
     def make() -> tuple[Tensor, Tensor | None]:
         return _row_mask(layout, span, row, block, first, query.device)
 
-    shared = 0 if span.is_plain else row
+    shared = 0 if span.valid is None and span.document is None else row
     name = ("band", window, sinks, block, first, shared)
     mask, sink_slots = span.memo(name, make)
     if sink_slots is not None:

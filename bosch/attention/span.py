@@ -20,12 +20,15 @@ class Span:
 
     q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
     padding. `document` [B, T] numbers packed documents, only in a pass without past (q_offset 0).
+    `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
+    see it, so that attention may go on as without padding (padded queries give what they give).
     """
 
     q_length: int
     q_offset: int = 0
     valid: Tensor | None = None
     document: Tensor | None = None
+    right_padded: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -34,8 +37,8 @@ class Span:
 
     @property
     def is_plain(self) -> bool:
-        """No padding and one document: visibility depends on the distance alone."""
-        return self.valid is None and self.document is None
+        """No padding that matters and one document: visibility depends on the distance alone."""
+        return (self.valid is None or self.right_padded) and self.document is None
 
     def row(self, row: int) -> Span:
         """The same pass for one row of the batch."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bosch.attention import Span
 from bosch.errors import UserError
 from bosch.families import family_of
 from bosch.heads import HeadMask
@@ -126,13 +127,46 @@ def test_hybrid_model_masks_documents_in_training_and_evaluation() -> None:
         torch.testing.assert_close(found[:, 8:], alone, **_NEAR)
 
 
-def test_right_padding_is_harmless() -> None:
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_right_padding_is_harmless_and_costs_no_mask(
+    sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = small_model(), tokens(3, 40)
+    apply_head_mask(model, random_mask(), WINDOW, sinks)
+    lengths = [40, 29, 1]
+    alone = [_logits(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
+    mask = (torch.arange(40) < torch.tensor(lengths)[:, None]).long()
+    if not sinks:
+        monkeypatch.setattr(Span, "visible", None)
+    found = _logits(model, ids, attention_mask=mask)
+    for row, n in enumerate(lengths):
+        torch.testing.assert_close(found[row : row + 1, :n], alone[row], **_NEAR)
+
+
+def test_padding_within_a_row_hides_its_tokens() -> None:
     model, ids = small_model(), tokens(2, 30)
     apply_head_mask(model, random_mask(), WINDOW, 2)
     mask = torch.ones_like(ids)
-    mask[1, 21:] = 0
-    found = _logits(model, ids, attention_mask=mask)
-    torch.testing.assert_close(found[1:, :21], _logits(model, ids[1:, :21]), **_NEAR)
+    mask[1, 10:14] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = _logits(model, ids, attention_mask=mask, position_ids=positions)
+    other = ids.clone()
+    other[1, 10:14] = 3
+    again = _logits(model, other, attention_mask=mask, position_ids=positions)
+    kept = mask.bool()
+    assert torch.equal(found[kept], again[kept])
+
+
+def test_autocast_computes_attention_in_its_dtype() -> None:
+    seen: list[torch.dtype] = []
+    model, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 40)
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].dtype)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        low = _logits(model, ids)
+    assert seen == [torch.bfloat16]
+    torch.testing.assert_close(low.float(), _logits(model, ids), rtol=0.1, atol=0.1)
 
 
 def test_switching_masks_touches_no_weight_and_comes_back() -> None:
