@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from pipeline.graph import STAGES, Stage, resolve
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.status import StageState, inspect
 from pipeline.store import Store
+from pipeline.worker import disk_full_sentence, is_disk_full
 
 # `status` reads at most so much of new input files; beyond it, it says that they are not hashed.
 _STATUS_BUDGET = 64 * 1024**2
@@ -51,6 +53,10 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and root is not None and is_disk_full(error):
+            return _say(f"error: {disk_full_sentence(root)}", 1)
+        if isinstance(error, OSError) and root is not None and _refused(error, root):
+            return _say(f"error: runtime.output_root: {root} cannot be written to", 2)
         return _say(_unexpected(error, root), 1)
 
 
@@ -60,6 +66,13 @@ class _Terminated(Exception):
 
 def _terminated(signum: int, frame: object) -> None:
     raise _Terminated
+
+
+def _refused(error: OSError, root: Path) -> bool:
+    """Whether the output root, or something below it, may not be written by this user."""
+    where = Path(str(error.filename))
+    inside = root == where or root in where.parents or where in root.parents
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and inside
 
 
 def _say(message: str, status: int) -> int:

@@ -26,7 +26,6 @@ from pipeline.locks import hold
 from pipeline.recipe import ROOT, LoadedRecipe
 from pipeline.status import StageState, inspect, inspect_output
 from pipeline.store import Store
-from pipeline.worker import disk_full_sentence, is_disk_full
 from pipeline.world import World
 
 logger = logging.getLogger(__name__)
@@ -147,16 +146,10 @@ class Runner:
         node = state.node
         label = f"[{self.all_names.index(node.name) + 1}/{len(self.all_names)}] {node.name}"
         started = time.monotonic()
-        try:
-            if self.loaded.world.node_rank > 0:
-                self._follow(node)
-            else:
-                self._lead(node, state, label)
-        except OSError as error:
-            if is_disk_full(error):
-                message = f"{node.name}: {disk_full_sentence(self.store.root)}"
-                raise RunError(message) from None
-            raise
+        if self.loaded.world.node_rank > 0:
+            self._follow(node)
+        else:
+            self._lead(node, state, label)
         print(f"{label}: done in {_duration(time.monotonic() - started)}", flush=True)
 
     def _lead(self, node: Node, state: StageState, label: str) -> None:
