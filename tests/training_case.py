@@ -102,7 +102,7 @@ def train_in_processes(
         environment["KILL_AT_STEP"] = str(kill_at_step)
     return subprocess.run(
         [*command, json.dumps(changes)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 

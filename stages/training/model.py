@@ -84,8 +84,9 @@ def check_liger_runs(model: Any) -> None:
         if type(module).__name__.endswith(("RMSNorm", "MLP"))
     }
     for name, module in patched.items():
-        if not module.forward.__func__.__module__.startswith("liger_kernel"):
+        code = getattr(module.forward, "__func__", module.forward).__module__
+        if not code.startswith("liger_kernel"):
             raise RunError(
                 f"train.liger = true, but {name or 'the loss'} ({type(module).__name__}) still "
-                f"runs {module.forward.__func__.__module__}; set train.liger = false"
+                f"runs {code}; set train.liger = false"
             )

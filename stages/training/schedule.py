@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bosch.errors import UserError
 from stages.configs import Runtime, TrainConfig
 
-_CPU_MICRO_BATCH_TOKENS = 8192
+_CPU_MICRO_BATCH_TOKENS = 2048  # what a core works on without leaving its cache
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from stages.configs import Runtime, TrainConfig
 from stages.training import parallel
 from stages.training.data import PackedSequences, collate, collate_documents
 from stages.training.metrics import MetricsLog, read_metrics
-from stages.training.model import load_for_training
+from stages.training.model import _apply_liger, check_liger_runs, load_for_training, saved_dtype
 from stages.training.schedule import Schedule, make_schedule
 from stages.training.storage import RestartPoints, check_layout, disk_errors, restart_step
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
@@ -150,6 +150,27 @@ def test_liger_is_refused_without_a_gpu(case: Path) -> None:
         load_for_training(
             case / "materialize" / "model", config.model, config.section, config.runtime
         )
+
+
+def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
+    config = stage_config()
+    model = load_for_training(
+        case / "materialize" / "model", config.model, config.section, config.runtime
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with pytest.raises(RunError, match="the loss .HybridQwen3ForCausalLM. still runs"):
+        check_liger_runs(model)
+    pytest.importorskip("liger_kernel")
+    _apply_liger(model)
+    model.model.layers[1].mlp.forward = type(model.model.layers[1].mlp).forward
+    with pytest.raises(RunError, match=r"model\.layers\.1\.mlp .Qwen3MLP. still runs"):
+        check_liger_runs(model)
+
+
+def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
+    for text, dtype in {'{"dtype": "bfloat16"}': torch.bfloat16, "{}": torch.float32}.items():
+        (tmp_path / "config.json").write_text(text)
+        assert saved_dtype(tmp_path) == dtype
 
 
 def test_idle_cores_are_used_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
