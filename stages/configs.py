@@ -19,6 +19,8 @@ _COUNT = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
 
 def parse_count(value: object) -> object:
     """An integer from 32768, "32k", "2M" or "2.5B"; other values are returned for pydantic to refuse."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a whole number, found {str(value).lower()}")
     if not isinstance(value, str):
         return value
     match = _COUNT.match(value)
@@ -58,7 +60,7 @@ NeedleTask = Literal[
 class Section(BaseModel):
     """A part of a recipe: unknown keys are refused, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):

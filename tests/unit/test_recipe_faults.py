@@ -48,6 +48,8 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("search.solver=nomda", "did you mean nomad?"),
         ("search.swa_ratio=1.5", "search.swa_ratio: expected a value at most 1, found 1.5"),
         ("search.swa_ratio=nan", "search.swa_ratio: "),
+        ("train.learning_rate=.inf", "train.learning_rate: expected a finite number"),
+        ("search.window_size=true", "search.window_size: expected a whole number, found true"),
         ("search.swa_ratio=half", "search.swa_ratio: 'half' is not a number"),
         ("search.window_size=4.5", "search.window_size: expected a whole number"),
         ("search.window_size=2x", "search.window_size: '2x' is not a count"),
