@@ -42,11 +42,10 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
 def _train(
     config: StageConfig, inputs: Mapping[str, Path], work_dir: Path, summary_file: Path
 ) -> None:
-    from stages.training.parallel import check_sharding_possible, leave, use_all_cores
+    from stages.training.parallel import check_sharding_possible, leave
     from stages.training.storage import RestartPoints
 
     check_sharding_possible(config.runtime)
-    use_all_cores()
     restarts = RestartPoints(work_dir)
     trainer = _build_trainer(config, inputs, work_dir, restarts)
     point = restarts.latest()

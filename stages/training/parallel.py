@@ -80,15 +80,6 @@ def _found_sharding(model: Any) -> str:
     return "none"
 
 
-def use_all_cores() -> None:
-    """Give each CPU process its share of the cores, where torchrun would leave it with one."""
-    import torch
-
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-
-
 def leave() -> None:
     """Leave the process group and forget accelerate's state, so that another stage can start."""
     import torch
