@@ -5,9 +5,10 @@ budget, so by default its variables are decoded: a point with too many or too fe
 completed to the quota along a random order of the units, and a flip becomes a swap.
 `stay_on_budget=False` hands NOMAD the penalised loss of Eq. 5 itself.
 
-NOMAD counts points, this module counts evaluations: a run ends when NOMAD converges or circles,
-and a new one starts from the best mask with a new order until the budget is spent. The quadratic
-models are off: at 32 variables they take NOMAD more than 0.2 s per evaluation.
+NOMAD counts points, this module counts evaluations: a run ends after a few polls, before NOMAD
+circles over points it knows, and a new one starts from the best mask with a new order until the
+budget is spent. The quadratic models are off: at 32 variables they take NOMAD more than 0.2 s per
+evaluation.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from bosch.solvers.problem import Bits, BudgetSpent, Problem, random_bits
 
 MAX_NOMAD_VARIABLES = 50
 
-_POINTS_PER_EVALUATION = 4
-_FRUITLESS_RUNS = 8
+_POINTS_PER_VARIABLE = 4
+_FRUITLESS_RUNS = 20
 _WORST = 1e20
 # NOMAD draws as many random numbers as its seed says before it starts.
 _SEEDS = 2**15
@@ -34,7 +35,7 @@ _PARAMETERS = [
     "BB_INPUT_TYPE * B",
     "BB_OUTPUT_TYPE OBJ",
     "DISPLAY_DEGREE 0",
-    "DIRECTION_TYPE ORTHO 2N",
+    "DIRECTION_TYPE ORTHO N+1 NEG",
     "EVAL_QUEUE_SORT RANDOM",
     "QUAD_MODEL_SEARCH no",
 ]
@@ -77,7 +78,7 @@ class _Run:
     def optimise(self, start: Bits, seed: int) -> None:
         import PyNomad
 
-        points = _POINTS_PER_EVALUATION * self.problem.left + 2 * self.problem.size
+        points = _POINTS_PER_VARIABLE * self.problem.size
         limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
         size = self.problem.size
         PyNomad.setSeed(0)  # a SEED equal to that of the run before would be passed over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bosch.errors import UserError
+from bosch.evaluation_log import EvaluationLog
 from bosch.heads import HeadMaskFile, swa_budget
 from stages import search
 from stages.configs import ModelConfig, Runtime, SearchConfig
@@ -103,20 +105,23 @@ search.run(config, {{"prepare": Path({str(inputs[1])!r})}}, Path({str(work)!r}))
     assert len(keys) == len(set(keys)) == whole["evaluations"]
 
 
-def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, caplog):
-    from bosch.evaluation_log import EvaluationLog
-
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, caplog, number, error):
     append = EvaluationLog.append
 
     def interrupted(self, mask, evaluation, stage):
         append(self, mask, evaluation, stage)
         if stage == "head_selection":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(EvaluationLog, "append", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         run(inputs, tmp_path)
     assert "evaluations are kept" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert not (tmp_path / "head_mask.json").exists()
 
 
