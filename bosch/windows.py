@@ -29,8 +29,3 @@ def transformers_sliding_window(window_size: int) -> int:
 def cached_keys(window_size: int) -> int:
     """Past keys the next query of a sliding head can still see: what a cache must keep."""
     return window_size - 1
-
-
-def visible_keys(length: int, window_size: int, sinks: int) -> int:
-    """Keys that the last query of a sequence of `length` tokens sees in a sliding head."""
-    return min(length, window_size + sinks)

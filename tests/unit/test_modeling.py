@@ -23,6 +23,7 @@ from bosch.modeling import (
     permute_heads,
     prepare_for_search,
 )
+from bosch.windows import transformers_sliding_window
 from tests.hybrid_case import (
     FAMILY_NAMES,
     KV_HEADS,
@@ -82,7 +83,7 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
 def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int) -> None:
     """Token for token, with and without padding."""
-    own = {"sliding_window": WINDOW}
+    own: dict[str, Any] = {"sliding_window": transformers_sliding_window(WINDOW)}
     if family != "mistral":
         own |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}
     model, theirs = small_model(family), small_model(family, **own)
