@@ -11,14 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token budgets
-# are decimal (2.5B = 2,500,000,000): the paper counts both ways, and 2.5B / 2M = its 1,192 steps.
+# Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
+# budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
+# in batches of 2M are 1,192 steps.
 _SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
 _COUNT = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
 
 
 def parse_count(value: object) -> object:
-    """An integer from 32768, "32k", "2M" or "2.5B"; other values are returned for pydantic to refuse."""
+    """An integer from 32768, "32k", "2M" or "2.5B"; what is no string is left to pydantic."""
     if isinstance(value, bool):
         raise ValueError(f"expected a whole number, found {str(value).lower()}")
     if not isinstance(value, str):
@@ -183,10 +184,10 @@ class TrainConfig(Section):
     learning_rate: Number = Field(1e-5, gt=0, description="Peak learning rate.")
     warmup_ratio: Ratio = Field(0.1, description="Share of steps with rising learning rate.")
     min_lr_ratio: Ratio = Field(0.0, description="Final learning rate over the peak.")
-    adam_beta1: Number = Field(0.9, ge=0, lt=1)
-    adam_beta2: Number = Field(0.95, ge=0, lt=1)
-    weight_decay: Number = Field(0.1, ge=0)
-    max_grad_norm: Number = Field(1.0, gt=0)
+    adam_beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
+    adam_beta2: Number = Field(0.95, ge=0, lt=1, description="AdamW's decay of the variance.")
+    weight_decay: Number = Field(0.1, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: Number = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     checkpoint_tokens: list[Count] = Field(
         default=[700_000_000, 1_300_000_000, 2_000_000_000, 2_500_000_000],
         description=(
@@ -272,4 +273,6 @@ class Runtime(Section):
     save_every_steps: int = Field(
         100, gt=0, description="Steps between the restart points of training."
     )
-    log_level: Literal["debug", "info", "warning"] = "info"
+    log_level: Literal["debug", "info", "warning"] = Field(
+        "info", description="Least severity that is logged."
+    )
