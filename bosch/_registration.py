@@ -1,68 +1,79 @@
-"""Registration of the hybrid models with transformers, when transformers' auto classes are loaded.
+"""Registration of the hybrid models with transformers, when one is first asked for.
 
 transformers has no entry points for models. Importing it costs seconds and pulls in torch, which a
-command that only reads a mask must not pay; so registration waits for the module that holds the
-auto classes, whichever of bosch and transformers is imported first.
+command that only reads a mask must not pay. So the table of model types is only given a dictionary
+that registers the hybrid models at the first look-up of a `hybrid_…` type, whichever of bosch and
+transformers is imported first. Nothing of transformers is imported while it is itself loading.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
-_MODELS = "transformers.models.auto.modeling_auto"
+_PREFIX = "hybrid_"
 
 
-class _RegisteringLoader(Loader):
-    """Loads a module as its own loader does, then registers."""
+class _ModelTypes(dict[str, Any]):
+    """Registered model types; a hybrid one that is missing is registered when it is looked up."""
 
-    def __init__(self, inner: Loader, then: Callable[[], None]) -> None:
-        self._inner, self._then = inner, then
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if not isinstance(key, str) or not key.startswith(_PREFIX):
+            return False
+        importlib.import_module("bosch.hybrid").register_models()
+        return super().__contains__(key)
+
+
+def _prepare(configs: ModuleType) -> None:
+    """Put `_ModelTypes` into the table of model types of transformers' auto classes."""
+    table = configs.CONFIG_MAPPING
+    if not isinstance(table._extra_content, _ModelTypes):
+        table._extra_content = _ModelTypes(table._extra_content)
+
+
+class _PreparingLoader(Loader):
+    """Loads a module as its own loader does, then prepares it."""
+
+    def __init__(self, inner: Loader) -> None:
+        self._inner = inner
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
-        self._then()
+        _prepare(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the trigger modules as everyone else does, and hands out a registering loader."""
+    """Finds the one module as everyone else does, and hands out a preparing loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in (_CONFIGS, _MODELS):
+        if fullname != _CONFIGS:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _RegisteringLoader(spec.loader, lambda: _register(fullname))
+                spec.loader = _PreparingLoader(spec.loader)
                 return spec
         return None
 
 
-def _register(loaded: str) -> None:
-    """Called when `loaded` has just been loaded."""
-    if loaded == _MODELS:
-        importlib.import_module("bosch.hybrid").register_models()
-    elif _MODELS not in sys.modules:
-        # Only AutoConfig was asked for. The configs cannot be made without the other module.
-        importlib.import_module(_MODELS)
-
-
 def install() -> None:
-    """Register now where the auto classes are loaded already, else when they are."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Prepare transformers' auto classes now where they are loaded already, else when they are."""
+    if _CONFIGS in sys.modules:
+        _prepare(sys.modules[_CONFIGS])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name in (_MODELS, _CONFIGS):
-        if name in sys.modules:
-            _register(name)

@@ -67,3 +67,13 @@ def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         bosch.nothing  # noqa: B018
     assert all(getattr(bosch, name) is not None for name in bosch.__all__)
+
+
+@pytest.mark.parametrize("name", ["PreTrainedModel", "Qwen3Config", "Trainer", "pipeline"])
+def test_bosch_first_then_anything_of_transformers(name: str) -> None:
+    """Registration must not import transformers' models while transformers itself is loading."""
+    done = _python(
+        f"import bosch; from transformers import {name}, AutoConfig\n"
+        "print(type(AutoConfig.for_model('hybrid_qwen3')).__name__)"
+    )
+    assert done.stdout.split() == ["HybridQwen3Config"], done.stderr
