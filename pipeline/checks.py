@@ -28,8 +28,17 @@ from stages.configs import (
 _BUCKET_METHODS = ("bosch",)
 
 
-def find_faults(sections: Mapping[str, Section], info: ModelInfo | None, world: World) -> list[str]:
-    """Everything wrong between the sections of a recipe, one sentence each."""
+def find_faults(
+    sections: Mapping[str, Section],
+    info: ModelInfo | None,
+    world: World,
+    *,
+    input_files: bool = True,
+) -> list[str]:
+    """Everything wrong between the sections of a recipe, one sentence each.
+
+    Without `input_files` it does not matter whether the data is there.
+    """
     prepare, search = sections.get("prepare"), sections.get("search")
     train, evaluate = sections.get("train"), sections.get("evaluate")
     runtime = sections.get("runtime")
@@ -37,7 +46,6 @@ def find_faults(sections: Mapping[str, Section], info: ModelInfo | None, world: 
     if isinstance(search, SearchConfig):
         faults += _ratio(search)
     if isinstance(prepare, PrepareConfig):
-        faults += _files(prepare)
         faults += _names(prepare)
         if isinstance(search, SearchConfig):
             faults += _window(search, prepare, train is not None)
@@ -47,6 +55,8 @@ def find_faults(sections: Mapping[str, Section], info: ModelInfo | None, world: 
                 faults += _batch(train, prepare, runtime, world)
     if isinstance(evaluate, EvaluateConfig):
         faults += _evaluation(evaluate)
+    if input_files:
+        faults += missing_inputs(prepare, evaluate)
     if info is not None:
         faults += _positions(info, prepare, train, evaluate)
     if isinstance(runtime, Runtime):
@@ -154,9 +164,6 @@ def _evaluation(evaluate: EvaluateConfig) -> Iterator[str]:
             )
     if len(set(needle.lengths)) < len(needle.lengths):
         yield "evaluate.needle.lengths: names a length twice"
-    folder = needle.essay_dir
-    if folder is not None:
-        yield from _caught(partial(check_folder, "evaluate.needle.essay_dir", folder))
 
 
 def _positions(
@@ -177,14 +184,20 @@ def _positions(
             yield f"{path}: {length:,} is more than the model's {limit:,} positions"
 
 
-def _files(prepare: PrepareConfig) -> Iterator[str]:
-    for index, source in enumerate(prepare.sources):
-        if source.path is not None:
-            where = f"prepare.sources.{index}.path"
-            yield from _caught(partial(check_source, where, source.kind, source.path))
-    folder = prepare.calibration.essay_dir
-    if folder is not None:
-        yield from _caught(partial(check_folder, "prepare.calibration.essay_dir", folder))
+def missing_inputs(prepare: Section | None, evaluate: Section | None) -> Iterator[str]:
+    """Sources and folders of prose that are not there, or not what they should be."""
+    folders: dict[str, str | None] = {}
+    if isinstance(prepare, PrepareConfig):
+        for index, source in enumerate(prepare.sources):
+            if source.path is not None:
+                where = f"prepare.sources.{index}.path"
+                yield from _caught(partial(check_source, where, source.kind, source.path))
+        folders["prepare.calibration.essay_dir"] = prepare.calibration.essay_dir
+    if isinstance(evaluate, EvaluateConfig) and evaluate.needle is not None:
+        folders["evaluate.needle.essay_dir"] = evaluate.needle.essay_dir
+    for where, folder in folders.items():
+        if folder is not None:
+            yield from _caught(partial(check_folder, where, folder))
 
 
 def _names(prepare: PrepareConfig) -> Iterator[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bosch.errors import RunError, UserError
 from pipeline import log
+from pipeline.checks import missing_inputs
 from pipeline.graph import STAGES, Stage, resolve
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.status import StageState, inspect
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     root: Path | None = None
     try:
         lean = options.command == "status"
-        loaded = load_recipe(options.recipe, options.overrides, fetch=not lean)
+        planned = options.command == "plan"  # before the data is fetched, too
+        loaded = load_recipe(
+            options.recipe, options.overrides, fetch=not lean, input_files=not planned
+        )
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
         return _COMMANDS[options.command](loaded, options, stages)
@@ -206,6 +210,8 @@ def _plan(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[St
     from pipeline.plan import plan_lines
 
     print("\n".join(plan_lines(loaded, options.hardware)))
+    for fault in missing_inputs(loaded.recipe.prepare, loaded.recipe.evaluate):
+        print(f"before it can run: {fault}")
     return 0
 
 

@@ -49,12 +49,13 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying."""
+    """FLOPs of a stage, bytes it leaves on disk, what else is worth saying, and on what it runs."""
 
     stage: str
     flops: float
     disk: float
     facts: list[str]
+    distributed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,12 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
     return 2 + stage1 + (search.budget_per_layer * layers if search.method == "bosch" else 0)
 
 
-def plan_costs(loaded: LoadedRecipe, info: ModelInfo) -> list[Cost]:
-    """The cost of every stage of a recipe, as if nothing was cached."""
+def plan_costs(loaded: LoadedRecipe, info: ModelInfo, processes: int) -> list[Cost]:
+    """The cost of every stage of a recipe on so many processes, as if nothing was cached."""
     shape = model_shape(info)
     costs = [_prepare(loaded), _search(loaded, info, shape), _materialize(loaded, shape)]
     if loaded.recipe.train is not None:
-        costs.append(_train(loaded, shape))
+        costs.append(_train(loaded, shape, processes))
     if loaded.recipe.evaluate is not None:
         costs.append(_evaluate(loaded, shape))
     return [*costs, Cost("report", 0, 1e6, [])]
@@ -146,24 +147,24 @@ def _materialize(loaded: LoadedRecipe, shape: Shape) -> Cost:
     return Cost("materialize", 0, size, [f"{shape.total:,} parameters"])
 
 
-def _train(loaded: LoadedRecipe, shape: Shape) -> Cost:
+def _train(loaded: LoadedRecipe, shape: Shape, processes: int) -> Cost:
     recipe = loaded.recipe
-    train, runtime, world = recipe.train, recipe.runtime, loaded.world
+    train, runtime = recipe.train, recipe.runtime
     assert train is not None
     steps = optimizer_steps(train)
     tokens, length = steps * train.batch_tokens, recipe.prepare.sequence_length
     factor = 4 if runtime.gradient_checkpointing else 3
-    shards = world.size if runtime.sharding != "none" else 1
+    shards = processes if runtime.sharding != "none" else 1
     # fp32 weights, gradients and two Adam moments; autocast keeps a bf16 copy of a layer at a time.
     memory = 16.0 * shape.total / shards
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
-        f"{train.batch_tokens // length} sequences a step on {world.size} process(es)",
+        f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
         f"weights, gradients and optimizer {_bytes(memory)} per process, activations besides",
     ]
     kept = len(train.checkpoint_tokens) + 1
     disk = kept * 2.0 * shape.total + 12.0 * shape.total
-    return Cost("train", factor * shape.forward(tokens, length), disk, facts)
+    return Cost("train", factor * shape.forward(tokens, length), disk, facts, distributed=True)
 
 
 def _evaluate(loaded: LoadedRecipe, shape: Shape) -> Cost:
@@ -178,7 +179,7 @@ def _evaluate(loaded: LoadedRecipe, shape: Shape) -> Cost:
     flops = sum(shape.forward(each * length, length) for length in needle.lengths)
     samples = each * len(needle.lengths)
     facts = [f"{samples:,} samples for each of {models} models (original, hybrid, checkpoints)"]
-    return Cost("evaluate", models * flops, samples * models * 300.0, facts)
+    return Cost("evaluate", models * flops, samples * models * 300.0, facts, distributed=True)
 
 
 def find_hardware(text: str | None, world: World) -> tuple[str, int]:
@@ -203,19 +204,25 @@ def plan_lines(loaded: LoadedRecipe, hardware: str | None = None) -> Iterator[st
         raise UserError(f"model.path: the shape of {loaded.recipe.model.path} is not known here")
     name, count = find_hardware(hardware, loaded.world)
     device = HARDWARE[name]
-    rate = device.tflops * 1e12 * count * _EFFICIENCY
-    costs = plan_costs(loaded, loaded.info)
+    # A process drives one GPU, or all cores of a machine.
+    processes = loaded.world.size if name == "cpu" else count
+    costs = plan_costs(loaded, loaded.info, processes)
     weights = model_shape(loaded.info).total * float(_BYTES[loaded.recipe.model.dtype])
     yield f"{loaded.recipe.name} on {count} x {name}, at {_EFFICIENCY:.0%} of its peak"
     yield f"  model        {_bytes(weights)} of weights in search and evaluation"
+    total_hours = 0.0
     for cost in costs:
-        time = f", {_hours(cost.flops / rate / 3600)}" if cost.flops else ""
+        devices = count if cost.distributed or name == "cpu" else 1
+        hours = cost.flops / (device.tflops * 1e12 * devices * _EFFICIENCY) / 3600
+        total_hours += hours
+        alone = f" on one {name}" if devices < count else ""
+        time = f", {_hours(hours)}{alone}" if cost.flops else ""
         work = f"{_flops(cost.flops)}{time}, " if cost.flops else ""
         yield f"  {cost.stage:<12} {work}{_bytes(cost.disk)} on disk"
         for fact in cost.facts:
             yield f"  {'':<12} - {fact}"
     flops, disk = sum(cost.flops for cost in costs), sum(cost.disk for cost in costs)
-    yield f"  {'in all':<12} {_flops(flops)}, {_hours(flops / rate / 3600)}, {_bytes(disk)} on disk"
+    yield f"  {'in all':<12} {_flops(flops)}, {_hours(total_hours)}, {_bytes(disk)} on disk"
     if weights > device.memory * 2**30:
         yield f"  note: the weights do not fit into one {name} of {device.memory:g} GiB"
 

@@ -83,12 +83,14 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     fetch: bool = True,
+    input_files: bool = True,
     env: Mapping[str, str] = os.environ,
     root: Path = ROOT,
 ) -> LoadedRecipe:
     """Read, override and check a recipe; relative paths become absolute below `root`.
 
-    `fetch` allows looking a hub model up over the network. Raises UserError that lists every
+    `fetch` allows looking a hub model up over the network; without `input_files` the data need not
+    be there yet. Raises UserError that lists every
     fault of the recipe with its dotted path.
     """
     file = Path(path)
@@ -108,7 +110,7 @@ def load_recipe(
         except UserError as fault:
             info = None
             faults.append(str(fault))
-    faults += checks.find_faults(sections, info, world)
+    faults += checks.find_faults(sections, info, world, input_files=input_files)
     if faults:
         raise UserError(_listing(str(file), faults))
     values: dict[str, Any] = {"name": name, "seed": content.get("seed") or 0, **sections}

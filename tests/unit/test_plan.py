@@ -10,7 +10,7 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.modelinfo import ModelInfo
-from pipeline.plan import find_hardware, model_shape, plan_lines, search_evaluations
+from pipeline.plan import find_hardware, model_shape, plan_costs, plan_lines, search_evaluations
 from pipeline.recipe import load_recipe
 from pipeline.world import World
 from stages.configs import SearchConfig
@@ -69,7 +69,7 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
     text = "\n".join(plan_lines(load_recipe(case.file, env={}), "h100x8"))
     assert "8 x h100" in text
     assert "4 steps of 512 tokens = 2,048 tokens" in text
-    assert "4 sequences a step" in text
+    assert "4 sequences a step on 8 process(es)" in text
     assert "12 samples for each of 3 models" in text
     assert "note:" not in text
 
@@ -80,6 +80,17 @@ def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2**30}))
     lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
     assert lines[-1].strip().startswith("note: the weights do not fit")
+
+
+def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
+    loaded = load_recipe(Case(tmp_path).file, env={})
+    assert loaded.info is not None
+    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    assert {name for name, cost in costs.items() if cost.distributed} == {"train", "evaluate"}
+    lines = list(plan_lines(loaded, "h100x8"))
+    search = next(line for line in lines if line.startswith("  search "))
+    assert "on one h100" in search
+    assert not any("on one h100" in line for line in plan_lines(loaded, "h100x1"))
 
 
 def test_hardware_names() -> None:
