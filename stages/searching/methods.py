@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from typing import cast
+
 from bosch.baselines import layer_rules
+from bosch.baselines.static import STATIC_RANKINGS, StaticName, static_mask
 from bosch.heads import HeadMask
 from bosch.method.bosch import SearchResult, b_single, bosch, finished
 from bosch.method.ledger import Ledger
 from bosch.method.settings import SearchSettings
+from bosch.objective import Objective
 from stages.configs import SearchConfig
+
+logger = logging.getLogger(__name__)
 
 SEARCHES = {"bosch": bosch, "b_single": b_single}
 
@@ -33,8 +41,30 @@ def find_mask(section: SearchConfig, ledger: Ledger, seed: int) -> SearchResult:
     if section.method in SEARCHES:
         return SEARCHES[section.method](ledger, settings)
     anchors = ledger.anchors()
+    if section.method in STATIC_RANKINGS:
+        return finished(ledger, settings, _ranked(section, ledger, seed), anchors)
     shape = ledger.scorer.num_layers, ledger.scorer.num_key_value_heads
     return finished(ledger, settings, _rule(section, shape, seed), anchors)
+
+
+def _ranked(section: SearchConfig, ledger: Ledger, seed: int) -> HeadMask:
+    """Mask of a static ranking, with notes on what its reader must know."""
+    objective = ledger.scorer
+    assert isinstance(objective, Objective)
+    name = cast(StaticName, section.method)
+    started = time.perf_counter()
+    ranked = static_mask(
+        name, objective.model, objective.calibration, section.window_size, section.swa_ratio, seed
+    )
+    logger.info("%s ranked all heads in %.1f s", name, time.perf_counter() - started)
+    if ranked.tied:
+        ledger.note(
+            f"{name} gave {ranked.tied} units the same score at the border of the budget: "
+            "those of lower index became sliding"
+        )
+    if section.sinks:
+        ledger.note(f"{name} ranked the heads by the window alone, without the sinks")
+    return ranked.mask
 
 
 def _rule(section: SearchConfig, shape: tuple[int, int], seed: int) -> HeadMask:

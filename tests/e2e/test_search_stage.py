@@ -45,7 +45,7 @@ def run(inputs: tuple[Path, Path], work: Path, **changes: object) -> dict:
     return json.loads((work / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["bosch", "b_single", "rand", "bme", "intr"])
+@pytest.mark.parametrize("method", ["bosch", "b_single", "rand", "bme", "intr", "dcam"])
 @pytest.mark.parametrize("ratio", [0.3, 0.75])
 def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
     summary = run(inputs, tmp_path, method=method, swa_ratio=ratio)

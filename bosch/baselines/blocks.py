@@ -1,0 +1,62 @@
+"""Attention probabilities a block of query rows at a time: memory grows with T, not with T * T.
+
+Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension, R rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bosch.baselines.capture import LayerStates
+
+ROWS = 128
+
+
+def row_blocks(length: int, rows: int = ROWS, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Bounds (begin, end) of the blocks of rows first .. length - 1."""
+    for begin in range(first, length, rows):
+        yield begin, min(begin + rows, length)
+
+
+def grouped_product(query: Tensor, key: Tensor) -> Tensor:
+    """query [HQ, R, D] times key [HKV, n, D], each query head with its KV head: [HQ, R, n].
+
+    In float32 at least.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    heads, rows, width = query.shape
+    query = query.to(dtype).reshape(key.shape[0], -1, width)
+    product = query @ key.to(dtype).transpose(1, 2)
+    return product.reshape(heads, rows, -1)
+
+
+def block_scores(states: LayerStates, begin: int, end: int, first_key: int = 0) -> Tensor:
+    """Scaled scores of rows begin .. end - 1 on keys first_key .. end - 1, future keys -inf.
+
+    Returns [HQ, end - begin, end - first_key].
+    """
+    scores = grouped_product(states.query[:, begin:end], states.key[:, first_key:end])
+    scores *= states.scaling
+    return scores.masked_fill_(lags(begin, end, first_key, scores.device) < 0, float("-inf"))
+
+
+def lags(begin: int, end: int, first_key: int, device: torch.device) -> Tensor:
+    """d = t - j of rows begin .. end - 1 and keys first_key .. end - 1: [R, n]."""
+    rows = torch.arange(begin, end, device=device)[:, None]
+    return rows - torch.arange(first_key, end, device=device)
+
+
+def attention_blocks(states: LayerStates, rows: int = ROWS) -> Iterator[tuple[int, int, Tensor]]:
+    """(begin, end, alpha [HQ, end - begin, end]) for all rows in order."""
+    for begin, end in row_blocks(states.query.shape[1], rows):
+        yield begin, end, block_scores(states, begin, end).softmax(dim=-1)
+
+
+def local_and_all(weights: Tensor, begin: int, end: int, window_size: int) -> Tensor:
+    """Sums of weights [HQ, R, end] at lags below W and at all lags: [HQ, 2] in float64."""
+    local = lags(begin, end, 0, weights.device) < window_size
+    inside = (weights * local).sum(dim=-1).double().sum(dim=-1)
+    return torch.stack([inside, weights.sum(dim=-1).double().sum(dim=-1)], dim=-1)
