@@ -8,7 +8,6 @@ transformers is imported first. Nothing of transformers is imported while it is 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -28,7 +27,7 @@ class _ModelTypes(dict[str, Any]):
             return True
         if not isinstance(key, str) or not key.startswith(_PREFIX):
             return False
-        importlib.import_module("bosch.hybrid").register_models()
+        register_models()
         return super().__contains__(key)
 
 
@@ -69,6 +68,23 @@ class _Finder(MetaPathFinder):
                 spec.loader = _PreparingLoader(spec.loader)
                 return spec
         return None
+
+
+def register_models() -> None:
+    """Teach transformers the hybrid attention, configs and models; harmless when called again."""
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from bosch.configuration import hybrid_config_class
+    from bosch.families import FAMILIES
+    from bosch.hybrid import hybrid_model_class
+    from bosch.interface import register_attention
+
+    register_attention()
+    for family in FAMILIES.values():
+        config, model = hybrid_config_class(family), hybrid_model_class(family)
+        AutoConfig.register(family.hybrid_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
 
 
 def install() -> None:

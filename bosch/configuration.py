@@ -4,9 +4,35 @@ from __future__ import annotations
 
 import functools
 import importlib
+from pathlib import Path
 from typing import Any
 
 from bosch.families import Family
+
+CODE_FILE = "modeling_hybrid.py"
+
+
+def _save_of(family: Family, parent: Any) -> Any:
+    """`save_pretrained` of a family that also writes the code file, and names it in the config.
+
+    A model saves its configuration by this too, so no hybrid is saved or pushed without it.
+    """
+
+    @functools.wraps(parent.save_pretrained)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        from bosch.code_file import code_file
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CODE_FILE).write_text(code_file(family), encoding="utf-8")
+        module = CODE_FILE.removesuffix(".py")
+        self.auto_map = {
+            "AutoConfig": f"{module}.{family.config_class}",
+            "AutoModelForCausalLM": f"{module}.{family.model_class}",
+        }
+        return parent.save_pretrained(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
 
 
 @functools.cache
@@ -16,16 +42,16 @@ def hybrid_config_class(family: Family) -> Any:
         f"transformers.models.{family.module}.configuration_{family.module}"
     )
     base = getattr(module, f"{family.prefix}Config")
-    name = f"Hybrid{family.prefix}Config"
     body = {
         "model_type": family.hybrid_type,
         "hybrid_attention": None,
         "__annotations__": {"hybrid_attention": "dict | None"},
         "__module__": __name__,
+        "save_pretrained": _save_of(family, base),
         "__doc__": f"Configuration of a {family.prefix} model with full and sliding heads.",
     }
-    created = type(name, (base,), body)
-    globals()[name] = created
+    created = type(family.config_class, (base,), body)
+    globals()[family.config_class] = created
     return created
 
 

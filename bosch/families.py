@@ -21,6 +21,16 @@ class Family:
         """model_type of the hybrid form: a plain load without bosch does not know it."""
         return f"hybrid_{self.model_type}"
 
+    @property
+    def config_class(self) -> str:
+        """Name of the config class of the hybrid form."""
+        return f"Hybrid{self.prefix}Config"
+
+    @property
+    def model_class(self) -> str:
+        """Name of the model class of the hybrid form."""
+        return f"Hybrid{self.prefix}ForCausalLM"
+
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

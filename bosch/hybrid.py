@@ -12,21 +12,25 @@ import importlib
 import json
 from typing import Any
 
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-from bosch import interface
 from bosch.attention import HeadLayout, resolve_backend
 from bosch.cache import HybridCache
 from bosch.configuration import hybrid_config_class
 from bosch.errors import UserError
-from bosch.families import FAMILIES, Family
-from bosch.search_mode import attention_modules, layouts_of
+from bosch.families import Family
+from bosch.interface import (
+    NAME,
+    HeadState,
+    attention_modules,
+    layouts_of,
+    register_attention,
+    set_head_state,
+)
 
 # What a user may ask for as attn_implementation, and the backend that means.
 _BACKEND_OF = {
     None: "auto",
-    interface.NAME: "auto",
+    NAME: "auto",
+    "bosch": "auto",
     "auto": "auto",
     "eager": "eager",
     "sdpa": "sdpa",
@@ -75,7 +79,7 @@ class HybridModelMixin:
 
     def _install(self, layouts: list[HeadLayout]) -> None:
         for module, layout in zip(attention_modules(self), layouts, strict=True):
-            interface.set_head_state(module, interface.HeadState(layout, self._hybrid_backend))
+            set_head_state(module, HeadState(layout, self._hybrid_backend))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
@@ -86,9 +90,9 @@ class HybridModelMixin:
                 f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
                 f"{', '.join(str(name) for name in _BACKEND_OF if name)}"
             )
-        interface.register()
+        register_attention()
         self._hybrid_backend = resolve_backend(_BACKEND_OF[attn_implementation])
-        return interface.NAME
+        return NAME
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Choose the backend of the hybrid attention."""
@@ -149,7 +153,6 @@ def hybrid_model_class(family: Family) -> Any:
         f"transformers.models.{family.module}.modeling_{family.module}"
     )
     base = getattr(module, f"{family.prefix}ForCausalLM")
-    name = f"Hybrid{family.prefix}ForCausalLM"
     config_class = hybrid_config_class(family)
     body = {
         "config_class": config_class,
@@ -159,23 +162,13 @@ def hybrid_model_class(family: Family) -> Any:
         "forward": _forward_of(base),
         "_can_set_attn_implementation_cached_value": True,
     }
-    created = type(name, (HybridModelMixin, base), body)
-    globals()[name] = created
+    created = type(family.model_class, (HybridModelMixin, base), body)
+    globals()[family.model_class] = created
     return created
-
-
-def register_models() -> None:
-    """Teach transformers the hybrid attention, configs and models; harmless when called again."""
-    interface.register()
-    for family in FAMILIES.values():
-        config, model = hybrid_config_class(family), hybrid_model_class(family)
-        AutoConfig.register(family.hybrid_type, config, exist_ok=True)
-        AutoModelForCausalLM.register(config, model, exist_ok=True)
 
 
 __all__ = [
     "HybridModelMixin",
     "deploy_layouts",
     "hybrid_model_class",
-    "register_models",
 ]

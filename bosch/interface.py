@@ -6,6 +6,7 @@ no mask function.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.attention import CachedStates, HeadLayout, Span, hybrid_attention
 
-NAME = "bosch"
+# A model loaded from the code file beside its weights has its own copy of all this, whose spans and
+# states are of other classes; so each copy registers under a name of its own.
+NAME = "bosch" if __name__ == "bosch.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 _STATE = "bosch_heads"
 _REFUSED = ("softcap", "s_aux", "position_bias")
 
@@ -38,6 +41,20 @@ def head_state(module: nn.Module) -> HeadState | None:
 def set_head_state(module: nn.Module, state: HeadState) -> None:
     """Set the state of an attention module; its weights are not touched."""
     setattr(module, _STATE, state)
+
+
+def attention_modules(model: Any) -> list[nn.Module]:
+    """The attention module of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+def layouts_of(model: Any) -> list[HeadLayout]:
+    """The layout of each layer of a model in search or deploy mode."""
+    states = [head_state(module) for module in attention_modules(model)]
+    found = [state.layout for state in states if state is not None]
+    if len(found) != len(states):
+        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    return found
 
 
 def attention_forward(
@@ -125,7 +142,7 @@ def span_mask(
     return Span(q_length, offset, valid, document, right_padded)
 
 
-def register() -> None:
-    """Make "bosch" an attention implementation of transformers; again and again is harmless."""
+def register_attention() -> None:
+    """Make `NAME` an attention implementation of transformers; again and again is harmless."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, span_mask)

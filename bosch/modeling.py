@@ -12,19 +12,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch import hybrid
+from bosch._registration import register_models
 from bosch.attention import resolve_backend
 from bosch.configuration import hybrid_config_class, is_hybrid
 from bosch.errors import UserError
 from bosch.families import family_of
 from bosch.heads import HeadMask
-from bosch.search_mode import (
-    apply_head_mask,
-    attention_modules,
-    check_mask,
-    layouts_of,
-    mask_shape,
-    prepare_for_search,
-)
+from bosch.interface import attention_modules, layouts_of
+from bosch.search_mode import apply_head_mask, check_mask, mask_shape, prepare_for_search
 from bosch.windows import check_window
 
 __all__ = [
@@ -44,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Configuration of a model directory or hub name; raises UserError when it cannot be read."""
-    hybrid.register_models()
+    register_models()
     folder = Path(path)
     if folder.is_dir():
         file = folder / "config.json"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
-
-from bosch import interface
 from bosch.attention import HeadLayout, resolve_backend
 from bosch.errors import UserError
 from bosch.families import family_of
 from bosch.heads import HeadMask
-
-
-def attention_modules(model: Any) -> list[nn.Module]:
-    """The attention module of each layer, in order."""
-    return [layer.self_attn for layer in model.get_decoder().layers]
+from bosch.interface import (
+    NAME,
+    HeadState,
+    attention_modules,
+    head_state,
+    register_attention,
+    set_head_state,
+)
 
 
 def mask_shape(config: Any) -> tuple[int, int]:
@@ -41,12 +41,12 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     """
     family_of(model.config)
     name = resolve_backend(backend)
-    interface.register()
-    model.set_attn_implementation(interface.NAME)
+    register_attention()
+    model.set_attn_implementation(NAME)
     _, heads = mask_shape(model.config)
     layout = HeadLayout.search([True] * heads, window_size=1)
     for module in attention_modules(model):
-        interface.set_head_state(module, interface.HeadState(layout, name))
+        set_head_state(module, HeadState(layout, name))
 
 
 def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) -> None:
@@ -56,28 +56,19 @@ def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0
     Raises UserError when the mask does not fit the model.
     """
     modules = attention_modules(model)
-    if interface.head_state(modules[0]) is None:
+    if head_state(modules[0]) is None:
         prepare_for_search(model)
     if hasattr(model.config, "hybrid_attention"):
         raise UserError("the model is hybrid already: apply head masks to the base model")
     check_mask(model.config, mask)
     for module, row in zip(modules, mask.is_full, strict=True):
-        state = interface.head_state(module)
+        state = head_state(module)
         assert state is not None
         layout = _layout(tuple(row.tolist()), window_size, sinks)
-        interface.set_head_state(module, interface.HeadState(layout, state.backend))
+        set_head_state(module, HeadState(layout, state.backend))
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(row: tuple[bool, ...], window_size: int, sinks: int) -> HeadLayout:
     """Layouts are kept, because they keep their index tensors."""
     return HeadLayout.search(row, window_size, sinks)
-
-
-def layouts_of(model: Any) -> list[HeadLayout]:
-    """The layout of each layer of a model in search or deploy mode."""
-    states = [interface.head_state(module) for module in attention_modules(model)]
-    found = [state.layout for state in states if state is not None]
-    if len(found) != len(states):
-        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
-    return found

@@ -7,10 +7,8 @@ Every backend gives what `eager` gives, in outputs and gradients.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,14 +42,32 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
 
+class BackendEntry(NamedTuple):
+    """How a backend is loaded, on first use, and whether it can be used here."""
+
+    load: Callable[[], Backend]
+    usable: Callable[[], bool]
+
+
+def _load_eager() -> Backend:
+    from bosch.attention.eager import eager_attention
+
+    return eager_attention
+
+
+def _load_sdpa() -> Backend:
+    from bosch.attention.sdpa import sdpa_attention
+
+    return sdpa_attention
+
+
 def _always() -> bool:
     return True
 
 
-# Name -> (where the function stands, whether it can be used here). Imported on first use.
-BACKENDS: dict[str, tuple[str, Callable[[], bool]]] = {
-    "eager": ("bosch.attention.eager:eager_attention", _always),
-    "sdpa": ("bosch.attention.sdpa:sdpa_attention", _always),
+BACKENDS: dict[str, BackendEntry] = {
+    "eager": BackendEntry(_load_eager, _always),
+    "sdpa": BackendEntry(_load_sdpa, _always),
 }
 
 _AUTO_ORDER = ("sdpa",)
@@ -63,11 +79,11 @@ def resolve_backend(name: str = "auto") -> str:
     Raises UserError when `name` is unknown or what it needs is not installed; never another one.
     """
     if name == "auto":
-        return next(choice for choice in _AUTO_ORDER if BACKENDS[choice][1]())
+        return next(choice for choice in _AUTO_ORDER if BACKENDS[choice].usable())
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise UserError(f"attention backend '{name}' is unknown: choose one of {known}")
-    if not BACKENDS[name][1]():
+    if not BACKENDS[name].usable():
         raise UserError(
             f"attention backend '{name}' cannot be used here: install what it needs or choose auto"
         )
@@ -76,9 +92,7 @@ def resolve_backend(name: str = "auto") -> str:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    module, _, function = BACKENDS[name][0].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), function)
-    return backend
+    return BACKENDS[name].load()
 
 
 def hybrid_attention(
