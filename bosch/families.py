@@ -10,11 +10,18 @@ from bosch.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder family of transformers: module and class names, as in its own source."""
+    """A decoder family of transformers: module and class names, as in its own source.
+
+    `fused`: query, key and value projections are the rows of one weight, in this order.
+    `norms_over_heads`: the weights of the query and key norms have an entry for each head's
+    dimensions, instead of sharing one head's among all.
+    """
 
     model_type: str
     module: str
     prefix: str
+    fused: bool = False
+    norms_over_heads: bool = False
 
     @property
     def hybrid_type(self) -> str:
@@ -40,6 +47,16 @@ FAMILIES: dict[str, Family] = {
         Family("llama", "llama", "Llama"),
         Family("qwen2", "qwen2", "Qwen2"),
         Family("mistral", "mistral", "Mistral"),
+        Family("mixtral", "mixtral", "Mixtral"),
+        Family("olmo", "olmo", "Olmo"),
+        Family("olmo2", "olmo2", "Olmo2", norms_over_heads=True),
+        Family("olmoe", "olmoe", "Olmoe", norms_over_heads=True),
+        Family("phi3", "phi3", "Phi3", fused=True),
+        Family("gemma", "gemma", "Gemma"),
+        Family("granite", "granite", "Granite"),
+        Family("seed_oss", "seed_oss", "SeedOss"),
+        Family("smollm3", "smollm3", "SmolLM3"),
+        Family("starcoder2", "starcoder2", "Starcoder2"),
     )
 }
 
@@ -48,8 +65,7 @@ _REASONS = {
     "gemma3": "it has sliding layers of its own",
     "gemma3_text": "it has sliding layers of its own",
     "gpt_oss": "its attention sinks are logits and it has sliding layers of its own",
-    "phi3": "its query, key and value projections are fused",
-    "olmo2": "its query and key norms run over all heads",
+    "olmo3": "it has sliding layers of its own",
 }
 
 

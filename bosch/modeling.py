@@ -117,32 +117,38 @@ def _line(error: BaseException) -> str:
 def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
     """Weights of `model` with each layer's full KV heads first, by name (BOSCH B.2).
 
-    Rows of the query, key and value projections with their biases and columns of the output
-    projection move with their head; the model itself is not changed. Norms over the head dimension
-    are shared by all heads and stay.
+    Rows of the query, key and value projections with their biases, columns of the output projection
+    and norm weights that belong to a head move with it; the model itself is not changed. Norms
+    over the head dimension are shared by all heads and stay.
     """
     check_mask(model.config, mask)
+    family = family_of(model.config)
     weights = dict(model.state_dict())
     names = {id(module): name for name, module in model.named_modules()}
     modules: list[Any] = attention_modules(model)
+    per_kv = model.config.num_attention_heads // model.config.num_key_value_heads
     for module, row in zip(modules, mask.is_full, strict=True):
         order = torch.tensor([h for full in (True, False) for h in (row == full).nonzero()[0]])
+        query, key = _entries(order, per_kv * module.head_dim), _entries(order, module.head_dim)
+        moves = {"q_proj": query, "k_proj": key, "v_proj": key}
+        if family.fused:
+            fused = [query, key + len(query), key + len(query) + len(key)]
+            moves = {"qkv_proj": torch.cat(fused)}
+        if family.norms_over_heads:
+            moves |= {"q_norm": query, "k_norm": key}
         prefix = names[id(module)]
-        per_kv = model.config.num_attention_heads // model.config.num_key_value_heads
-        for projection, group in (("q_proj", per_kv), ("k_proj", 1), ("v_proj", 1)):
-            for kind in ("weight", "bias"):
-                name = f"{prefix}.{projection}.{kind}"
+        for part, index in moves.items():
+            for name in (f"{prefix}.{part}.weight", f"{prefix}.{part}.bias"):
                 if name in weights:
-                    weights[name] = _permuted(weights[name], order, group * module.head_dim, 0)
+                    weights[name] = weights[name].index_select(0, index.to(weights[name].device))
         name = f"{prefix}.o_proj.weight"
-        weights[name] = _permuted(weights[name], order, per_kv * module.head_dim, 1)
+        weights[name] = weights[name].index_select(1, query.to(weights[name].device))
     return weights
 
 
-def _permuted(weight: Tensor, order: Tensor, size: int, dim: int) -> Tensor:
-    """Blocks of `size` along `dim` in the order given."""
-    index = (order[:, None] * size + torch.arange(size)).reshape(-1).to(weight.device)
-    return weight.index_select(dim, index)
+def _entries(order: Tensor, size: int) -> Tensor:
+    """Indices of blocks of `size` entries in the order given."""
+    return (order[:, None] * size + torch.arange(size)).reshape(-1)
 
 
 def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) -> Any:

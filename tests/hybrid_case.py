@@ -32,6 +32,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen2": {},
     "mistral": {"sliding_window": None, "head_dim": 8},
+    "mixtral": {"sliding_window": None, "num_local_experts": 3, "head_dim": 8},
+    "olmo": {"clip_qkv": 1.5},
+    "olmo2": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma": {"head_dim": 8},
+    "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "seed_oss": {"head_dim": 8},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": {},
 }  # fmt: skip
 FAMILY_NAMES = tuple(_EXTRA)
 

@@ -73,8 +73,11 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
     before, weights = _logits(model, ids), permute_heads(model, random_mask())
     moved = [n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])]
-    assert {n.split(".")[-2] for n in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert any(n.endswith("bias") for n in moved) == (family in ("qwen2", "llama"))
+    parts = {"qkv_proj"} if family == "phi3" else {"q_proj", "k_proj", "v_proj"}
+    norms = {"q_norm", "k_norm"} if family in ("olmo2", "olmoe") else set()
+    assert {n.split(".")[-2] for n in moved} == parts | norms | {"o_proj"}
+    biased = ("qwen2", "llama", "seed_oss", "starcoder2")
+    assert any(n.endswith("bias") for n in moved) == (family in biased)
     model.load_state_dict(weights)
     torch.testing.assert_close(_logits(model, ids), before, **_NEAR)
 
@@ -244,7 +247,15 @@ def test_masks_and_models_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"), [("gemma2", "caps"), ("gpt_oss", "logits"), ("bert", "supported are")]
+    ("model_type", "reason"),
+    [
+        ("gemma2", "caps"),
+        ("gemma3_text", "sliding layers"),
+        ("gemma3", "sliding layers"),
+        ("gpt_oss", "logits"),
+        ("olmo3", "sliding layers"),
+        ("bert", "supported are"),
+    ],
 )
 def test_unsupported_families_are_refused_by_name(model_type: str, reason: str) -> None:
     with pytest.raises(UserError, match=rf"'{model_type}'.*{reason}.*qwen3"):
