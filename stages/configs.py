@@ -135,13 +135,17 @@ class PrepareConfig(Section):
 class SearchConfig(Section):
     """Which KV heads become sliding-window attention (BOSCH Algorithms 1 to 3)."""
 
-    method: Literal["bosch", "b_single", "rand", "bme", "intr", "dcam"] = Field(
+    method: Literal[
+        "bosch", "b_single",
+        "rand", "bme", "intr",
+        "dcam", "apl", "proxy", "qada", "razor", "fisher",
+    ] = Field(
         "bosch",
         description=(
             "How the head mask is found: bosch searches, b_single is its first stage's own mask; "
             "rand, bme and intr choose layers by their place; the others rank the heads once."
         ),
-    )
+    )  # fmt: skip
     swa_ratio: Ratio = Field(description="Share of KV heads that become sliding (rho).")
     window_size: Count = Field(1024, description="Keys a sliding head sees, itself included (W).")
     sinks: int = Field(0, ge=0, description="First tokens a sliding head always sees besides.")

@@ -7,13 +7,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from bosch.baselines.apl import apl
 from bosch.baselines.dcam import dcam
+from bosch.baselines.fisher import fisher
+from bosch.baselines.proxy import proxy
+from bosch.baselines.qada import qada
 from bosch.baselines.ranking import MostLocal, Ranked, Scores, rank_units
+from bosch.baselines.razor import razor
 from bosch.calibration import CalibrationSet
 from bosch.errors import RunError
 from bosch.modeling import mask_shape
 
-StaticName: TypeAlias = Literal["dcam"]
+StaticName: TypeAlias = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
 
 
 class StaticRanking(NamedTuple):
@@ -25,6 +30,17 @@ class StaticRanking(NamedTuple):
 
 STATIC_RANKINGS: dict[StaticName, StaticRanking] = {
     "dcam": StaticRanking(lambda model, data, window, seed: dcam(model, data, window), "largest"),
+    "apl": StaticRanking(lambda model, data, window, seed: apl(model, data, window), "largest"),
+    "proxy": StaticRanking(
+        lambda model, data, window, seed: proxy(model, data, window), "smallest"
+    ),
+    "qada": StaticRanking(lambda model, data, window, seed: qada(model, data, window), "largest"),
+    "razor": StaticRanking(
+        lambda model, data, window, seed: razor(model, data, seed=seed), "smallest"
+    ),
+    "fisher": StaticRanking(
+        lambda model, data, window, seed: fisher(model, data, window), "largest"
+    ),
 }
 
 

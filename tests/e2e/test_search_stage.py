@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,6 +21,7 @@ from stages.context import StageConfig
 from tests.hybrid_case import KV_HEADS, LAYERS
 from tests.search_case import WINDOW, write_inputs
 
+METHODS = get_args(SearchConfig.model_fields["method"].annotation)
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,7 +47,7 @@ def run(inputs: tuple[Path, Path], work: Path, **changes: object) -> dict:
     return json.loads((work / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["bosch", "b_single", "rand", "bme", "intr", "dcam"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ratio", [0.3, 0.75])
 def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
     summary = run(inputs, tmp_path, method=method, swa_ratio=ratio)

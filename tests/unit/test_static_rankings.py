@@ -7,10 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bosch.baselines import blocks
+from bosch.baselines.apl import apl
+from bosch.baselines.capture import LayerStates, visit_layers
 from bosch.baselines.dcam import dcam
+from bosch.baselines.fisher import fisher
+from bosch.baselines.proxy import fractional_budgets, proxy
+from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
+from bosch.baselines.razor import mean_attention, razor
 from bosch.baselines.static import STATIC_RANKINGS, static_mask
 from bosch.calibration import CalibrationSet
 from bosch.errors import RunError, UserError
@@ -73,6 +80,170 @@ def test_dcam_is_the_lag_histogram_of_any_family(family):
     found = dcam(model, calibration, WINDOW)
     np.testing.assert_allclose(found, naive, **CLOSE)
     assert found.std() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
+    model, calibration = case(family)
+    twin = eager_twin(model, family)
+    saliency = []
+    for example in calibration.examples:
+        ids, answer = torch.tensor([example.input_ids]), example.answer_length
+        out = twin(ids, output_attentions=True, use_cache=False)
+        logits = out.logits[0, -answer - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, -answer:])
+        gradients = torch.autograd.grad(loss, out.attentions)
+        pairs = zip(gradients, out.attentions, strict=True)
+        saliency.append(torch.cat([(g * a).double().square() for g, a in pairs]).detach())
+    found = fisher(model, calibration, WINDOW)
+    np.testing.assert_allclose(found, histogram_share(saliency, WINDOW), rtol=1e-3, atol=1e-5)
+    assert found.std() > 0.01
+
+
+def test_fisher_calls_a_head_without_influence_local():
+    model, calibration = case()
+    layer = model.get_decoder().layers[1].self_attn
+    with torch.no_grad():
+        layer.o_proj.weight[:, : 2 * layer.head_dim] = 0  # both query heads of KV head 0
+    found = fisher(model, calibration, WINDOW)
+    assert found[1, :2].tolist() == [1.0, 1.0]
+    assert (found[1, 2:] < 1).all()
+
+
+def test_apl_is_the_median_peak_of_the_last_answer_token():
+    model, calibration = case()
+    twin = eager_twin(model)
+    peaks = []
+    for example in calibration.examples:
+        last_row = attentions(twin, example)[:, :, -1]
+        peaks.append(len(example.input_ids) - 1 - last_row.argmax(dim=-1).numpy())
+    window = 20
+    naive = 1 - np.minimum(1, (peaks[0] + peaks[1]) / 2 / window)
+    found = apl(model, calibration, window)
+    np.testing.assert_allclose(found, naive)
+    assert 0 < (found > 0).sum() < found.size
+
+
+@pytest.mark.parametrize(("block", "mass", "heads"), [(None, 0.95, (0,)), (5, 0.6, (1, 6))])
+def test_proxy_counts_the_blocks_each_row_needs(block, mass, heads):
+    model, calibration = case()
+    twin = eager_twin(model)
+    size = block or WINDOW // 8
+    needed = np.zeros((LAYERS, HEADS))
+    for matrix in (attentions(twin, e).numpy() for e in calibration.examples):
+        for layer, head, t in np.ndindex(LAYERS, HEADS, matrix.shape[-1]):
+            proxy_row = matrix[layer, list(heads), t].max(axis=0)
+            starts = range(0, t + 1, size)
+            order = sorted(starts, key=lambda b: -proxy_row[b : min(b + size, t + 1)].sum())
+            own, reached, count = matrix[layer, head, t, : t + 1], 0.0, 0
+            while reached < mass * own.sum():
+                reached += own[order[count] : order[count] + size].sum()
+                count += 1
+            needed[layer, head] += count / len(starts)
+    found = proxy(model, calibration, WINDOW, key_block=block, mass=mass, proxy_heads=heads)
+    np.testing.assert_allclose(found, needed / sum(LENGTHS), rtol=2e-3)
+    assert (found <= 1).all()
+
+
+def test_proxy_finds_a_concentrated_head_smaller():
+    """The larger q, the less concentrated: the most local head is the one with the smallest."""
+    assert STATIC_RANKINGS["proxy"].most_local == "smallest"
+    alpha = torch.zeros(2, 1, 16)
+    alpha[0, 0, 12:] = 0.25
+    alpha[1] = 1 / 16
+    found = fractional_budgets(alpha, 15, 4, 0.9, [0])
+    assert found[:, 0].tolist() == [0.25, 1.0]
+
+
+@pytest.mark.parametrize(("buffer", "family"), [(None, "qwen3"), (6, "llama")])
+def test_qada_is_the_gaussian_estimate_with_its_covariance(buffer, family):
+    model, calibration = case(family)
+    size = buffer or WINDOW // 8
+    naive = np.zeros((LAYERS, HEADS))
+
+    def add(layer, states):
+        query, key = states.query.double(), states.key.double()
+        for head, t in np.ndindex(HEADS, query.shape[1]):
+            q, k = query[head, t] * states.scaling, key[head // 2]
+            local = (k[max(0, t - WINDOW + 1) : t + 1] @ q).exp().sum()
+            others = k[: max(0, t - WINDOW + 1)]
+            rest = 0.0
+            if len(others):
+                edge = others[-size:]
+                mean = edge.mean(dim=0)
+                covariance = (edge - mean).T @ (edge - mean) / len(edge)
+                rest = len(others) * (q @ mean + q @ covariance @ q / 2).exp()
+            naive[layer, head] += float(local / (local + rest))
+
+    for example in calibration.examples:
+        visit_layers(model, torch.tensor(example.input_ids), add)
+    found = qada(model, calibration, WINDOW, buffer_size=buffer)
+    np.testing.assert_allclose(found, naive / sum(LENGTHS), **CLOSE)
+    assert found.std() > 0.01
+
+
+@pytest.mark.parametrize("offset", [1, -1])
+def test_razor_reads_echo_and_induction_of_the_probe(offset):
+    model, calibration = case()
+    probe = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: probe.append(kwargs["input_ids"][0]), with_kwargs=True
+    )
+    found = razor(model, calibration, induction_offset=offset, seed=4)
+    hook.remove()
+    length = max(LENGTHS) // 4
+    (ids,) = probe
+    assert ids.tolist() == ids[:length].tolist() * 4
+    assert len(set(ids.tolist())) > length // 2
+    with torch.no_grad():
+        out = eager_twin(model)(ids[None], output_attentions=True, use_cache=False)
+    alpha = torch.cat(out.attentions).double().numpy()
+    first = length if offset == 1 else length + 1
+    echo = np.mean([alpha[:, :, m, m - length] for m in range(length, 4 * length)], axis=0)
+    rows = range(first, 4 * length)
+    induction = np.mean([alpha[:, :, m, m - length + offset] for m in rows], axis=0)
+    naive = np.maximum(*((x - x.mean()) / x.std() for x in (echo, induction)))
+    np.testing.assert_allclose(found, naive, rtol=1e-3, atol=1e-4)
+
+
+def test_razors_default_finds_an_induction_head_and_the_printed_index_does_not():
+    """A head that always looks at the token after the earlier occurrence scores highest."""
+    length, total = 8, 32
+    query, key = torch.zeros(2, total, total), torch.zeros(2, total, total)
+    for t in range(total):
+        key[:, t, t] = 1.0
+        query[0, t, max(0, t - length + 1)] = 50.0
+        query[1, t, t] = 50.0
+    states = LayerStates(query, key, key, 1.0)
+    corrected = mean_attention(states, length, (0, 1))
+    printed = mean_attention(states, length, (0, -1))
+    assert corrected[1, 0] > 0.99 and corrected[1, 1] < 0.01
+    assert printed[1, 0] < 0.01
+    assert STATIC_RANKINGS["razor"].most_local == "smallest"
+
+
+def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
+    """The largest tensor of a pass is a block of rows; twice the tokens make it twice as large."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    model = small_model(num_hidden_layers=1)
+    for name in STATIC_RANKINGS:
+        sizes = []
+        for length in (128, 256):
+            ids = tokens(1, length)[0].tolist()
+            with Largest() as largest:
+                static_mask(name, model, CalibrationSet.from_records([(ids, 1)]), WINDOW, 0.5)
+            sizes.append(largest.elements)
+        assert sizes[1] <= 2.2 * sizes[0], name
+        assert sizes[1] < HEADS * 256 * 256, name
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])

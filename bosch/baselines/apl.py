@@ -1,0 +1,34 @@
+"""APL: how far from the last answer token a head's attention peaks (BOSCH Eq. 9 and 10)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bosch.baselines.blocks import block_scores
+from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.ranking import Scores
+from bosch.calibration import CalibrationSet
+from bosch.modeling import mask_shape
+
+
+def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+    """Scores [L, HQ] in [0, 1]; the most local head has the largest.
+
+    Of equal peaks the earliest counts; the median of an even number of examples is the mean of
+    the middle two.
+    """
+    layers, _ = mask_shape(model.config)
+    lags = np.zeros((len(calibration), layers, model.config.num_attention_heads))
+    for index, example in enumerate(calibration.examples):
+        last = len(example.input_ids) - 1  # t*, the last answer token
+
+        def peak(layer: int, states: LayerStates, index: int = index, last: int = last) -> None:
+            row = block_scores(states, last, last + 1)[:, 0]  # as ordered as alpha
+            lags[index, layer] = (last - row.argmax(dim=-1)).cpu().numpy()  # Eq. 9
+
+        visit_layers(model, torch.tensor(example.input_ids), peak)
+    scores: Scores = 1 - np.minimum(1, np.median(lags, axis=0) / window_size)  # Eq. 10
+    return scores

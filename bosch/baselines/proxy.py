@@ -1,0 +1,76 @@
+"""Proxy: blocks of keys, ranked by a proxy head, that a head needs (BOSCH Eq. 11 to 14).
+
+nB is the number of key blocks, HQ of query heads, R of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bosch.baselines.blocks import attention_blocks
+from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.ranking import Scores
+from bosch.calibration import CalibrationSet
+from bosch.modeling import mask_shape
+
+
+def proxy(
+    model: Any,
+    calibration: CalibrationSet,
+    window_size: int,
+    *,
+    key_block: int | None = None,
+    mass: float = 0.95,
+    proxy_heads: Sequence[int] = (0,),
+) -> Scores:
+    """Scores [L, HQ] in (0, 1]; the most local head has the smallest.
+
+    `key_block` keys are a block (B; an eighth of the window by default), `mass` is the fraction of
+    a row to be reached (gamma) and `proxy_heads` are the query heads that rank each layer's blocks.
+    """
+    layers, _ = mask_shape(model.config)
+    size = max(1, window_size // 8) if key_block is None else key_block
+    sums = torch.zeros(layers, model.config.num_attention_heads, dtype=torch.float64)
+
+    def add(layer: int, states: LayerStates) -> None:
+        heads = list(proxy_heads)
+        parts = [
+            fractional_budgets(alpha, begin, size, mass, heads).double().sum(dim=-1)
+            for begin, _, alpha in attention_blocks(states)
+        ]
+        sums[layer] += torch.stack(parts).sum(dim=0).cpu()
+
+    for example in calibration.examples:
+        visit_layers(model, torch.tensor(example.input_ids), add)
+    rows = sum(len(example.input_ids) for example in calibration.examples)
+    scores: Scores = (sums / rows).numpy()  # Eq. 14
+    return scores
+
+
+def fractional_budgets(
+    alpha: Tensor, begin: int, key_block: int, mass: float, proxy_heads: list[int]
+) -> Tensor:
+    """q(t) of the rows from `begin` on, from alpha [HQ, R, n]: [HQ, R] (Eq. 11 to 13)."""
+    pooled = alpha[proxy_heads].amax(dim=0)  # Eq. 11
+    proxy_mass = _block_sums(pooled, key_block)
+    rows = torch.arange(begin, begin + alpha.shape[1], device=alpha.device)
+    counts = rows // key_block + 1  # nB(t), the last block being the row's own
+    future = torch.arange(proxy_mass.shape[-1], device=alpha.device) >= counts[:, None]
+    ranking = proxy_mass.masked_fill(future, -1).argsort(
+        dim=-1, descending=True, stable=True
+    )  # Eq. 12
+    blocks = _block_sums(alpha, key_block)
+    reached = blocks.gather(-1, ranking.expand_as(blocks)).cumsum(dim=-1)
+    needed = (reached < mass * reached[..., -1:]).sum(dim=-1) + 1  # Eq. 13
+    return torch.minimum(needed, counts) / counts
+
+
+def _block_sums(alpha: Tensor, key_block: int) -> Tensor:
+    """Sums over contiguous blocks of keys: [..., n] to [..., nB]."""
+    padded = functional.pad(alpha, (0, -alpha.shape[-1] % key_block))
+    return padded.reshape(*alpha.shape[:-1], -1, key_block).sum(dim=-1)

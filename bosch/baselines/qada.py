@@ -1,0 +1,66 @@
+"""QAdA: local softmax mass against a Gaussian estimate of the rest (BOSCH Eq. 15 to 19).
+
+HQ query heads, R rows of a block, n keys of the block's band.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bosch.baselines.blocks import block_scores, lags, row_blocks
+from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.ranking import Scores
+from bosch.calibration import CalibrationSet
+from bosch.modeling import mask_shape
+
+
+def qada(
+    model: Any, calibration: CalibrationSet, window_size: int, *, buffer_size: int | None = None
+) -> Scores:
+    """Scores [L, HQ] in [0, 1]; the most local head has the largest.
+
+    `buffer_size` keys just outside the window describe all that are outside (B; an eighth of the
+    window by default). Queries and keys are those the softmax sees. Only a band of keys is read:
+    memory does not grow with the square of anything but the block.
+    """
+    layers, _ = mask_shape(model.config)
+    buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
+    sums = torch.zeros(layers, model.config.num_attention_heads, dtype=torch.float64)
+
+    def add(layer: int, states: LayerStates) -> None:
+        parts = [
+            _local_fractions(states, begin, end, window_size, buffer).double().sum(dim=-1)
+            for begin, end in row_blocks(states.query.shape[1])
+        ]
+        sums[layer] += torch.stack(parts).sum(dim=0).cpu()
+
+    for example in calibration.examples:
+        visit_layers(model, torch.tensor(example.input_ids), add)
+    rows = sum(len(example.input_ids) for example in calibration.examples)
+    scores: Scores = (sums / rows).numpy()  # Eq. 19
+    return scores
+
+
+def _local_fractions(
+    states: LayerStates, begin: int, end: int, window_size: int, buffer: int
+) -> Tensor:
+    """pi(t) of rows begin .. end - 1, [HQ, R] (Eq. 15 to 18).
+
+    q.mu and q.Sigma.q are the mean and the variance of the scores in the buffer, so that no
+    covariance of keys is ever made. Everything stays in logarithms.
+    """
+    first_key = max(0, begin - window_size - buffer + 1)
+    scores = block_scores(states, begin, end, first_key)
+    distance = lags(begin, end, first_key, scores.device)
+    outside = distance >= window_size
+    log_local = scores.masked_fill(outside, float("-inf")).logsumexp(dim=-1)  # Eq. 15 and 16
+    edge = outside & (distance < window_size + buffer)
+    count = edge.sum(dim=-1).clamp(min=1)
+    mean = scores.masked_fill(~edge, 0).sum(dim=-1) / count
+    spread = (scores - mean[..., None]).masked_fill(~edge, 0).square().sum(dim=-1) / count
+    far = (torch.arange(begin, end, device=scores.device) - window_size + 1).clamp(min=0)
+    log_global = far.log() + mean + spread / 2  # Eq. 17; -inf where no key is outside
+    return torch.sigmoid(log_local - log_global)  # Eq. 18

@@ -1,0 +1,73 @@
+"""Razor: echo and induction attention on a repeated random block (BOSCH Eq. 20 to 22)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bosch.baselines.blocks import block_scores, row_blocks
+from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.ranking import Scores
+from bosch.calibration import CalibrationSet
+from bosch.modeling import mask_shape
+
+_REPEATS = 4
+
+
+def razor(
+    model: Any,
+    calibration: CalibrationSet,
+    *,
+    block_length: int | None = None,
+    induction_offset: int = 1,
+    seed: int = 0,
+) -> Scores:
+    """Scores [L, HQ]; the most local head has the smallest.
+
+    The probe is a block of `block_length` random tokens, four times over (K; a quarter of the
+    longest calibration example by default). Induction looks at key m - K + `induction_offset`: 1
+    is the token after the earlier occurrence, -1 the index as printed in Eq. 20.
+    """
+    layers, _ = mask_shape(model.config)
+    length = calibration.max_length // _REPEATS if block_length is None else block_length
+    length = max(2, length)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randint(vocabulary, (length,), generator=generator)
+    means = torch.zeros(2, layers, model.config.num_attention_heads, dtype=torch.float64)
+
+    def measure(layer: int, states: LayerStates) -> None:
+        means[:, layer] = mean_attention(states, length, (0, induction_offset)).cpu()
+
+    visit_layers(model, block.repeat(_REPEATS), measure)
+    echo, induction = means.numpy()
+    return np.maximum(_z_scores(echo), _z_scores(induction))  # Eq. 22
+
+
+def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, int]) -> Tensor:
+    """Means over rows m of alpha(m, m - K + offset) on the probe: [2, HQ] (Eq. 20 and 21).
+
+    Rows with no such key are left out. Of a row two entries and its log-sum-exp are kept.
+    """
+    total = states.query.shape[1]
+    sums = torch.zeros(2, len(states.query), dtype=torch.float64, device=states.query.device)
+    for begin, end in row_blocks(total, first=block_length):
+        scores = block_scores(states, begin, end)
+        log_sum = scores.logsumexp(dim=-1)  # [HQ, R]
+        rows = torch.arange(begin, end, device=scores.device)
+        for kind, offset in enumerate(offsets):
+            keys = rows - block_length + offset  # Eq. 20
+            picked = scores.gather(-1, keys.clamp(min=0).expand(len(scores), -1)[..., None])[..., 0]
+            alpha = (picked - log_sum).exp().masked_fill(keys < 0, 0)
+            sums[kind] += alpha.double().sum(dim=-1)
+    counts = [total - max(block_length, block_length - offset) for offset in offsets]
+    return sums / sums.new_tensor(counts)[:, None]  # Eq. 21
+
+
+def _z_scores(values: Scores) -> Scores:
+    """Across all heads of the model; all zero where they do not differ."""
+    deviation = values.std()
+    return (values - values.mean()) / deviation if deviation > 0 else np.zeros_like(values)
