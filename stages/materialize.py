@@ -14,13 +14,14 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.windows import cached_keys
 from stages.configs import MaterializeConfig
 from stages.context import StageConfig
+from stages.model_card import write_model_card
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.
@@ -31,6 +32,8 @@ _FLOAT32_PARAMETERS = 2_000_000_000
 
 def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     """Write model/ (loadable by AutoModelForCausalLM) and summary.json below `work_dir`.
+
+    Beside the weights lie the tokenizer, the code file for transformers alone, and a model card.
 
     The head mask is inputs["search"]/head_mask.json. The saved model is loaded again and must give
     the logits that the base model gives under the mask.
@@ -66,6 +69,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     target = work_dir / "model"
     _save(hybrid, target, config, section.max_shard_size)
     shutil.copyfile(mask_path, target / "head_mask.json")
+    write_model_card(target, found, config.model, summary)
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
     precision = "float32" if exact else section.dtype

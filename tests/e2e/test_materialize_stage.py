@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bosch.modeling
@@ -17,6 +18,7 @@ from bosch.modeling import apply_head_mask, load_model
 from stages import materialize
 from stages.configs import MaterializeConfig, ModelConfig, Runtime
 from stages.context import StageConfig
+from stages.model_card import base_licence, model_card
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
@@ -63,6 +65,42 @@ def test_writes_a_model_anyone_can_load(base: Path, tmp_path: Path, dtype: Any) 
     assert model.generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
     assert HeadMaskFile.load(folder / "head_mask.json") == _mask()
     assert not list(folder.glob("*.bin"))
+
+
+def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path) -> None:
+    front = "license: other\nlicense_name: some-licence\ntags: [a]"
+    (base / "README.md").write_text(f"---\n{front}\n---\n# Base\n")
+    _run(base, tmp_path)
+    folder = tmp_path / "work" / "model"
+    assert (folder / "modeling_hybrid.py").is_file()
+    front_text, card = (folder / "README.md").read_text().removeprefix("---").split("\n---\n", 1)
+    front = yaml.safe_load(front_text)
+    assert (front["license"], front["license_name"]) == ("other", "some-licence")
+    assert "base_model" not in front  # a directory of this machine means nothing elsewhere
+    assert str(tmp_path) not in card
+    for told in ("some-licence", f"{WINDOW} tokens", "trust_remote_code=True", "| 3 of 4 |"):
+        assert told in card, told
+    assert "0  □ ■\n1  □ □\n" in card
+
+
+@pytest.mark.parametrize(
+    "readme", [None, b"# Base", b"---\n: [\n---\n", b"---\n- a\n---\n", b"\xff"]
+)
+def test_a_base_card_without_licence_is_no_fault(readme: bytes | None, tmp_path: Path) -> None:
+    if readme is not None:
+        (tmp_path / "README.md").write_bytes(readme)
+    assert base_licence(ModelConfig(path=str(tmp_path))) == {}
+
+
+def test_a_hub_model_is_named_as_base(tmp_path: Path) -> None:
+    numbers = dict.fromkeys(
+        ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after",
+         "sliding_bytes_constant"), 8,
+    )  # fmt: skip
+    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), numbers, {})
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "org/model" and "license" not in front
+    assert "org/model (abc)" in card and "not stated" in card
 
 
 def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""The model card of a hybrid model: what it was made from, which heads slide, how it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bosch.heads import HeadMaskFile
+from stages.configs import ModelConfig
+
+_FRONT = "---"
+_LICENCE_KEYS = ("license", "license_name", "license_link")
+
+_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this directory, or its name on the hub
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```
+
+With the library `bosch` installed, `import bosch` takes the place of `trust_remote_code=True`.
+Without either the model does not load, rather than running with all heads full. `generate` uses a
+cache in which a sliding head keeps its window only.
+"""
+
+
+def write_model_card(
+    folder: Path, found: HeadMaskFile, model: ModelConfig, summary: dict[str, Any]
+) -> None:
+    """Write README.md into `folder`; `summary` is that of the materialize stage."""
+    licence = base_licence(model)
+    text = model_card(found, model, summary, licence)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def model_card(
+    found: HeadMaskFile, model: ModelConfig, summary: dict[str, Any], licence: dict[str, str]
+) -> str:
+    """The card as Markdown with the front matter the hub reads."""
+    local = Path(model.path).exists()
+    base = Path(model.path).resolve().name if local else model.path
+    front: dict[str, Any] = dict(licence)
+    if not local:
+        front["base_model"] = model.path
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front["tags"] = ["hybrid-attention", "sliding-window"]
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
+    stated = licence.get("license_name") or licence.get("license")
+    score = "unknown" if found.score is None else f"{found.score:.4g}"
+    constant = summary["sliding_bytes_constant"]
+    before = summary["kv_cache_bytes_per_token_before"]
+    after = summary["kv_cache_bytes_per_token_after"]
+    return f"""{_FRONT}
+{chr(10).join(lines)}
+{_FRONT}
+
+# {base}, hybrid attention
+
+Of the KV heads of {base} a share of {found.swa_ratio:.4g} sees a sliding window only.
+
+| | |
+|---|---|
+| base model | {base}{f" ({model.revision})" if model.revision else ""} |
+| licence of the base model | {stated or "not stated in its card"} |
+| sliding KV heads | {int((~found.mask.is_full).sum())} of {found.mask.is_full.size} |
+| window | {found.window_size} tokens, the query's own included |
+| sinks | {found.sinks} |
+| head mask found by | {found.method} |
+| its score in the search | {score} |
+| KV cache per token | {after} bytes instead of {before}, and {constant} once |
+
+## Load
+
+{_LOADING}
+## Head mask
+
+One row per layer, one sign per KV head in the base model's order: ■ full, □ sliding. In the weights
+here each layer's full heads come first.
+
+```
+{mask_rows(found)}
+```
+"""
+
+
+def mask_rows(found: HeadMaskFile) -> str:
+    """The head mask as text, a row per layer."""
+    width = len(str(found.num_layers - 1))
+    return "\n".join(
+        f"{layer:>{width}}  {' '.join('■' if full else '□' for full in row)}"
+        for layer, row in enumerate(found.mask.is_full)
+    )
+
+
+def base_licence(model: ModelConfig) -> dict[str, str]:
+    """What the base model's card says about its licence; empty where it says nothing readable."""
+    import yaml
+
+    path = _base_card(model)
+    if path is None:
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return {}
+    if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:
+        return {}
+    try:
+        front = yaml.safe_load("\n".join(lines[1 : lines.index(_FRONT, 1)]))
+    except yaml.YAMLError:
+        return {}
+    if not isinstance(front, dict):
+        return {}
+    return {key: front[key] for key in _LICENCE_KEYS if isinstance(front.get(key), str)}
+
+
+def _base_card(model: ModelConfig) -> Path | None:
+    """README.md of the base model, from its directory or the hub; None where there is none."""
+    folder = Path(model.path)
+    if folder.is_dir():
+        card = folder / "README.md"
+        return card if card.is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.path, "README.md", revision=model.revision))
+    except (OSError, ValueError):  # absent, or no network: the card is not worth failing for
+        return None
