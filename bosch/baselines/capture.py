@@ -72,9 +72,9 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         stack.enter_context(_captured(model, visit))
         stack.enter_context(_recomputed(model.get_decoder().layers))
         embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
-        hidden = model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        predicting = hidden[0, -example.answer_length - 1 : -1]
-        logits = model.get_output_embeddings()(predicting).float()
+        kept = example.answer_length + 1  # no logits are made where nothing is asked
+        output = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=kept)
+        logits = output.logits[0, :-1].float()
         functional.cross_entropy(logits, answer.to(logits.device)).backward()  # type: ignore[no-untyped-call]
 
 

@@ -82,7 +82,7 @@ def test_dcam_is_the_lag_histogram_of_any_family(family):
     assert found.std() > 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "granite"])
 def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
