@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run failed for a reason outside the user's input, such as a full disk; exit status 1."""
+
+
+class LostRankError(RunError):
+    """Another process of the same run has ended or hangs; the reason is to be found there."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask
+from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,13 @@ class EvaluationLog:
         self._known: dict[str, Evaluation] = {}
         if path is not None and path.exists():
             self._read(path)
+
+    @classmethod
+    def shared(cls, path: Path, context: EvaluationContext, ranks: Ranks) -> EvaluationLog:
+        """One log for all ranks: the first reads and writes the file and tells the others."""
+        log = cls(path if ranks.is_first else None, context)
+        log._known = ranks.from_first(log._known)
+        return log
 
     def __len__(self) -> int:
         return len(self._known)

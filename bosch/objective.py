@@ -1,6 +1,9 @@
 """S(z): exact-match rate of a masked model on the calibration set, by prefill (BOSCH Eq. 4).
 
-B batch, T tokens, A answer tokens of a batch, V vocabulary, C hidden size.
+The set is cut into the same batches for any number of ranks, and whole batches are dealt to ranks.
+So an example has the same padding and the same neighbours everywhere, and the same numbers.
+
+N examples, B batch, T tokens, A answer tokens of a batch, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import hashlib
 import logging
 import math
 import time
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,7 @@ from bosch.evaluation_log import Evaluation, EvaluationContext
 from bosch.heads import HeadMask
 from bosch.modeling import apply_head_mask, mask_shape
 from bosch.prefix import PrefixReuse, returns_tensor
+from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ _REUSE_BYTES = 2 * 1024**3
 class _Batch:
     """Right-padded examples. Position `rows[i], columns[i]` predicts `answers[i]`."""
 
+    examples: Tensor  # [B], their places in the calibration set
     input_ids: Tensor  # [B, T]
     rows: Tensor  # [A]
     columns: Tensor  # [A]
@@ -42,7 +48,9 @@ class _Batch:
 class Objective:
     """Measures head masks on a model in search mode.
 
-    `reuse_bytes` bounds the memory of hidden states that are kept between passes (0: none).
+    `reuse_bytes` bounds the memory of hidden states that are kept between passes (0: none). With
+    several `ranks` each computes its share of the set, and all of them must ask for the same masks
+    in the same order; every rank gets the same evaluations.
     Raises UserError when a sliding head would see every token of every example.
     """
 
@@ -55,6 +63,7 @@ class Objective:
         *,
         batch_size: int = 8,
         reuse_bytes: int = _REUSE_BYTES,
+        ranks: Ranks | None = None,
     ) -> None:
         if window_size >= calibration.max_length:
             raise UserError(
@@ -66,9 +75,16 @@ class Objective:
         self.window_size, self.sinks = window_size, sinks
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
         self._decoder = model.get_decoder()
+        self.ranks = ranks or Ranks()
         self._batches = _batches(calibration, batch_size, _vocabulary(model))
+        self._mine = _dealt([b.input_ids.numel() for b in self._batches], self.ranks)
         self._reuse = PrefixReuse(self._decoder.layers, reuse_bytes)
         self._checked = self._reuse_checked = False
+
+    @property
+    def batches(self) -> int:
+        """Number of batches: more ranks than that have nothing to do."""
+        return len(self._batches)
 
     @property
     def quantum(self) -> float:
@@ -89,36 +105,59 @@ class Objective:
         """One pass over the calibration set, teacher forced; no token is generated.
 
         The masks that follow will agree with this one below layer `shared_layers`: the input of
-        that layer is kept. Raises RunError when the model gives numbers that are not finite.
+        that layer is kept. `seconds` is the time of the slowest rank. Raises RunError when the
+        model gives numbers that are not finite or the ranks measure different masks, LostRankError
+        when a rank has ended.
         """
         started = time.perf_counter()
         apply_head_mask(self.model, mask, self.window_size, self.sinks)
         self._check_model()
-        exact = 0
-        log_likelihood = computed = 0.0
+        results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
+        layers = torch.zeros(len(self._batches), dtype=torch.float64)
         self._reuse.begin(mask, shared_layers)
-        for index, batch in enumerate(self._batches):
-            hits, log_probability, share = self._pass(index, batch)
-            exact += hits
-            log_likelihood += log_probability
-            computed += share * batch.input_ids.numel()
+        for index in self._mine:
+            batch = self._batches[index]
+            results[batch.examples], layers[index] = self._pass(index, batch)
         self._reuse.finish(mask)
+        seconds = time.perf_counter() - started
+        results, layers, seconds = self._merged(mask, results, layers, seconds)
+        exact, log_likelihood = (sum(column) for column in results.T.tolist())
         if not math.isfinite(log_likelihood):
             raise RunError(
                 f"the model's logits are not finite under head mask {mask.key}: "
                 "try model.dtype float32"
             )
-        tokens = sum(batch.input_ids.numel() for batch in self._batches)
+        tokens = [batch.input_ids.numel() for batch in self._batches]
+        computed = sum(n * many for n, many in zip(layers.tolist(), tokens, strict=True))
         return Evaluation(
             score=exact / len(self.calibration),
             log_likelihood=log_likelihood / len(self.calibration),
-            seconds=time.perf_counter() - started,
-            full_forward_equivalents=computed / tokens,
+            seconds=seconds,
+            full_forward_equivalents=computed / self.num_layers / sum(tokens),
         )
 
+    def _merged(
+        self, mask: HeadMask, results: Tensor, layers: Tensor, seconds: float
+    ) -> tuple[Tensor, Tensor, float]:
+        """Everything that the ranks found in one pass, on all of them."""
+        told = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
+        asked = float(zlib.crc32(mask.key.encode()))
+        told[self.ranks.rank] = torch.tensor(
+            [seconds, asked, not self._reuse.enabled], dtype=torch.float64
+        )
+        results, layers, told = self.ranks.merge(results, layers, told)
+        if (told[:, 1] != asked).any():
+            raise RunError(
+                "the processes of this search measure different head masks: all nodes need the "
+                "same model, data and versions of the packages"
+            )
+        if told[:, 2].any():
+            self._reuse.disable()
+        return results, layers, float(told[:, 0].max())
+
     @torch.inference_mode()
-    def _pass(self, index: int, batch: _Batch) -> tuple[int, float, float]:
-        """Exact matches, summed log-likelihood and share of layers computed of one batch."""
+    def _pass(self, index: int, batch: _Batch) -> tuple[Tensor, int]:
+        """Exact match and log-likelihood of each example [B, 2], and layers computed."""
         start = self._reuse.first_layer(index)
         with self._reuse.batch(index):
             logits = self._answer_logits(batch)
@@ -132,8 +171,7 @@ class Objective:
                 logger.warning("reuse of lower layers is not exact for this model: switched off")
                 self._reuse.disable()
                 logits = whole
-        hits, log_probability = _match(logits, batch)
-        return hits, log_probability, layers / self.num_layers
+        return _match(logits, batch), layers
 
     def _answer_logits(self, batch: _Batch) -> Tensor:
         """Logits at the positions that predict answer tokens [A, V]; none elsewhere are made."""
@@ -167,29 +205,47 @@ class Objective:
             self._reuse.disable()
 
 
-def _match(logits: Tensor, batch: _Batch) -> tuple[int, float]:
-    """Examples whose every answer token is the argmax, and the answers' log-probability."""
+def _match(logits: Tensor, batch: _Batch) -> Tensor:
+    """Per example [B, 2]: 1 where every answer token is the argmax, and their log-probability.
+
+    Summed on the CPU, where the order of the sum is fixed.
+    """
     answers = batch.answers.to(logits.device)
-    chosen = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0]
-    wrong = logits.argmax(dim=-1) != answers
-    missed = torch.zeros(len(batch.input_ids), dtype=torch.bool, device=logits.device)
-    missed[batch.rows.to(logits.device)[wrong]] = True
-    return int((~missed).sum()), float(chosen.double().sum())
+    chosen = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0].double().cpu()
+    wrong = (logits.argmax(dim=-1) != answers).cpu()
+    results = torch.ones(len(batch.examples), 2, dtype=torch.float64)
+    results[batch.rows[wrong], 0] = 0.0
+    results[:, 1] = torch.zeros(len(results), dtype=torch.float64).index_add_(0, batch.rows, chosen)
+    return results
+
+
+def _dealt(sizes: list[int], ranks: Ranks) -> list[int]:
+    """Batches of this rank: the largest first, each to the rank that has least to do."""
+    work = [0] * ranks.size
+    mine = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = work.index(min(work))
+        work[least] += sizes[index]
+        if least == ranks.rank:
+            mine.append(index)
+    return sorted(mine)
 
 
 def _batches(calibration: CalibrationSet, batch_size: int, vocabulary: int) -> list[_Batch]:
     """Examples sorted by length, so that padding is short, in batches."""
-    examples = sorted(calibration.examples, key=lambda example: len(example.input_ids))
+    examples = calibration.examples
+    order = sorted(range(len(examples)), key=lambda place: len(examples[place].input_ids))
     highest = max(max(example.input_ids) for example in examples)
     if highest >= vocabulary:
         raise UserError(
             f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
             "prepared with another tokenizer, run prepare again"
         )
-    return [_batch(examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
+    parts = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    return [_batch([examples[place] for place in part], part) for part in parts]
 
 
-def _batch(examples: list[CalibrationExample]) -> _Batch:
+def _batch(examples: list[CalibrationExample], places: list[int]) -> _Batch:
     width = max(len(example.input_ids) for example in examples)
     input_ids = torch.zeros(len(examples), width, dtype=torch.long)
     rows: list[int] = []
@@ -202,7 +258,8 @@ def _batch(examples: list[CalibrationExample]) -> _Batch:
         rows += [row] * example.answer_length
         columns += range(first - 1, length - 1)
         answers += example.input_ids[first:]
-    return _Batch(input_ids, torch.tensor(rows), torch.tensor(columns), torch.tensor(answers))
+    indices = (torch.tensor(values) for values in (rows, columns, answers))
+    return _Batch(torch.tensor(places), input_ids, *indices)
 
 
 def _vocabulary(model: Any) -> int:

@@ -57,7 +57,14 @@ class Stage:
 
 STAGES: tuple[Stage, ...] = (
     Stage("prepare", "stages.prepare:run", (), "prepare", model="tokenizer"),
-    Stage("search", "stages.search:run", ("prepare",), "search", model="weights"),
+    Stage(
+        "search",
+        "stages.search:run",
+        ("prepare",),
+        "search",
+        model="weights",
+        distributed=True,
+    ),
     Stage(
         "materialize",
         "stages.materialize:run",

@@ -49,13 +49,25 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a stage, bytes it leaves on disk, what else is worth saying, and on what it runs."""
+    """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
+
+    The work comes in `parts` of equal size, each done by one process; 1 is not distributed.
+    """
 
     stage: str
     flops: float
     disk: float
     facts: list[str]
-    distributed: bool = False
+    parts: int = 1
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the stage uses more than one process where it gets them."""
+        return self.parts > 1
+
+    def speedup(self, processes: int) -> float:
+        """How much faster so many processes are than one."""
+        return self.parts / math.ceil(self.parts / processes)
 
 
 @dataclass(frozen=True)
@@ -135,11 +147,12 @@ def _search(loaded: LoadedRecipe, info: ModelInfo, shape: Shape) -> Cost:
     evaluations = search_evaluations(search, info.layers, info.key_value_heads)
     tokens = calibration.examples * calibration.length
     one = shape.forward(tokens, calibration.length)
+    batches = math.ceil(calibration.examples / loaded.recipe.runtime.eval_batch_size)
     facts = [
-        f"at most {evaluations:,} evaluations of {tokens:,} tokens",
+        f"at most {evaluations:,} evaluations of {tokens:,} tokens in {batches} batches",
         f"{_flops(one)} each with every head full and nothing reused",
     ]
-    return Cost("search", evaluations * one, 1e6, facts)
+    return Cost("search", evaluations * one, 1e6, facts, parts=batches)
 
 
 def _materialize(loaded: LoadedRecipe, shape: Shape) -> Cost:
@@ -164,7 +177,8 @@ def _train(loaded: LoadedRecipe, shape: Shape, processes: int) -> Cost:
     ]
     kept = len(train.checkpoint_tokens) + 1
     disk = kept * 2.0 * shape.total + 12.0 * shape.total
-    return Cost("train", factor * shape.forward(tokens, length), disk, facts, distributed=True)
+    parts = train.batch_tokens // length
+    return Cost("train", factor * shape.forward(tokens, length), disk, facts, parts)
 
 
 def _evaluate(loaded: LoadedRecipe, shape: Shape) -> Cost:
@@ -179,7 +193,7 @@ def _evaluate(loaded: LoadedRecipe, shape: Shape) -> Cost:
     flops = sum(shape.forward(each * length, length) for length in needle.lengths)
     samples = each * len(needle.lengths)
     facts = [f"{samples:,} samples for each of {models} models (original, hybrid, checkpoints)"]
-    return Cost("evaluate", models * flops, samples * models * 300.0, facts, distributed=True)
+    return Cost("evaluate", models * flops, samples * models * 300.0, facts, parts=samples)
 
 
 def find_hardware(text: str | None, world: World) -> tuple[str, int]:
@@ -212,11 +226,12 @@ def plan_lines(loaded: LoadedRecipe, hardware: str | None = None) -> Iterator[st
     yield f"  model        {_bytes(weights)} of weights in search and evaluation"
     total_hours = 0.0
     for cost in costs:
-        devices = count if cost.distributed or name == "cpu" else 1
-        hours = cost.flops / (device.tflops * 1e12 * devices * _EFFICIENCY) / 3600
+        used = min(count, cost.parts)
+        faster = count if name == "cpu" else cost.speedup(count)
+        hours = cost.flops / (device.tflops * 1e12 * faster * _EFFICIENCY) / 3600
         total_hours += hours
-        alone = f" on one {name}" if devices < count else ""
-        time = f", {_hours(hours)}{alone}" if cost.flops else ""
+        fewer = f" on {used} of them" if name != "cpu" and used < count else ""
+        time = f", {_hours(hours)}{fewer}" if cost.flops else ""
         work = f"{_flops(cost.flops)}{time}, " if cost.flops else ""
         yield f"  {cost.stage:<12} {work}{_bytes(cost.disk)} on disk"
         for fact in cost.facts:

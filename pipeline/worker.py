@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import RunError, UserError
+from bosch.errors import LostRankError, RunError, UserError
 from pipeline import log
 from pipeline.files import write_json
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 PARENT = "BOSCH_PARENT_PID"
 DISK_FULL_STATUS = 28
+# Of a process that only lost another one of its stage.
+LOST_RANK_STATUS = 75
 _PR_SET_PDEATHSIG = 1
 
 
@@ -102,7 +104,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def main() -> int:
-    """Run one order; 0 when done, 2 for the user's fault, 1 for a failure, 28 for a full disk."""
+    """Run one order; 0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
     die_with_parent()
     signal.signal(signal.SIGTERM, _interrupt)
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -117,6 +119,9 @@ def main() -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except LostRankError as error:
+        logger.error("%s", error)
+        return LOST_RANK_STATUS
     except Exception as error:
         failure = describe(error, work_dir, log_file)
         if failure["kind"] == "unexpected":

@@ -17,8 +17,10 @@ from stages.context import StageConfig
 
 if TYPE_CHECKING:
     from bosch.method.bosch import SearchResult
-    from bosch.method.ledger import Ledger
+    from bosch.method.ledger import Ledger, Scorer
     from bosch.objective import Objective
+    from bosch.progress import Progress
+    from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -30,43 +32,73 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
 
     A search that was stopped goes on from its evaluation log: it asks for the same masks in the
     same order and finds the first of them answered. The calibration set is inputs["prepare"].
+    Called on every rank: each computes its share of the set, the first one writes the files.
 
     Raises:
         UserError: the model or the calibration set is damaged, or leaves nothing to search for.
-        RunError: the model's logits are not finite, or the log cannot be written.
+        RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
     """
     from bosch.evaluation_log import EvaluationLog
     from bosch.method.ledger import Ledger
-    from bosch.progress import progress
-    from stages.searching.methods import find_mask, most_evaluations
+    from stages.searching.processes import joined
 
-    section = config.section
-    assert isinstance(section, SearchConfig)
-    objective = _objective(config, inputs["prepare"])
-    log = EvaluationLog(work_dir / "evaluations.jsonl", objective.context)
-    if len(log):
-        logger.info("going on from %d evaluations of a stopped search", len(log))
-    started = time.perf_counter()
-    total = most_evaluations(section, objective.num_layers)
-    with progress(total, f"search ({section.method})", "evaluations") as bar, _stop_signal():
-        ledger = Ledger(objective, log, bar)
-        ledger.target = _target(objective, section)
-        try:
-            result = find_mask(section, ledger, config.seed)
-        except (KeyboardInterrupt, SystemExit):
-            _say_what_is_kept(ledger)
-            raise
-    summary = _summary(ledger, result, time.perf_counter() - started)
-    _write(work_dir, config, summary, result, ledger)
+    with joined() as ranks:
+        objective = _objective(config, inputs["prepare"], ranks)
+        log = EvaluationLog.shared(work_dir / "evaluations.jsonl", objective.context, ranks)
+        if ranks.is_first and ranks.size > objective.batches:
+            logger.info(
+                "%d of %d processes have nothing to do: the calibration set is %d batches of "
+                "runtime.eval_batch_size",
+                ranks.size - objective.batches, ranks.size, objective.batches,
+            )  # fmt: skip
+        if len(log) and ranks.is_first:
+            logger.info("going on from %d evaluations of a stopped search", len(log))
+        started = time.perf_counter()
+        with _progress(config, objective) as bar, _stop_signal():
+            ledger = Ledger(objective, log, bar)
+            result = _found(config, ledger)
+        summary = _summary(ledger, result, time.perf_counter() - started)
+        if ranks.is_first:
+            _write(work_dir, config, summary, result, ledger)
     return {
         name: summary[name]
         for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     }
 
 
-def _objective(config: StageConfig, prepared: Path) -> Objective:
-    import torch
+def _found(config: StageConfig, ledger: Ledger) -> SearchResult:
+    """The method's result; a search that is stopped leaves its last words."""
+    from bosch.errors import LostRankError
+    from stages.searching.methods import find_mask
 
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    ledger.target = _target(ledger.scorer, section)
+    try:
+        return find_mask(section, ledger, config.seed)
+    except (KeyboardInterrupt, SystemExit, LostRankError):
+        if ledger.log.path is not None:
+            _say_what_is_kept(ledger)
+        raise
+
+
+@contextlib.contextmanager
+def _progress(config: StageConfig, objective: Objective) -> Iterator[Progress | None]:
+    """Progress in evaluations, shown by the first rank."""
+    from bosch.progress import progress
+    from stages.searching.methods import most_evaluations
+
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    if not objective.ranks.is_first:
+        yield None
+        return
+    total = most_evaluations(section, objective.num_layers)
+    with progress(total, f"search ({section.method})", "evaluations") as bar:
+        yield bar
+
+
+def _objective(config: StageConfig, prepared: Path, ranks: Ranks) -> Objective:
     from bosch.calibration import CalibrationSet
     from bosch.modeling import load_model, prepare_for_search
     from bosch.objective import Objective
@@ -77,7 +109,7 @@ def _objective(config: StageConfig, prepared: Path) -> Objective:
     model = load_model(
         config.model.path,
         dtype=config.model.dtype,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=ranks.device,
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -88,13 +120,14 @@ def _objective(config: StageConfig, prepared: Path) -> Objective:
         section.window_size,
         section.sinks,
         batch_size=config.runtime.eval_batch_size,
+        ranks=ranks,
     )
 
 
-def _target(objective: Objective, section: SearchConfig) -> int:
+def _target(scorer: Scorer, section: SearchConfig) -> int:
     from bosch.heads import swa_budget
 
-    units = objective.num_layers * objective.num_key_value_heads
+    units = scorer.num_layers * scorer.num_key_value_heads
     return swa_budget(units, section.swa_ratio)
 
 

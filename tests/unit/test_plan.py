@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from pipeline.graph import STAGES
 from pipeline.modelinfo import ModelInfo
 from pipeline.plan import find_hardware, model_shape, plan_costs, plan_lines, search_evaluations
 from pipeline.recipe import load_recipe
@@ -83,14 +84,23 @@ def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
 
 
 def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
-    loaded = load_recipe(Case(tmp_path).file, env={})
+    case = Case(tmp_path)
+    case.content["runtime"]["eval_batch_size"] = 1
+    case.save()
+    loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
     costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
-    assert {name for name, cost in costs.items() if cost.distributed} == {"train", "evaluate"}
+    distributed = {name for name, cost in costs.items() if cost.distributed}
+    assert distributed == {"search", "train", "evaluate"}
+    assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == [1, 2, 2, 4, 4]
     lines = list(plan_lines(loaded, "h100x8"))
     search = next(line for line in lines if line.startswith("  search "))
-    assert "on one h100" in search
-    assert not any("on one h100" in line for line in plan_lines(loaded, "h100x1"))
+    assert "on 4 of them" in search
+    assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
+
+
+def test_distributed_stages_are_those_the_runner_starts_on_all_processes() -> None:
+    assert {s.name for s in STAGES if s.distributed} == {"search", "train", "evaluate"}
 
 
 def test_hardware_names() -> None:

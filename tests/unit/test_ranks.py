@@ -1,0 +1,140 @@
+"""S(z) over several ranks, played by threads: the same bits, the same failures for all of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+
+import pytest
+import torch
+
+from bosch.errors import RunError
+from bosch.heads import HeadMask
+from bosch.objective import Objective, _dealt
+from bosch.ranks import Ranks
+from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
+from tests.search_case import WINDOW, searchable
+
+FULL = HeadMask.all_full(LAYERS, KV_HEADS)
+MASKS = [
+    (FULL, 0),
+    (random_mask(0), 1),
+    (random_mask(0).with_layer(2, [True] * KV_HEADS), 1),
+    (random_mask(0).with_layer(2, [False] * KV_HEADS), 1),
+]
+
+
+@dataclass
+class Meeting:
+    """Where threads put what they found and get the sum."""
+
+    size: int
+    found: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(self.size, timeout=60)
+
+
+class ThreadRanks(Ranks):
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting.size)
+        object.__setattr__(self, "meeting", meeting)
+
+    def merge(self, *parts):
+        self.meeting.found[self.rank] = list(parts)
+        self.meeting.barrier.wait()
+        order = sorted(self.meeting.found, reverse=True)
+        merged = [
+            sum(several) for several in zip(*(self.meeting.found[r] for r in order), strict=True)
+        ]
+        self.meeting.barrier.wait()
+        return merged
+
+
+def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
+    """What `work(objective, rank)` returns or raises on each rank."""
+    meeting = Meeting(size)
+
+    def play(rank):
+        model, calibration = searchables[rank]
+        ranks = ThreadRanks(rank, meeting)
+        objective = Objective(
+            model, calibration, WINDOW, batch_size=batch_size, reuse_bytes=reuse_bytes, ranks=ranks
+        )
+        try:
+            return work(objective, rank)
+        except RunError as error:
+            return str(error)
+
+    searchables = [searchable(examples=7) for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(play, range(size)))
+
+
+def evaluated(objective, rank):
+    return [objective.evaluate(mask, shared) for mask, shared in MASKS]
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_any_number_of_ranks_gives_the_same_bits(size):
+    (alone,) = on_ranks(1, evaluated, reuse_bytes=0)
+    everywhere = on_ranks(size, evaluated, reuse_bytes=0)
+    for found in everywhere:
+        assert found == everywhere[0]
+        for ours, theirs in zip(found, alone, strict=True):
+            assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
+            assert ours.full_forward_equivalents == 1.0
+    assert len({e.log_likelihood for e in alone}) == len(MASKS)
+
+
+def test_reuse_on_every_rank_counts_the_whole_set():
+    (alone,) = on_ranks(1, evaluated)
+    found, _ = on_ranks(2, evaluated)
+    assert [e.log_likelihood for e in found] == [e.log_likelihood for e in alone]
+    assert found[3].full_forward_equivalents == alone[3].full_forward_equivalents < 1.0
+    # Each rank once computes one of its batches a second time, to check that reuse is exact.
+    assert found[2].full_forward_equivalents > alone[2].full_forward_equivalents
+
+
+def test_numbers_that_are_not_finite_on_one_rank_fail_on_all():
+    def broken(objective, rank):
+        objective.evaluate(FULL)
+        if rank == 1:
+            with torch.no_grad():
+                objective.model.get_decoder().norm.weight[0] = float("nan")
+        return objective.evaluate(random_mask(0))
+
+    assert all("not finite" in told for told in on_ranks(2, broken))
+
+
+def test_ranks_that_measure_different_masks_fail():
+    told = on_ranks(2, lambda objective, rank: objective.evaluate(random_mask(rank)))
+    assert all("different head masks" in one for one in told)
+
+
+def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
+    def drifting(objective, rank):
+        calls = []
+
+        def drift(module, args, output):
+            calls.append(1)
+            return output + 0.01 * len(calls)
+
+        objective._check_model()
+        if rank == 1:
+            objective.model.get_decoder().layers[2].register_forward_hook(drift)
+        objective.evaluate(FULL, shared_layers=1)
+        objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
+        return objective.evaluate(FULL, shared_layers=1).full_forward_equivalents
+
+    assert on_ranks(2, drifting) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
+    sizes = [10, 20, 30, 40, 50, 20]
+    shares = [_dealt(sizes, Ranks(rank, size)) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
+    work = [sum(sizes[i] for i in share) for share in shares]
+    assert max(work) - min(work) <= max(sizes)
