@@ -24,6 +24,7 @@ MODULES = (
     "attention/bands.py",
     "attention/eager.py",
     "attention/sdpa.py",
+    "attention/flex.py",
     "attention/__init__.py",
     "interface.py",
     "cache.py",

@@ -61,6 +61,12 @@ def _load_sdpa() -> Backend:
     return sdpa_attention
 
 
+def _load_flex() -> Backend:
+    from bosch.attention.flex import flex_kernel_attention
+
+    return flex_kernel_attention
+
+
 def _always() -> bool:
     return True
 
@@ -68,6 +74,7 @@ def _always() -> bool:
 BACKENDS: dict[str, BackendEntry] = {
     "eager": BackendEntry(_load_eager, _always),
     "sdpa": BackendEntry(_load_sdpa, _always),
+    "flex": BackendEntry(_load_flex, torch.cuda.is_available),
 }
 
 _AUTO_ORDER = ("sdpa",)

@@ -71,7 +71,7 @@ class Span:
         if window is not None:
             near = distance < window
             if sinks:
-                near = near | (self._at(self._rank(keys.device), keys)[..., None, :] < sinks)
+                near = near | (self._at(self.rank(keys.device), keys)[..., None, :] < sinks)
             seen = seen & near
         if self.document is not None:
             ids_q, ids_k = self._at(self.document, queries), self._at(self.document, keys)
@@ -108,7 +108,7 @@ class Span:
         starts: Tensor = self.memo("document_starts", make)
         return starts
 
-    def _rank(self, device: torch.device) -> Tensor:
+    def rank(self, device: torch.device) -> Tensor:
         """Number of real tokens of the same document before each slot: [B or 1, Tk]."""
 
         def make() -> Tensor:
