@@ -47,6 +47,8 @@ class Measures:
     by_task: dict[str, float]
     search_full: float
     single_head: list[list[float]]
+    whole_layer: list[float]
+    only_layer: list[float]
     random_masks: list[float]
     text_loss: float
     text_bits_per_byte: float
@@ -91,12 +93,17 @@ def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     single = [[0.0] * heads for _ in range(layers)]
     rng = np.random.default_rng(SEED)
     random_scores = []
-    with progress(layers * heads + RANDOM_MASKS, "masks", "masks") as bar:
+    whole, only = [], []
+    with progress(layers * (heads + 2) + RANDOM_MASKS, "masks", "masks") as bar:
         for layer in range(layers):
             for head in range(heads):
                 row = np.arange(heads) != head
                 single[layer][head] = objective.evaluate(all_full.with_layer(layer, row)).score
                 bar.update()
+            none, every = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
+            whole.append(objective.evaluate(all_full.with_layer(layer, none)).score)
+            only.append(objective.evaluate(all_sliding.with_layer(layer, every)).score)
+            bar.update(2)
         for _ in range(RANDOM_MASKS):
             bits = rng.permutation(np.arange(layers * heads) % 2 == 0).reshape(layers, heads)
             random_scores.append(objective.evaluate(HeadMask(bits)).score)
@@ -107,6 +114,8 @@ def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
         "by_task": {task: scores["full", task] for task in TASKS},
         "search_full": objective.evaluate(all_full).score,
         "single_head": single,
+        "whole_layer": whole,
+        "only_layer": only,
         "random_masks": random_scores,
     }
 
@@ -226,6 +235,15 @@ Points of exact match lost on {SEARCH_SAMPLES} questions of {SEARCH_LENGTH} toke
 | layer | {" | ".join(f"head {head}" for head in heads)} |
 |---|{"---|" * len(heads)}
 {rows}
+
+## Where retrieval is
+
+Exact match on the same questions when one whole layer slides, and when all others do:
+
+| | {" | ".join(f"layer {layer}" for layer in range(len(drops)))} |
+|---|{"---|" * len(drops)}
+| this layer sliding | {" | ".join(f"{score:.2f}" for score in measures.whole_layer)} |
+| only this layer full | {" | ".join(f"{score:.2f}" for score in measures.only_layer)} |
 
 ## {RANDOM_MASKS} random masks, half of the KV heads sliding
 

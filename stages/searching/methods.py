@@ -53,8 +53,16 @@ def _ranked(section: SearchConfig, ledger: Ledger, seed: int) -> HeadMask:
     assert isinstance(objective, Objective)
     name = cast(StaticName, section.method)
     started = time.perf_counter()
-    ranked = static_mask(
-        name, objective.model, objective.calibration, section.window_size, section.swa_ratio, seed
+    # Every rank goes by the first one's ranking: rounding on another device could differ.
+    ranked = objective.ranks.from_first(
+        static_mask(
+            name,
+            objective.model,
+            objective.calibration,
+            section.window_size,
+            section.swa_ratio,
+            seed,
+        )
     )
     logger.info("%s ranked all heads in %.1f s", name, time.perf_counter() - started)
     if ranked.tied:
