@@ -34,7 +34,7 @@ from recipes.quickstart.make_base_model import python_text
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
 WINDOW, SEED = 128, 2026
 CONTEXT, SAMPLES = 2048, 200
-SEARCH_LENGTH, SEARCH_SAMPLES, RANDOM_MASKS = 512, 32, 50
+SEARCH_LENGTH, SEARCH_SAMPLES, RANDOM_MASKS = 512, 24, 50
 TEXT_LENGTH = 1024
 
 
