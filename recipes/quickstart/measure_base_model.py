@@ -206,7 +206,7 @@ Seed {training["seed"]}, {training["steps"]} steps, {training["cpu_minutes"]:.0f
 `training_log.jsonl`. The schedule was settled while it ran, between saves: where the log's rate is
 another than the script's, the log tells what happened. Text: source files of the standard library
 and pydoc's topics, one document in fifty held out. Retrieval: the synthetic documents of
-`data_prep/retrieval.py`. Silenced KV heads and layers keep retrieval from settling in one place.
+`data_prep/retrieval.py`. Silenced KV heads spread retrieval over heads; over layers it did not spread.
 
 | steps | tokens a step | length | text | KV heads silenced | layers silenced |
 |---|---|---|---|---|---|
