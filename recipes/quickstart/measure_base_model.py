@@ -158,9 +158,10 @@ def draw_curve(folder: Path) -> None:
     for before, after in itertools.pairwise(lines):
         if before["length"] != after["length"]:
             axis.axvline(after["step"], color="grey", linewidth=0.7, linestyle=":")
-            axis.text(after["step"], 7.5, f" {after['length']} tokens", fontsize=7, va="top")
+            label = f"{after['length']} tokens"
+            axis.text(after["step"], 7.5, label, fontsize=7, va="top", ha="right", rotation=90)
     axis.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, 7.7))
-    axis.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(folder / "training_curve.png", dpi=110)
 
 
@@ -206,7 +207,7 @@ Seed {training["seed"]}, {training["steps"]} steps, {training["cpu_minutes"]:.0f
 `training_log.jsonl`. The schedule was settled while it ran, between saves: where the log's rate is
 another than the script's, the log tells what happened. Text: source files of the standard library
 and pydoc's topics, one document in fifty held out. Retrieval: the synthetic documents of
-`data_prep/retrieval.py`. Silenced KV heads spread retrieval over heads; over layers it did not spread.
+`data_prep/retrieval.py`. Silenced KV heads spread retrieval over heads, though not over layers.
 
 | steps | tokens a step | length | text | KV heads silenced | layers silenced |
 |---|---|---|---|---|---|
