@@ -17,7 +17,7 @@ from stages.context import StageConfig
 
 if TYPE_CHECKING:
     from bosch.method.bosch import SearchResult
-    from bosch.method.ledger import Ledger, Scorer
+    from bosch.method.ledger import Ledger
     from bosch.objective import Objective
     from bosch.progress import Progress
     from bosch.ranks import Ranks
@@ -73,7 +73,6 @@ def _found(config: StageConfig, ledger: Ledger) -> SearchResult:
 
     section = config.section
     assert isinstance(section, SearchConfig)
-    ledger.target = _target(ledger.scorer, section)
     try:
         return find_mask(section, ledger, config.seed)
     except (KeyboardInterrupt, SystemExit, LostRankError):
@@ -122,13 +121,6 @@ def _objective(config: StageConfig, prepared: Path, ranks: Ranks) -> Objective:
         batch_size=config.runtime.eval_batch_size,
         ranks=ranks,
     )
-
-
-def _target(scorer: Scorer, section: SearchConfig) -> int:
-    from bosch.heads import swa_budget
-
-    units = scorer.num_layers * scorer.num_key_value_heads
-    return swa_budget(units, section.swa_ratio)
 
 
 def _summary(ledger: Ledger, result: SearchResult, seconds: float) -> dict[str, Any]:
