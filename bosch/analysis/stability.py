@@ -1,0 +1,68 @@
+"""Do two runs rank the layers alike: rank correlation of stage 1's results over seeds.
+
+The paper's referee asks for it: stages 2 and 3 build on the order of the layers that stage 1
+finds (BOSCH Algorithm 1), and a score counted in examples leaves many layers tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Agreement of the rankings of several runs.
+
+    `correlations` are Spearman's rho of each two runs, without the pairs where a run ties all its
+    layers (`undefined` counts them). `tied` is the mean share of layers that have the same value
+    as another layer of their run.
+    """
+
+    correlations: list[float]
+    undefined: int
+    tied: float
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the correlations; None where every pair is undefined."""
+        return float(np.mean(self.correlations)) if self.correlations else None
+
+
+def average_ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Ranks from 1; equal values share the mean of the ranks they take up."""
+    array = np.asarray(values, dtype=np.float64)
+    _, inverse, counts = np.unique(array, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: npt.NDArray[np.float64] = (last - (counts - 1) / 2.0)[inverse.reshape(-1)]
+    return ranks
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's rho with ties: Pearson's correlation of the average ranks.
+
+    None where one side is constant and has no order. Raises ValueError for sequences of different
+    length or fewer than two values.
+    """
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"{len(first)} and {len(second)} values: need as many, and two at least")
+    a, b = average_ranks(first), average_ranks(second)
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a @ a) * (b @ b)))
+    return float(np.clip((a @ b) / scale, -1.0, 1.0)) if scale > 0.0 else None
+
+
+def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:
+    """Spearman's rho between each two of `runs`, each one value per layer."""
+    pairs = [spearman(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :]]
+    known = [rho for rho in pairs if rho is not None]
+    shares = [_tied_share(run) for run in runs]
+    return Stability(known, len(pairs) - len(known), float(np.mean(shares)))
+
+
+def _tied_share(run: Sequence[float]) -> float:
+    counts = np.unique(np.asarray(run, dtype=np.float64), return_counts=True)[1]
+    return float(counts[counts > 1].sum() / len(run))

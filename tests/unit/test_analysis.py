@@ -1,0 +1,229 @@
+"""Analyses of head masks, each against a plain restatement of its definition."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bosch.analysis.bootstrap import bootstrap_mean, paired_difference
+from bosch.analysis.jaccard import jaccard_distance, mean_distances
+from bosch.analysis.optimality import count_on_budget, masks_on_budget, standing
+from bosch.analysis.stability import average_ranks, ranking_stability, spearman
+from bosch.analysis.swap_test import swapped
+from bosch.analysis.turnover import turnover
+from bosch.evaluation_log import Evaluation
+from bosch.heads import HeadMask, swa_budget
+
+LAYERS, HEADS = 3, 4
+rows = st.lists(st.booleans(), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS)
+values = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=8)
+
+
+def mask_of(sliding: list[bool]) -> HeadMask:
+    return HeadMask(~np.array(sliding).reshape(LAYERS, HEADS))
+
+
+def units(mask: HeadMask) -> set[tuple[int, int]]:
+    return {(layer, head) for layer, heads in enumerate(mask.swa_kv_heads) for head in heads}
+
+
+@given(rows, rows, rows)
+def test_jaccard_is_a_distance_of_sets(a: list[bool], b: list[bool], c: list[bool]) -> None:
+    first, second, third = mask_of(a), mask_of(b), mask_of(c)
+    union = units(first) | units(second)
+    expected = 1 - len(units(first) & units(second)) / len(union) if union else 0.0
+    assert jaccard_distance(first, second) == pytest.approx(expected)
+    assert jaccard_distance(first, first) == 0.0
+    around = jaccard_distance(first, third) + jaccard_distance(third, second)
+    assert jaccard_distance(first, second) <= around + 1e-12
+
+
+def test_masks_of_other_shape_are_refused() -> None:
+    small, large = HeadMask.all_sliding(2, 4), HeadMask.all_sliding(4, 2)
+    for analysis in (jaccard_distance, turnover, lambda a, b: swapped(a, b, 0)):
+        with pytest.raises(ValueError, match="shape"):
+            analysis(small, large)
+
+
+def test_mean_distances_average_over_seeds() -> None:
+    def sliding(*indices: int) -> HeadMask:
+        return mask_of([i in indices for i in range(LAYERS * HEADS)])
+
+    groups = {"a": [sliding(0, 1), sliding(1, 2)], "b": [sliding(0, 1)]}
+    distances = mean_distances(groups)
+    apart = 1 - 1 / 3
+    assert distances == pytest.approx(np.array([[apart, apart / 2], [apart / 2, 0.0]]))
+
+
+@given(rows, rows)
+def test_turnover_and_its_maximum(a: list[bool], b: list[bool]) -> None:
+    small, large = sorted((mask_of(a), mask_of(b)), key=lambda mask: len(units(mask)))
+    if not units(small):
+        with pytest.raises(ValueError, match="no sliding head"):
+            turnover(small, large)
+        return
+    result = turnover(small, large)
+    lost = [unit for unit in units(small) if unit not in units(large)]
+    assert result.raw == pytest.approx(len(lost) / len(units(small)))
+    assert 0.0 <= result.raw <= result.most <= 1.0
+    assert 0.0 <= result.normalised <= 1.0
+    if result.most:
+        assert result.raw == pytest.approx(result.normalised * result.most)
+    # The maximum is reached: the last heads slide at the smaller ratio, the first at the larger.
+    order = list(product(range(LAYERS), range(HEADS)))
+    far = mask_of([unit in order[-len(units(small)) :] for unit in order])
+    near = mask_of([unit in order[: len(units(large))] for unit in order])
+    assert turnover(far, near).raw == pytest.approx(result.most)
+
+
+def test_turnover_of_the_papers_ratios() -> None:
+    """T_max between 0.5 and 0.75 is 0.5 (BOSCH §4.3); Table 3's 6 % and 36 % imply 1/6."""
+    order = np.arange(64)
+    masks = {ratio: HeadMask((order >= 64 * ratio).reshape(8, 8)) for ratio in (0.5, 0.75, 0.875)}
+    assert turnover(masks[0.5], masks[0.75]).most == 0.5
+    assert turnover(masks[0.75], masks[0.875]).most == pytest.approx(1 / 6)
+    assert turnover(masks[0.5], masks[0.75]).raw == 0.0
+    with pytest.raises(ValueError, match="smaller ratio has 48"):
+        turnover(masks[0.75], masks[0.5])
+
+
+@given(rows, rows, st.integers(0, 5))
+def test_swap_keeps_the_budget_and_takes_in_what_turned_over(
+    a: list[bool], b: list[bool], seed: int
+) -> None:
+    small, large = sorted((mask_of(a), mask_of(b)), key=lambda mask: len(units(mask)))
+    result = swapped(small, large, seed)
+    assert len(units(result)) == len(units(large))
+    entered, left = units(result) - units(large), units(large) - units(result)
+    assert entered == units(small) - units(large)
+    assert len(left) == len(entered)
+    assert result == swapped(small, large, seed)
+
+
+def test_swap_draws_its_victims() -> None:
+    small = mask_of([i in (0, 1) for i in range(12)])
+    large = mask_of([i >= 6 for i in range(12)])
+    results = {swapped(small, large, seed) for seed in range(20)}
+    assert len(results) > 5
+
+
+def naive_rank(run: list[float], value: float) -> float:
+    """1 + the number of smaller values + half of the other equal ones."""
+    smaller = sum(1 for other in run if other < value)
+    equal = sum(1 for other in run if other == value)
+    return 1 + smaller + (equal - 1) / 2
+
+
+@given(values, st.randoms(use_true_random=False))
+def test_spearman_is_pearson_of_average_ranks(first: list[float], random: object) -> None:
+    second = [float(random.randint(-3, 3)) for _ in first]  # type: ignore[attr-defined]
+    assert average_ranks(first).tolist() == [naive_rank(first, value) for value in first]
+    rho = spearman(first, second)
+    if len(set(first)) == 1 or len(set(second)) == 1:
+        assert rho is None
+        return
+    ranks = [[naive_rank(run, value) for value in run] for run in (first, second)]
+    assert rho == pytest.approx(np.corrcoef(ranks)[0, 1])
+    assert spearman([3 * v + 1 for v in first], second) == pytest.approx(rho)
+    assert spearman([-v for v in first], second) == pytest.approx(-rho)
+
+
+def test_spearman_without_ties_is_the_textbook_formula() -> None:
+    first, second = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0]
+    squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+    assert spearman(first, second) == pytest.approx(1 - 6 * squares / (5 * 24))
+    with pytest.raises(ValueError, match="5 and 4"):
+        spearman(first, second[:4])
+
+
+def test_stability_counts_pairs_without_an_order() -> None:
+    result = ranking_stability([[1.0, 2.0, 3.0], [1.0, 2.0, 2.0], [5.0, 5.0, 5.0]])
+    assert result.undefined == 2
+    assert result.correlations == [pytest.approx(np.sqrt(3) / 2)]
+    assert result.tied == pytest.approx((0 + 2 / 3 + 1) / 3)
+    assert ranking_stability([[1.0, 1.0], [1.0, 1.0]]).mean is None
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.4, 0.5, 0.75, 1.0])
+def test_every_mask_on_budget_once(ratio: float) -> None:
+    masks = list(masks_on_budget(2, 4, ratio))
+    every = [HeadMask(np.array(bits).reshape(2, 4)) for bits in product((True, False), repeat=8)]
+    expected = {mask for mask in every if int((~mask.is_full).sum()) == swa_budget(8, ratio)}
+    assert set(masks) == expected
+    assert len(masks) == len(expected) == count_on_budget(2, 4, ratio)
+
+
+@given(st.lists(st.integers(0, 4), min_size=15, max_size=15), st.integers(0, 14))
+def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -> None:
+    masks = list(masks_on_budget(2, 3, 0.33))
+    assert len(masks) == 15
+    landscape = {
+        mask: Evaluation(score / 4, score - index / 100)
+        for index, (mask, score) in enumerate(zip(masks, scores, strict=True))
+    }
+    result = standing(masks[place], landscape)
+    descending = sorted((e.score for e in landscape.values()), reverse=True)
+    assert result.score_rank == 1 + descending.index(result.score)
+    assert result.score_gap == pytest.approx(descending[0] - result.score)
+    assert result.best_by_score == descending.count(descending[0])
+    by_likelihood = sorted((e.log_likelihood for e in landscape.values()), reverse=True)
+    assert result.log_likelihood_rank == 1 + by_likelihood.index(result.log_likelihood)
+    assert result.log_likelihood_gap == pytest.approx(by_likelihood[0] - result.log_likelihood)
+    with pytest.raises(ValueError, match="none of the 15"):
+        standing(HeadMask.all_full(2, 3), landscape)
+
+
+def test_bootstrap_of_one_axis_has_the_standard_error() -> None:
+    """For a mean of n independent values the interval is about 1.96 standard errors each way."""
+    results = np.random.default_rng(0).normal(3.0, 2.0, size=(1, 400))
+    interval = bootstrap_mean(results)
+    error = results.std() / np.sqrt(400)
+    assert interval.mean == pytest.approx(results.mean())
+    assert interval.high - interval.mean == pytest.approx(1.96 * error, rel=0.1)
+    assert interval.mean - interval.low == pytest.approx(1.96 * error, rel=0.1)
+
+
+def test_bootstrap_draws_seeds_too() -> None:
+    """Seeds that disagree widen the interval however many examples there are."""
+    results = np.repeat(np.array([[0.0], [1.0], [0.0], [1.0]]), 500, axis=1)
+    interval = bootstrap_mean(results)
+    assert (interval.low, interval.mean, interval.high) == (0.0, 0.5, 1.0)
+
+
+def test_pairing_removes_what_is_hard_for_both() -> None:
+    rng = np.random.default_rng(1)
+    hard = rng.normal(0.0, 5.0, size=(1, 300))
+    first, second = hard + rng.normal(0.2, 0.1, (3, 300)), hard + rng.normal(0.0, 0.1, (4, 300))
+    paired = paired_difference(first, second)
+    assert paired.mean == pytest.approx(first.mean() - second.mean())
+    assert 0.1 < paired.low < 0.2 < paired.high < 0.3
+    apart = bootstrap_mean(first)
+    assert apart.high - apart.low > 10 * (paired.high - paired.low)
+    backwards = paired_difference(second, first)
+    assert backwards.mean == pytest.approx(-paired.mean)
+
+
+def test_equal_results_have_no_difference() -> None:
+    results = np.random.default_rng(2).random((1, 40))
+    assert paired_difference(results, results) == (0.0, 0.0, 0.0)
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(3)
+    samples = rng.normal(0.0, 1.0, size=(200, 60))
+    intervals = [bootstrap_mean(sample[None], 0.9, draws=400, seed=1) for sample in samples]
+    covered = np.mean([interval.low <= 0.0 <= interval.high for interval in intervals])
+    assert 0.82 <= covered <= 0.96
+
+
+def test_bootstrap_refuses_what_it_cannot_use() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        bootstrap_mean([0.0, float("nan")])
+    with pytest.raises(ValueError, match="shape"):
+        bootstrap_mean(np.zeros((0, 3)))
+    with pytest.raises(ValueError, match="3 and 4 examples"):
+        paired_difference(np.zeros((2, 3)), np.zeros((2, 4)))
