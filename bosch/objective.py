@@ -109,18 +109,7 @@ class Objective:
         model gives numbers that are not finite or the ranks measure different masks, LostRankError
         when a rank has ended.
         """
-        started = time.perf_counter()
-        apply_head_mask(self.model, mask, self.window_size, self.sinks)
-        self._check_model()
-        results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
-        layers = torch.zeros(len(self._batches), dtype=torch.float64)
-        self._reuse.begin(mask, shared_layers)
-        for index in self._mine:
-            batch = self._batches[index]
-            results[batch.examples], layers[index] = self._pass(index, batch)
-        self._reuse.finish(mask)
-        seconds = time.perf_counter() - started
-        results, layers, seconds = self._merged(mask, results, layers, seconds)
+        results, layers, seconds = self._measured(mask, shared_layers)
         exact, log_likelihood = (sum(column) for column in results.T.tolist())
         if not math.isfinite(log_likelihood):
             raise RunError(
@@ -135,6 +124,27 @@ class Objective:
             seconds=seconds,
             full_forward_equivalents=computed / self.num_layers / sum(tokens),
         )
+
+    def example_results(self, mask: HeadMask) -> Tensor:
+        """Exact match and log-likelihood of each example in the set's order, [N, 2] float64.
+
+        A pass like `evaluate`, whose means over the examples it details.
+        """
+        return self._measured(mask, shared_layers=0)[0]
+
+    def _measured(self, mask: HeadMask, shared_layers: int) -> tuple[Tensor, Tensor, float]:
+        """Results of each example [N, 2], layers computed of each batch, seconds."""
+        started = time.perf_counter()
+        apply_head_mask(self.model, mask, self.window_size, self.sinks)
+        self._check_model()
+        results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
+        layers = torch.zeros(len(self._batches), dtype=torch.float64)
+        self._reuse.begin(mask, shared_layers)
+        for index in self._mine:
+            batch = self._batches[index]
+            results[batch.examples], layers[index] = self._pass(index, batch)
+        self._reuse.finish(mask)
+        return self._merged(mask, results, layers, time.perf_counter() - started)
 
     def _merged(
         self, mask: HeadMask, results: Tensor, layers: Tensor, seconds: float

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.needles import Needle, NeedleSample, forced_ids, make_sample
+from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids, make_sample
 
 
 def write_calibration(
@@ -31,19 +31,15 @@ def write_calibration(
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = []
+    made = forced_examples(tasks, examples, length, "calibration", seed, tokenizer, essay_words)
     with (
         (folder / "calibration.jsonl").open("w") as ids_file,
         (folder / "needles.jsonl").open("w") as needles_file,
         progress(examples, "calibration examples", "examples") as bar,
     ):
-        for index in range(examples):
-            task = tasks[index % len(tasks)]
-            sample = make_sample(
-                task, length, tokenizer, "calibration", seed, index, None, essay_words
-            )
-            prompt, answer = forced_ids(sample, tokenizer)
+        for sample, prompt, answer in made:
             lengths.append(len(prompt) + len(answer))
-            head = {"task": task, "index": index, "seed": seed}
+            head = {"task": sample.task, "index": sample.index, "seed": seed}
             record = {**head, "input_ids": prompt + answer, "answer_length": len(answer)}
             ids_file.write(json.dumps(record) + "\n")
             needles = {"needles": sample.needles, "prompt_sha256": _digest(sample.prompt)}
@@ -56,6 +52,25 @@ def write_calibration(
         "shortest": min(lengths),
         "longest": max(lengths),
     }
+
+
+def forced_examples(
+    tasks: Sequence[str],
+    examples: int,
+    length: int,
+    seed_space: SeedSpace,
+    seed: int,
+    tokenizer: Any,
+    essay_words: Sequence[str],
+) -> Iterator[tuple[NeedleSample, list[int], list[int]]]:
+    """Teacher-forced examples, tasks in turn: the sample, ids of its prompt and of its answer.
+
+    Prompt and answer together have at most `length` tokens.
+    """
+    for index in range(examples):
+        task = tasks[index % len(tasks)]
+        sample = make_sample(task, length, tokenizer, seed_space, seed, index, None, essay_words)
+        yield sample, *forced_ids(sample, tokenizer)
 
 
 def _digest(prompt: str) -> str:

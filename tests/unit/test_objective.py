@@ -204,3 +204,18 @@ def test_calibration_files(tmp_path):
             CalibrationSet.load(path)
     with pytest.raises(UserError, match="cannot read"):
         CalibrationSet.load(tmp_path / "absent.jsonl")
+
+
+def test_results_of_each_example_have_the_evaluations_means() -> None:
+    model, calibration = searchable()
+    objective = Objective(model, calibration, WINDOW, batch_size=2)
+    mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
+    results = objective.example_results(mask)
+    evaluation = objective.evaluate(mask)
+    assert results.shape == (len(calibration), 2)
+    assert results[:, 0].mean().item() == pytest.approx(evaluation.score)
+    assert results[:, 1].mean().item() == pytest.approx(evaluation.log_likelihood)
+    for place in range(len(calibration)):
+        alone = Objective(model, CalibrationSet((calibration.examples[place],)), WINDOW)
+        own = alone.evaluate(mask)
+        assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)
