@@ -111,11 +111,25 @@ def model_shape(info: ModelInfo) -> Shape:
 
 def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
     """Most evaluations of S(z) a search can spend, anchors included (BOSCH Algorithms 1 and 3)."""
-    if search.method in ("rand", "bme", "intr"):
-        return 2
-    sliding = math.ceil(search.swa_ratio * heads - 1e-9)
-    stage1 = layers * min(search.budget_per_layer, math.comb(heads, sliding))
-    return 2 + stage1 + (search.budget_per_layer * layers if search.method == "bosch" else 0)
+    kappa, joint = search.budget_per_layer, max(1, search.max_group_variables // heads)
+    joint = 1 << (joint.bit_length() - 1)
+
+    def probes(layers_per_group: int, units: int) -> int:
+        parts = -(-layers // layers_per_group)
+        sizes = [layers // parts + (part < layers % parts) for part in range(parts)]
+        return sum(min(kappa * size, _choices(size * units, search.swa_ratio)) for size in sizes)
+
+    if search.method == "bosch":
+        return 2 + probes(1, heads) + kappa * layers
+    first_stage = {"b_single": (1, heads), "b_multi": (joint, heads), "b_layer": (layers, 1)}
+    if search.method in first_stage:
+        return 2 + probes(*first_stage[search.method])
+    return 3
+
+
+def _choices(units: int, ratio: float) -> int:
+    """Ways to make the share `ratio` of so many units sliding."""
+    return math.comb(units, math.ceil(ratio * units - 1e-9 * units))
 
 
 def plan_costs(loaded: LoadedRecipe, info: ModelInfo, processes: int) -> list[Cost]:

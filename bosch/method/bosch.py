@@ -1,4 +1,4 @@
-"""The whole procedure and its first ablation: from a scorer to a head mask on budget."""
+"""The whole procedure: from a scorer to a head mask on budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from bosch.method.layer_importance import LayerImportance, layer_importance
 from bosch.method.ledger import Ledger
 from bosch.method.ratio_assignment import LayerRatios, assign_ratios, layer_drops
 from bosch.method.settings import SearchSettings
-from bosch.method.subproblem import restore_units
 
 
 @dataclass(frozen=True)
@@ -34,32 +33,11 @@ def bosch(ledger: Ledger, settings: SearchSettings) -> SearchResult:
     The mask has exactly ceil(rho N) sliding units. Raises UserError when the anchors leave nothing
     to search for.
     """
-    anchors, loss = _prepared(ledger, settings)
+    anchors, loss = prepared(ledger, settings)
     importance = layer_importance(ledger, settings, loss)
-    ratios = _ratios(ledger, settings, importance, anchors)
+    ratios = ranked_layers(ledger, settings, importance, anchors)
     mask = head_selection(ledger, settings, loss, ratios.quotas)
-    return finished(ledger, settings, mask, anchors, _layer_rows(importance, ratios, ledger))
-
-
-def b_single(ledger: Ledger, settings: SearchSettings) -> SearchResult:
-    """B-single: the mask of stage 1 itself, without stages 2 and 3.
-
-    Where rho H is no whole number stage 1 localises more than ceil(rho N) units; the surplus is
-    turned back in the hardest layers.
-    """
-    anchors, loss = _prepared(ledger, settings)
-    importance = layer_importance(ledger, settings, loss)
-    ratios = _ratios(ledger, settings, importance, anchors)
-    mask = importance.mask
-    surplus = int((~mask.is_full).sum()) - swa_budget(mask.is_full.size, settings.swa_ratio)
-    if surplus > 0:
-        ledger.note(
-            f"stage 1 localised {surplus} units too many: turned back in the hardest layers"
-        )
-        mask = restore_units(ledger, settings, mask, ratios.hardest_first, surplus)
-    quotas = [len(heads) for heads in mask.swa_kv_heads]
-    rows = _layer_rows(importance, ratios, ledger, quotas)
-    return finished(ledger, settings, mask, anchors, rows)
+    return finished(ledger, settings, mask, anchors, layer_rows(importance, ratios, ledger))
 
 
 def finished(
@@ -77,7 +55,8 @@ def finished(
     return SearchResult(mask, evaluation, anchors, layers or [])
 
 
-def _prepared(ledger: Ledger, settings: SearchSettings) -> tuple[Anchors, Loss]:
+def prepared(ledger: Ledger, settings: SearchSettings) -> tuple[Anchors, Loss]:
+    """Anchors and loss of a search; raises UserError when there is nothing to search for."""
     anchors = ledger.anchors()
     anchors.check()
     if settings.break_ties:
@@ -85,34 +64,43 @@ def _prepared(ledger: Ledger, settings: SearchSettings) -> tuple[Anchors, Loss]:
     return anchors, Loss(anchors, settings.alpha, settings.gamma)
 
 
-def _ratios(
+def ranked_layers(
     ledger: Ledger, settings: SearchSettings, importance: LayerImportance, anchors: Anchors
 ) -> LayerRatios:
     """Stage 2, with a note when the scores of stage 1 do not rank the layers."""
-    drops = layer_drops(importance.best_scores, anchors.all_full, anchors.all_full)
+    drops = importance.averaged(
+        layer_drops(importance.best_scores, anchors.all_full, anchors.all_full)
+    )
     tie_drops = None
     if settings.break_ties:
         full = HeadMask.all_full(ledger.scorer.num_layers, ledger.scorer.num_key_value_heads)
         original = ledger.log.get(full)
         assert original is not None
-        tie_drops = layer_drops(importance.best_log_likelihoods, original.log_likelihood, scale=1.0)
-    _note_ties(ledger, drops, settings.break_ties)
+        tie_drops = importance.averaged(
+            layer_drops(importance.best_log_likelihoods, original.log_likelihood, scale=1.0)
+        )
+    _note_ties(ledger, drops, importance.groups, settings.break_ties)
     return assign_ratios(
         drops, ledger.scorer.num_key_value_heads, settings.swa_ratio, settings.buckets, tie_drops
     )
 
 
-def _note_ties(ledger: Ledger, drops: np.ndarray, break_ties: bool) -> None:
-    values, counts = np.unique(np.round(drops, 12), return_counts=True)
+def _note_ties(
+    ledger: Ledger, drops: np.ndarray, groups: Sequence[Sequence[int]], break_ties: bool
+) -> None:
+    """Say when the drops do not tell all groups of stage 1 (by default layers) from each other."""
+    found = np.round(drops[[group[0] for group in groups]], 12)
+    values, counts = np.unique(found, return_counts=True)
     tied = int(counts[counts > 1].sum())
     if tied == 0:
         return
-    who = "all layers" if len(values) == 1 else f"{tied} of {len(drops)} layers"
+    name = "layers" if len(groups) == len(drops) else "groups of layers"
+    who = f"all {name}" if len(values) == 1 else f"{tied} of {len(groups)} {name}"
     how = "their log-likelihoods rank them" if break_ties else "their ranking is arbitrary"
     ledger.note(f"stage 1 found the same drop of the score for {who}: {how}")
 
 
-def _layer_rows(
+def layer_rows(
     importance: LayerImportance,
     ratios: LayerRatios,
     ledger: Ledger,

@@ -13,7 +13,8 @@ from bosch.baselines.static import STATIC_RANKINGS, StaticName, static_mask
 from bosch.errors import UserError
 from bosch.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.heads import HeadMask, swa_budget
-from bosch.method.bosch import SearchResult, b_single, bosch, finished
+from bosch.method.ablations import b_layer, b_multi, b_single
+from bosch.method.bosch import SearchResult, bosch, finished
 from bosch.method.ledger import Ledger, Scorer, TracePoint
 from bosch.method.settings import SearchSettings
 from bosch.objective import Objective
@@ -23,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 Search = Callable[[Ledger, SearchSettings], SearchResult]
 
-SEARCHES: dict[str, Search] = {"bosch": bosch, "b_single": b_single}
+SEARCHES: dict[str, Search] = {
+    "bosch": bosch,
+    "b_single": b_single,
+    "b_multi": b_multi,
+    "b_layer": b_layer,
+}
 LAYER_RULES = ("rand", "bme", "intr")
 METHODS = (*SEARCHES, *LAYER_RULES, *STATIC_RANKINGS)
 

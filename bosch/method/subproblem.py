@@ -35,24 +35,26 @@ def optimise_layers(
     quota: int,
     stage: StageName,
     unit: str,
+    *,
+    whole_layers: bool = False,
 ) -> Solution:
     """Make `quota` units of `layers` sliding, the other layers of `base` fixed (BOSCH Eq. 5).
 
-    Spends at most kappa evaluations per layer.
+    A unit is a KV head, or with `whole_layers` a layer. Spends at most kappa evaluations per layer.
     """
     rows = sorted(layers)
-    heads = base.num_key_value_heads
+    units = 1 if whole_layers else base.num_key_value_heads
 
     def with_bits(bits: Bits) -> HeadMask:
         is_full = base.is_full.copy()
-        is_full[rows] = ~bits.reshape(len(rows), heads)
+        is_full[rows] = ~bits.reshape(len(rows), units)
         return HeadMask(is_full)
 
     def measure(bits: Bits) -> Evaluation:
         return ledger.evaluate(with_bits(bits), stage, unit, shared_layers=rows[0])
 
     problem = Problem(
-        size=len(rows) * heads,
+        size=len(rows) * units,
         quota=quota,
         budget=settings.budget_per_layer * len(rows),
         measure=measure,
@@ -63,9 +65,9 @@ def optimise_layers(
     stage_number = ("layer_importance", "head_selection").index(stage)
     candidate = solve(problem, settings.solver, settings.seed_for(stage_number, *rows))
     logger.info(
-        "%s: %d of %d KV heads sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
-        unit, quota, problem.size, candidate.evaluation.score,
-        candidate.evaluation.log_likelihood, problem.spent,
+        "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
+        unit, quota, problem.size, "layers" if whole_layers else "KV heads",
+        candidate.evaluation.score, candidate.evaluation.log_likelihood, problem.spent,
     )  # fmt: skip
     return Solution(with_bits(candidate.bits), candidate.evaluation, problem.on_plateau)
 

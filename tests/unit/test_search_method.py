@@ -15,7 +15,8 @@ from bosch.errors import UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.heads import HeadMask, swa_budget
 from bosch.loss import Anchors, Loss
-from bosch.method.bosch import b_single, bosch
+from bosch.method.ablations import b_layer, b_multi, b_single
+from bosch.method.bosch import bosch
 from bosch.method.head_selection import head_selection, max_layers_per_group, ratio_groups
 from bosch.method.layer_importance import layer_importance
 from bosch.method.ledger import Ledger
@@ -58,7 +59,7 @@ def ledger_of(oracle, path=None):
     ratio=st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1)),
     buckets=st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(sorted),
     seed=st.integers(0, 50),
-    method=st.sampled_from([bosch, b_single]),
+    method=st.sampled_from([bosch, b_single, b_multi, b_layer]),
     solver=st.sampled_from(["nomad", "nomad_penalty", "one_plus_one"]),
 )
 @settings(max_examples=60, deadline=None)
