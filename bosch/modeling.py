@@ -16,7 +16,7 @@ from bosch._registration import register_models
 from bosch.attention import resolve_backend
 from bosch.configuration import hybrid_config_class, is_hybrid
 from bosch.errors import UserError
-from bosch.families import family_of
+from bosch.families import FAMILIES, family_of
 from bosch.heads import HeadMask
 from bosch.interface import attention_modules, layouts_of
 from bosch.search_mode import apply_head_mask, check_mask, mask_shape, prepare_for_search
@@ -25,6 +25,7 @@ from bosch.windows import check_window
 __all__ = [
     "apply_head_mask",
     "attention_modules",
+    "full_attention_config",
     "layouts_of",
     "load_config",
     "load_model",
@@ -67,15 +68,18 @@ def load_model(
     device: str | torch.device | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    config: Any = None,
 ) -> Any:
     """An ordinary or a hybrid causal language model, in eval mode.
 
     `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
+    `config` takes the place of the directory's own: its weights, under another head layout.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
-    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    if config is None:
+        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {}
     if is_hybrid(config):
         hybrid.deploy_layouts(config)
@@ -102,6 +106,24 @@ def load_model(
     if device is not None:
         model.to(device)
     return model.eval()
+
+
+def full_attention_config(config: Any) -> Any:
+    """Configuration under which the weights of a hybrid model have full heads only.
+
+    The order of heads is no part of a model's function, so this is the original, if the hybrid was
+    not trained.
+    """
+    content = config.to_dict()
+    for name in (
+        "hybrid_attention", "layer_types", "base_layer_types", "model_type", "architectures",
+        "auto_map", "_name_or_path", "transformers_version",
+    ):  # fmt: skip
+        content.pop(name, None)
+    if getattr(config, "layer_types", None) is not None:
+        content["layer_types"] = config.layer_types
+    model_type = next(f.model_type for f in FAMILIES.values() if f.hybrid_type == config.model_type)
+    return AutoConfig.for_model(model_type, **content)
 
 
 # Errors by which transformers and safetensors report unreadable files.
