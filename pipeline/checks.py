@@ -1,26 +1,26 @@
-"""Checks across the sections of a recipe, the model's shape and the number of processes.
+"""Checks between the fields of a recipe, the model's shape and the number of processes.
 
-Each check yields sentences that begin with a dotted path; a section that is invalid by itself is
-missing here and its checks are left out, so that one run names every fault there is.
+Each check yields sentences that begin with a dotted path. A check that reads a field which is at
+fault itself ends there (see `pipeline.partial`) and no other does, so that one run names every
+fault there is.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from bosch.errors import UserError
-from pipeline.inputs import check_folder, check_source
+from pipeline.inputs import missing_inputs
 from pipeline.modelinfo import ModelInfo
+from pipeline.partial import unless_invalid
 from pipeline.world import World
 from stages.configs import (
     EvaluateConfig,
     PrepareConfig,
     Runtime,
     SearchConfig,
-    Section,
+    SourceConfig,
     TrainConfig,
 )
 
@@ -28,50 +28,31 @@ from stages.configs import (
 _BUCKET_METHODS = ("bosch",)
 
 
-def find_faults(
-    sections: Mapping[str, Section],
-    info: ModelInfo | None,
-    world: World,
-    *,
-    input_files: bool = True,
-) -> list[str]:
-    """Everything wrong between the sections of a recipe, one sentence each.
+@dataclass(frozen=True)
+class Parts:
+    """What the checks look at. Fields at fault are missing from their sections.
+
+    `info` is None where the model is not known, `world` where the number of processes is not.
+    """
+
+    prepare: PrepareConfig
+    search: SearchConfig
+    train: TrainConfig | None
+    evaluate: EvaluateConfig | None
+    runtime: Runtime
+    info: ModelInfo | None
+    world: World | None
+
+
+def find_faults(parts: Parts, *, input_files: bool = True) -> list[str]:
+    """Everything wrong between the fields of a recipe, one sentence each.
 
     Without `input_files` it does not matter whether the data is there.
     """
-    prepare, search = sections.get("prepare"), sections.get("search")
-    train, evaluate = sections.get("train"), sections.get("evaluate")
-    runtime = sections.get("runtime")
-    faults: list[str] = []
-    if isinstance(search, SearchConfig):
-        faults += _ratio(search)
-    if isinstance(prepare, PrepareConfig):
-        faults += _names(prepare)
-        if isinstance(search, SearchConfig):
-            faults += _window(search, prepare, train is not None)
-        if isinstance(train, TrainConfig):
-            faults += _training(train, prepare)
-            if isinstance(runtime, Runtime):
-                faults += _batch(train, prepare, runtime, world)
-    if isinstance(evaluate, EvaluateConfig):
-        faults += _evaluation(evaluate)
+    faults = [fault for check in _CHECKS for fault in unless_invalid(check(parts))]
     if input_files:
-        faults += missing_inputs(prepare, evaluate)
-    if info is not None:
-        faults += _positions(info, prepare, train, evaluate)
-    if isinstance(runtime, Runtime):
-        faults += _runtime(runtime)
+        faults += missing_inputs(parts.prepare, parts.evaluate)
     return faults
-
-
-def check_shape(info: ModelInfo) -> None:
-    """Raise UserError when config.json lacks the numbers a decoder has, or they do not fit."""
-    _ = info.layers, info.hidden_size, info.head_dim
-    if info.attention_heads % info.key_value_heads:
-        raise UserError(
-            f"model.path: config.json has {info.attention_heads} attention heads, "
-            f"no multiple of its {info.key_value_heads} KV heads"
-        )
 
 
 def optimizer_steps(train: TrainConfig) -> int:
@@ -79,7 +60,8 @@ def optimizer_steps(train: TrainConfig) -> int:
     return train.total_tokens // train.batch_tokens
 
 
-def _ratio(search: SearchConfig) -> Iterator[str]:
+def _ratio(parts: Parts) -> Iterator[str]:
+    search = parts.search
     if search.method not in _BUCKET_METHODS:
         return
     low, high = min(search.buckets), max(search.buckets)
@@ -91,43 +73,69 @@ def _ratio(search: SearchConfig) -> Iterator[str]:
         )
 
 
-def _window(search: SearchConfig, prepare: PrepareConfig, trains: bool) -> Iterator[str]:
-    seen = search.window_size + search.sinks
+def _calibration_window(parts: Parts) -> Iterator[str]:
+    yield from _window(parts.search, "prepare.calibration.length", parts.prepare.calibration.length)
+
+
+def _training_window(parts: Parts) -> Iterator[str]:
+    if parts.train is not None:
+        yield from _window(parts.search, "prepare.sequence_length", parts.prepare.sequence_length)
+
+
+def _window(search: SearchConfig, path: str, length: int) -> Iterator[str]:
     words = f"{search.window_size:,}" + (f" with {search.sinks} sinks" if search.sinks else "")
-    if seen >= prepare.calibration.length:
+    if search.window_size + search.sinks >= length:
         yield (
-            f"search.window_size: {words} is not shorter than prepare.calibration.length = "
-            f"{prepare.calibration.length:,}; sliding heads would see everything"
-        )
-    if trains and seen >= prepare.sequence_length:
-        yield (
-            f"search.window_size: {words} is not shorter than prepare.sequence_length = "
-            f"{prepare.sequence_length:,}; sliding heads would see everything"
+            f"search.window_size: {words} is not shorter than {path} = {length:,}; "
+            "sliding heads would see everything"
         )
 
 
-def _training(train: TrainConfig, prepare: PrepareConfig) -> Iterator[str]:
-    length = prepare.sequence_length
-    if train.batch_tokens % length:
+def _batch_length(parts: Parts) -> Iterator[str]:
+    if parts.train is not None and parts.train.batch_tokens % parts.prepare.sequence_length:
         yield (
-            f"train.batch_tokens: {train.batch_tokens:,} is no multiple of "
-            f"prepare.sequence_length = {length:,}"
+            f"train.batch_tokens: {parts.train.batch_tokens:,} is no multiple of "
+            f"prepare.sequence_length = {parts.prepare.sequence_length:,}"
         )
-    if train.total_tokens < train.batch_tokens:
+
+
+def _one_batch(parts: Parts) -> Iterator[str]:
+    train = parts.train
+    if train is not None and train.total_tokens < train.batch_tokens:
         yield (
             f"train.total_tokens: {train.total_tokens:,} is less than one batch "
             f"(train.batch_tokens = {train.batch_tokens:,})"
         )
-    used = optimizer_steps(train) * train.batch_tokens
-    if prepare.train_tokens < used:
+
+
+def _enough_tokens(parts: Parts) -> Iterator[str]:
+    if parts.train is None:
+        return
+    used = optimizer_steps(parts.train) * parts.train.batch_tokens
+    if parts.prepare.train_tokens < used:
         yield (
-            f"prepare.train_tokens: {prepare.train_tokens:,} is less than the {used:,} tokens "
-            "that training reads (train.total_tokens in whole batches)"
+            f"prepare.train_tokens: {parts.prepare.train_tokens:,} is less than the {used:,} "
+            "tokens that training reads (train.total_tokens in whole batches)"
         )
+
+
+def _last_checkpoint(parts: Parts) -> Iterator[str]:
+    train = parts.train
+    if train is not None and max(train.checkpoint_tokens, default=0) > train.total_tokens:
+        yield (
+            f"train.checkpoint_tokens: ends at {train.checkpoint_tokens[-1]:,}, "
+            f"after train.total_tokens = {train.total_tokens:,}"
+        )
+
+
+def _checkpoint_steps(parts: Parts) -> Iterator[str]:
+    train = parts.train
+    if train is None:
+        return
     reached: dict[int, int] = {}
     for tokens in train.checkpoint_tokens:
         step = min(-(-tokens // train.batch_tokens), max(optimizer_steps(train), 1))
-        if step in reached:
+        if tokens <= train.total_tokens and step in reached:
             yield (
                 f"train.checkpoint_tokens: {reached[step]:,} and {tokens:,} are reached by the "
                 f"same step (of {train.batch_tokens:,} tokens)"
@@ -135,13 +143,12 @@ def _training(train: TrainConfig, prepare: PrepareConfig) -> Iterator[str]:
         reached[step] = tokens
 
 
-def _batch(
-    train: TrainConfig, prepare: PrepareConfig, runtime: Runtime, world: World
-) -> Iterator[str]:
-    if train.batch_tokens % prepare.sequence_length:
+def _batch_division(parts: Parts) -> Iterator[str]:
+    train, world, chosen = parts.train, parts.world, parts.runtime.micro_batch_size
+    if train is None or world is None or train.batch_tokens % parts.prepare.sequence_length:
         return
-    sequences = train.batch_tokens // prepare.sequence_length
-    micro = 1 if runtime.micro_batch_size == "auto" else max(runtime.micro_batch_size, 1)
+    sequences = train.batch_tokens // parts.prepare.sequence_length
+    micro = 1 if chosen == "auto" else chosen
     if sequences % (micro * world.size):
         yield (
             f"train.batch_tokens: a batch of {sequences} sequences cannot be divided into "
@@ -149,80 +156,100 @@ def _batch(
         )
 
 
-def _evaluation(evaluate: EvaluateConfig) -> Iterator[str]:
-    suites = {name: getattr(evaluate, name) for name in type(evaluate).model_fields}
-    if all(suite is None for suite in suites.values()):
-        yield f"evaluate: names nothing to evaluate; set one of {', '.join(suites)} or leave it out"
-    needle = evaluate.needle
-    if needle is None:
+def _suites(parts: Parts) -> Iterator[str]:
+    if parts.evaluate is None:
         return
-    for length in needle.lengths:
-        if needle.max_new_tokens >= length:
+    names = list(type(parts.evaluate).model_fields)
+    if all(getattr(parts.evaluate, name) is None for name in names):
+        yield f"evaluate: names nothing to evaluate; set one of {', '.join(names)} or leave it out"
+
+
+def _needle_prompts(parts: Parts) -> Iterator[str]:
+    needle = parts.evaluate.needle if parts.evaluate is not None else None
+    for length in needle.lengths if needle is not None else ():
+        if needle is not None and needle.max_new_tokens >= length:
             yield (
                 f"evaluate.needle.max_new_tokens: {needle.max_new_tokens:,} leaves no room "
                 f"for a prompt in evaluate.needle.lengths = {length:,}"
             )
-    if len(set(needle.lengths)) < len(needle.lengths):
+
+
+def _needle_lengths(parts: Parts) -> Iterator[str]:
+    needle = parts.evaluate.needle if parts.evaluate is not None else None
+    if needle is not None and len(set(needle.lengths)) < len(needle.lengths):
         yield "evaluate.needle.lengths: names a length twice"
 
 
-def _positions(
-    info: ModelInfo, prepare: Section | None, train: Section | None, evaluate: Section | None
-) -> Iterator[str]:
-    limit = info.max_positions
-    if limit is None:
-        return
-    lengths: dict[str, int] = {}
-    if isinstance(prepare, PrepareConfig):
-        lengths["prepare.calibration.length"] = prepare.calibration.length
-        if train is not None:
-            lengths["prepare.sequence_length"] = prepare.sequence_length
-    if isinstance(evaluate, EvaluateConfig) and evaluate.needle is not None:
-        lengths["evaluate.needle.lengths"] = max(evaluate.needle.lengths)
-    for path, length in lengths.items():
-        if length > limit:
-            yield f"{path}: {length:,} is more than the model's {limit:,} positions"
+def _calibration_positions(parts: Parts) -> Iterator[str]:
+    length = parts.prepare.calibration.length
+    yield from _positions(parts, "prepare.calibration.length", length)
 
 
-def missing_inputs(prepare: Section | None, evaluate: Section | None) -> Iterator[str]:
-    """Sources and folders of prose that are not there, or not what they should be."""
-    folders: dict[str, str | None] = {}
-    if isinstance(prepare, PrepareConfig):
-        for index, source in enumerate(prepare.sources):
-            if source.path is not None:
-                where = f"prepare.sources.{index}.path"
-                yield from _caught(partial(check_source, where, source.kind, source.path))
-        folders["prepare.calibration.essay_dir"] = prepare.calibration.essay_dir
-    if isinstance(evaluate, EvaluateConfig) and evaluate.needle is not None:
-        folders["evaluate.needle.essay_dir"] = evaluate.needle.essay_dir
-    for where, folder in folders.items():
-        if folder is not None:
-            yield from _caught(partial(check_folder, where, folder))
+def _training_positions(parts: Parts) -> Iterator[str]:
+    if parts.train is not None:
+        yield from _positions(parts, "prepare.sequence_length", parts.prepare.sequence_length)
 
 
-def _names(prepare: PrepareConfig) -> Iterator[str]:
-    names = [source.name for source in prepare.sources]
+def _needle_positions(parts: Parts) -> Iterator[str]:
+    needle = parts.evaluate.needle if parts.evaluate is not None else None
+    if needle is not None:
+        yield from _positions(parts, "evaluate.needle.lengths", max(needle.lengths))
+
+
+def _positions(parts: Parts, path: str, length: int) -> Iterator[str]:
+    limit = parts.info.max_positions if parts.info is not None else None
+    if limit is not None and length > limit:
+        yield f"{path}: {length:,} is more than the model's {limit:,} positions"
+
+
+def _source_names(parts: Parts) -> Iterator[str]:
+    names = [source.name for source in parts.prepare.sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"
-    for index, source in enumerate(prepare.sources):
-        if not math.isfinite(source.weight):
-            yield f"prepare.sources.{index}.weight: expected a finite number"
 
 
-def _runtime(runtime: Runtime) -> Iterator[str]:
-    for field in ("processes", "data_workers", "micro_batch_size"):
-        value = getattr(runtime, field)
-        if value != "auto" and value < 1:
-            yield f"runtime.{field}: expected auto or a value of at least 1, found {value}"
-    root = Path(runtime.output_root)
+def _sources(parts: Parts) -> Iterator[str]:
+    for index, source in enumerate(parts.prepare.sources):
+        for check in (_source_path, _source_tokenizer):
+            yield from unless_invalid(check(f"prepare.sources.{index}", source))
+
+
+def _source_path(where: str, source: SourceConfig) -> Iterator[str]:
+    needs_path = source.kind in ("text", "jsonl", "parquet", "mds")
+    if needs_path and not source.path:
+        yield f"{where}: a source of kind {source.kind} needs a path"
+    if not needs_path and source.path:
+        yield f"{where}: a source of kind {source.kind} takes no path"
+
+
+def _source_tokenizer(where: str, source: SourceConfig) -> Iterator[str]:
+    if (source.kind == "mds") != (source.tokenizer is not None):
+        yield f"{where}: tokenizer is needed by kind mds and by no other kind"
+
+
+def _output_root(parts: Parts) -> Iterator[str]:
+    root = Path(parts.runtime.output_root)
     if root.exists() and not root.is_dir():
         yield f"runtime.output_root: {root} is a file; expected a folder"
 
 
-def _caught(check: Callable[[], None]) -> Iterator[str]:
-    try:
-        check()
-    except UserError as fault:
-        yield str(fault)
-    except OSError as error:
-        yield f"{error.filename}: cannot be read: {error.strerror}"
+_CHECKS: tuple[Callable[[Parts], Iterator[str]], ...] = (
+    _ratio,
+    _calibration_window,
+    _training_window,
+    _source_names,
+    _sources,
+    _batch_length,
+    _one_batch,
+    _enough_tokens,
+    _last_checkpoint,
+    _checkpoint_steps,
+    _batch_division,
+    _suites,
+    _needle_prompts,
+    _needle_lengths,
+    _calibration_positions,
+    _training_positions,
+    _needle_positions,
+    _output_root,
+)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bosch.errors import RunError, UserError
 from pipeline import log
-from pipeline.checks import missing_inputs
 from pipeline.graph import STAGES, Stage, resolve
+from pipeline.inputs import missing_inputs
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.status import StageState, inspect
 from pipeline.store import Store

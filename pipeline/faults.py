@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from stages.configs import Section
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -33,25 +35,25 @@ _LIMITS = {
 
 
 def sentences(
-    model: type[BaseModel], error: ValidationError, prefix: str, root: type[BaseModel]
+    model: type[Section], error: ValidationError, prefix: str, root: type[Section]
 ) -> list[str]:
     """One sentence for each place of `model` that `error` finds fault with.
 
     `prefix` is the dotted path of `model` in the recipe, `root` the type of a whole recipe.
     """
-    grouped: dict[str, list[tuple[ErrorDetails, type[BaseModel] | None]]] = {}
+    grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
         path, owner = _walk(model, detail["loc"])
         grouped.setdefault(".".join(filter(None, (prefix, path))), []).append((detail, owner))
     return [f"{path}: {_describe(path, details, root)}" for path, details in grouped.items()]
 
 
-def known_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def known_paths(model: type[Section], prefix: str = "") -> Iterator[str]:
     """Dotted paths of every key a recipe may hold; a list's items count as `0`."""
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield path
-        nested, is_list = _nested(info.annotation)
+        nested, is_list = nested_section(info.annotation)
         if nested is not None:
             yield from known_paths(nested, f"{path}.0." if is_list else f"{path}.")
 
@@ -62,7 +64,7 @@ def suggest(word: str, candidates: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
-def unknown_key(path: str, root: type[BaseModel], siblings: Sequence[str]) -> str:
+def unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
     """Sentence for a key that is not known: names the nearest one beside it or elsewhere."""
     name = path.rpartition(".")[2]
     near = suggest(name, siblings)
@@ -74,24 +76,24 @@ def unknown_key(path: str, root: type[BaseModel], siblings: Sequence[str]) -> st
     return f"{path}: unknown key; known here are {', '.join(siblings)}"
 
 
-def _nested(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     """The section an annotation holds, and whether it holds a list of them."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     origin, is_list = get_origin(annotation), get_origin(annotation) is list
     if is_list or origin is Union or str(origin) == "<class 'types.UnionType'>":
         for argument in get_args(annotation):
-            nested, inner_list = _nested(argument)
+            nested, inner_list = nested_section(argument)
             if nested is not None:
                 return nested, is_list or inner_list
     return None, False
 
 
-def _walk(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
     """Dotted path of a location without pydantic's union tags, and the section that holds it."""
     parts: list[str] = []
-    owner: type[BaseModel] | None = model
-    holder: type[BaseModel] | None = model
+    owner: type[Section] | None = model
+    holder: type[Section] | None = model
     for part in loc:
         if isinstance(part, int):
             parts.append(str(part))
@@ -99,14 +101,14 @@ def _walk(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
             parts.append(part)
             holder = owner
             field = owner.model_fields.get(part)
-            owner = _nested(field.annotation)[0] if field else None
+            owner = nested_section(field.annotation)[0] if field else None
     return ".".join(parts), holder
 
 
 def _describe(
     path: str,
-    details: list[tuple[ErrorDetails, type[BaseModel] | None]],
-    root: type[BaseModel],
+    details: list[tuple[ErrorDetails, type[Section] | None]],
+    root: type[Section],
 ) -> str:
     detail, holder = details[0]
     kind, value = detail["type"], detail["input"]

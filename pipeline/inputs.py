@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from bosch.errors import UserError
+from pipeline.partial import unless_invalid
+from stages.configs import EvaluateConfig, PrepareConfig, SourceConfig
 
 _PARQUET_MAGIC = b"PAR1"
 
@@ -82,3 +85,42 @@ def check_folder(where: str, folder: str) -> None:
     files: Sequence[Path] = list_files(folder)
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{where}: {folder} holds no text")
+
+
+def missing_inputs(prepare: PrepareConfig, evaluate: EvaluateConfig | None) -> Iterator[str]:
+    """Sources and folders of prose that are not there, or not what they should be."""
+    for check in (_sources(prepare), _calibration_prose(prepare), _needle_prose(evaluate)):
+        yield from unless_invalid(check)
+
+
+def _sources(prepare: PrepareConfig) -> Iterator[str]:
+    for index, source in enumerate(prepare.sources):
+        yield from unless_invalid(_source_files(f"prepare.sources.{index}.path", source))
+
+
+def _source_files(where: str, source: SourceConfig) -> Iterator[str]:
+    if source.path:
+        yield from _caught(partial(check_source, where, source.kind, source.path))
+
+
+def _calibration_prose(prepare: PrepareConfig) -> Iterator[str]:
+    yield from _prose("prepare.calibration.essay_dir", prepare.calibration.essay_dir)
+
+
+def _needle_prose(evaluate: EvaluateConfig | None) -> Iterator[str]:
+    if evaluate is not None and evaluate.needle is not None:
+        yield from _prose("evaluate.needle.essay_dir", evaluate.needle.essay_dir)
+
+
+def _prose(where: str, folder: str | None) -> Iterator[str]:
+    if folder is not None:
+        yield from _caught(partial(check_folder, where, folder))
+
+
+def _caught(check: Callable[[], None]) -> Iterator[str]:
+    try:
+        check()
+    except UserError as fault:
+        yield str(fault)
+    except OSError as error:
+        yield f"{error.filename}: cannot be read: {error.strerror}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,14 @@ class ModelInfo:
     def head_dim(self) -> int:
         return self.number("head_dim", self.hidden_size // self.attention_heads)
 
+    def check_heads(self) -> None:
+        """Raise UserError when query heads do not share KV heads evenly."""
+        if self.attention_heads % self.key_value_heads:
+            raise UserError(
+                f"model.path: config.json has {self.attention_heads} attention heads, "
+                f"no multiple of its {self.key_value_heads} KV heads"
+            )
+
     @property
     def max_positions(self) -> int | None:
         value = self.config.get("max_position_embeddings")
@@ -87,25 +95,53 @@ def is_hub_name(path: str, root: Path) -> bool:
     return not (root / path.partition("/")[0]).is_dir()
 
 
-def read_model(path: str, revision: str | None, root: Path, *, fetch: bool) -> ModelInfo | None:
-    """Find and check a base model; None for a hub model that `fetch` does not allow to look up.
+def read_model(
+    path: str, revision: str | None, root: Path, *, fetch: bool
+) -> tuple[ModelInfo | None, list[str]]:
+    """Find and check a base model: what is known of it, and everything wrong with it.
 
-    Raises UserError when there is no such model, or its files are missing or damaged.
+    There is nothing known of a hub model that `fetch` does not allow to look up, nor of a directory
+    whose config.json cannot be read.
     """
     directory = Path(path)
     if directory.is_dir():
-        config = _read_config(directory)
-        check_weights(directory)
-        return ModelInfo(directory, None, config)
+        return _read_directory(directory)
     if directory.exists():
-        raise UserError(f"model.path: {path} is a file; expected a model directory")
+        return None, [f"model.path: {path} is a file; expected a model directory"]
     name = os.path.relpath(path, root) if directory.is_absolute() else path
     if not is_hub_name(name, root):
-        raise UserError(
+        return None, [
             f"model.path: there is no directory {path}; expected a model directory "
             "or a hub name like Qwen/Qwen3-1.7B"
-        )
-    return _read_hub_model(name, revision, fetch)
+        ]
+    try:
+        info = _read_hub_model(name, revision, fetch)
+    except UserError as fault:
+        return None, [str(fault)]
+    return info, list(_shape_faults(info)) if info is not None else []
+
+
+def _read_directory(directory: Path) -> tuple[ModelInfo | None, list[str]]:
+    files = list(_file_faults(directory))
+    try:
+        info = ModelInfo(directory, None, _read_config(directory))
+    except UserError as fault:
+        return None, [str(fault), *files]
+    return info, [*_shape_faults(info), *files]
+
+
+def _shape_faults(info: ModelInfo) -> Iterator[str]:
+    """What keeps config.json from being that of a decoder."""
+    for read in (
+        lambda: info.layers,
+        lambda: info.hidden_size,
+        lambda: info.head_dim,
+        info.check_heads,
+    ):
+        try:
+            read()
+        except UserError as fault:
+            yield str(fault)
 
 
 def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:
@@ -163,23 +199,30 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_weights(directory: Path) -> None:
-    """Check that tokenizer and weights are there and no safetensors file is cut short.
-
-    Raises UserError; reads file headers only.
-    """
+def _file_faults(directory: Path) -> Iterator[str]:
+    """Tokenizer and weights that are missing or cut short; reads file headers only."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES if "config" not in name):
-        raise UserError(f"model.path: {directory} has no tokenizer files (tokenizer.json)")
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weights = _read_json(index).get("weight_map")
-        if not isinstance(weights, dict):
-            raise UserError(f"model.path: {index} is damaged: it has no weight_map")
-        names = sorted({str(name) for name in weights.values()})
-    else:
-        names = ["model.safetensors"]
+        yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
+    try:
+        names = _weight_files(directory)
+    except UserError as fault:
+        yield str(fault)
+        return
     for name in names:
-        _check_safetensors(directory / name)
+        try:
+            _check_safetensors(directory / name)
+        except UserError as fault:
+            yield str(fault)
+
+
+def _weight_files(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    weights = _read_json(index).get("weight_map")
+    if not isinstance(weights, dict):
+        raise UserError(f"model.path: {index} is damaged: it has no weight_map")
+    return sorted({str(name) for name in weights.values()})
 
 
 def _check_safetensors(path: Path) -> None:

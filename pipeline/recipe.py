@@ -7,15 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
-from pipeline import checks
-from pipeline.faults import sentences, unknown_key
+from pipeline.checks import Parts, find_faults
+from pipeline.faults import sentences
 from pipeline.modelinfo import ModelInfo, is_hub_name, read_model
 from pipeline.overrides import apply_overrides
+from pipeline.partial import salvage, valid
 from pipeline.world import World, find_world
 from pipeline.yamlfile import read_mapping
 from stages.configs import (
@@ -34,15 +35,34 @@ from stages.configs import (
 ROOT = Path(__file__).resolve().parent.parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESERVED = ("store", "work", "locks", "logs", "damaged")
-# Sections a recipe may leave out: without the section, there is no such stage.
-_OPTIONAL = ("train", "evaluate")
+# Fields that are paths, in whatever section they stand.
+_PATHS = ("path", "tokenizer", "essay_dir", "output_root")
+_Section = TypeVar("_Section", bound=Section)
+
+
+def _folder_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(f"{value!r} cannot name a folder; use letters, digits, '.', '_', '-'")
+    if value in _RESERVED:
+        raise ValueError(f"'{value}' is the store's own folder; choose another name")
+    return value
+
+
+def _seed(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(f"expected a whole number from 0 to 2147483647, found {value!r}")
+    return value
 
 
 class Recipe(Section):
     """A whole recipe; paths are absolute, a hub model stays a name."""
 
-    name: str = Field(description="Name of the folder runs/<name>; default: the file's name.")
-    seed: int = Field(0, ge=0, description="Seed of everything that is drawn at random.")
+    name: Annotated[str, AfterValidator(_folder_name)] = Field(
+        description="Name of the folder runs/<name>; default: the file's name."
+    )
+    seed: Annotated[int, BeforeValidator(_seed)] = Field(
+        0, ge=0, description="Seed of everything that is drawn at random."
+    )
     model: ModelConfig = Field(description="The pretrained model.")
     prepare: PrepareConfig = Field(description="Training data and calibration set.")
     search: SearchConfig = Field(description="Which KV heads become sliding.")
@@ -95,26 +115,38 @@ def load_recipe(
     """
     file = Path(path)
     content = apply_overrides(read_mapping(file), overrides)
-    name, faults = _read_name(content, file)
-    sections, more = _read_sections(content)
-    faults += more
-    sections = {key: _absolute(section, root) for key, section in sections.items()}
-    runtime, model = sections.get("runtime"), sections.get("model")
-    world = find_world(runtime if isinstance(runtime, Runtime) else Runtime(), env)
-    info: ModelInfo | None = None
-    if isinstance(model, ModelConfig):
-        try:
-            info = read_model(model.path, model.revision, root, fetch=fetch)
-            if info is not None:
-                checks.check_shape(info)
-        except UserError as fault:
-            info = None
-            faults.append(str(fault))
-    faults += checks.find_faults(sections, info, world, input_files=input_files)
+    # A key without a value counts as left out, as YAML's writers mean it.
+    given = {key: value for key, value in content.items() if value is not None}
+    recipe, error = salvage(Recipe, {"name": file.stem, **given})
+    faults = sentences(Recipe, error, "", Recipe) if error else []
+    recipe = _absolute(recipe, root)
+    info, model_faults = _read_model(recipe.model, root, fetch)
+    processes = valid(recipe.runtime, "processes")
+    world = find_world(processes or Runtime().processes, env)
+    faults += model_faults
+    faults += find_faults(
+        Parts(
+            recipe.prepare,
+            recipe.search,
+            recipe.train,
+            recipe.evaluate,
+            recipe.runtime,
+            info,
+            world if processes else None,
+        ),
+        input_files=input_files,
+    )
     if faults:
         raise UserError(_listing(str(file), faults))
-    values: dict[str, Any] = {"name": name, "seed": content.get("seed") or 0, **sections}
-    return LoadedRecipe(file, Recipe.model_validate(values), info, world)
+    return LoadedRecipe(file, recipe, info, world)
+
+
+def _read_model(model: ModelConfig, root: Path, fetch: bool) -> tuple[ModelInfo | None, list[str]]:
+    """The model, where its path is valid."""
+    path = valid(model, "path")
+    if path is None:
+        return None, []
+    return read_model(path, valid(model, "revision"), root, fetch=fetch)
 
 
 def _listing(file: str, faults: Sequence[str]) -> str:
@@ -124,74 +156,24 @@ def _listing(file: str, faults: Sequence[str]) -> str:
     return "\n".join([f"{file}: {len(faults)} faults", *(f"  {fault}" for fault in faults)])
 
 
-def _read_name(content: Mapping[str, Any], file: Path) -> tuple[str, list[str]]:
-    name = content.get("name")
-    name = file.stem if name is None else name
-    faults = []
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        faults.append(f"name: {name!r} cannot name a folder; use letters, digits, '.', '_', '-'")
-    elif name in _RESERVED:
-        faults.append(f"name: '{name}' is the store's own folder; choose another name")
-    seed = content.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        faults.append(f"seed: expected a whole number from 0 to 2147483647, found {seed!r}")
-    return str(name), faults
+def _absolute(section: _Section, root: Path) -> _Section:
+    """The section with its paths absolute."""
+    placed: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            placed[name] = _absolute(value, root)
+        elif isinstance(value, list):
+            placed[name] = [_absolute(x, root) if isinstance(x, Section) else x for x in value]
+        elif isinstance(value, str) and name in _PATHS:
+            placed[name] = _place(section, name, value, root)
+    return section.model_copy(update=placed)
 
 
-def _read_sections(content: Mapping[str, Any]) -> tuple[dict[str, Section], list[str]]:
-    """The sections that are valid by themselves, and the faults of the others."""
-    fields = Recipe.model_fields
-    faults = [unknown_key(key, Recipe, list(fields)) for key in content if key not in fields]
-    sections: dict[str, Section] = {}
-    for key, kind in SECTION_TYPES.items():
-        value = content.get(key)
-        if value is None and key in _OPTIONAL:
-            continue
-        if value is None and fields[key].is_required():
-            faults.append(f"{key}: is required and missing")
-            continue
-        try:
-            sections[key] = kind.model_validate({} if value is None else value)
-        except ValidationError as error:
-            faults += sentences(kind, error, key, Recipe)
-    return sections, faults
-
-
-SECTION_TYPES: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "prepare": PrepareConfig,
-    "search": SearchConfig,
-    "materialize": MaterializeConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "report": ReportConfig,
-    "runtime": Runtime,
-}
-
-
-def _absolute(section: Section, root: Path) -> Section:
-    """The section with its paths absolute; a hub name stays as it is."""
-
-    def place(value: str | None) -> str | None:
-        return None if value is None else os.path.normpath(root / Path(value).expanduser())
-
-    if isinstance(section, ModelConfig):
-        if not Path(str(place(section.path))).exists() and is_hub_name(section.path, root):
-            return section
-        return section.model_copy(update={"path": place(section.path)})
-    if isinstance(section, PrepareConfig):
-        sources = []
-        for source in section.sources:
-            folder = place(source.tokenizer)
-            tokenizer = folder if folder and Path(folder).is_dir() else source.tokenizer
-            paths = {"path": place(source.path), "tokenizer": tokenizer}
-            sources.append(source.model_copy(update=paths))
-        essay = {"essay_dir": place(section.calibration.essay_dir)}
-        calibration = section.calibration.model_copy(update=essay)
-        return section.model_copy(update={"sources": sources, "calibration": calibration})
-    if isinstance(section, EvaluateConfig) and section.needle is not None:
-        essay = {"essay_dir": place(section.needle.essay_dir)}
-        return section.model_copy(update={"needle": section.needle.model_copy(update=essay)})
-    if isinstance(section, Runtime):
-        return section.model_copy(update={"output_root": place(section.output_root)})
-    return section
+def _place(section: Section, name: str, value: str, root: Path) -> str:
+    """The absolute path; what can only be meant as a name on the hub stays one."""
+    path = os.path.normpath(root / Path(value).expanduser())
+    if name == "tokenizer" and not os.path.isdir(path):
+        return value
+    if isinstance(section, ModelConfig) and not os.path.exists(path) and is_hub_name(value, root):
+        return value
+    return path

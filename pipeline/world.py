@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bosch.errors import UserError
-from stages.configs import Runtime
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     return min(present, len(chosen))
 
 
-def find_world(runtime: Runtime, env: Mapping[str, str] = os.environ) -> World:
-    """The processes to start; NPROC_PER_NODE and the like win over `runtime.processes`.
+def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.environ) -> World:
+    """The processes to start; NPROC_PER_NODE and the like win over the recipe's number.
 
     Raises UserError for a variable that is no number or a node rank out of range.
     """
@@ -49,10 +49,8 @@ def find_world(runtime: Runtime, env: Mapping[str, str] = os.environ) -> World:
         raise UserError(f"NODE_RANK={rank}: expected a value below NNODES={nodes}")
     if env.get("NPROC_PER_NODE", "auto") not in ("auto", "gpu"):
         processes = _integer(env, "NPROC_PER_NODE", 1, least=1)
-    elif runtime.processes == "auto":
-        processes = max(gpus, 1)
     else:
-        processes = max(runtime.processes, 1)
+        processes = max(gpus, 1) if configured == "auto" else configured
     if nodes > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise UserError(f"NNODES={nodes}: MASTER_ADDR and MASTER_PORT must be set on every node")
     port = _integer(env, "MASTER_PORT", 0, least=0)

@@ -1,4 +1,6 @@
-"""Typed configuration of every stage: what a recipe may say, with its defaults and its checks.
+"""Typed configuration of every stage: what a recipe may say, with its defaults and its limits.
+
+The types check each field by itself; what must hold between fields stands in pipeline/checks.py.
 
 Nothing here imports torch, so that `python -m pipeline status` stays instant. Everything in these
 sections changes results and is part of the stage's key; what does not stands in `Runtime`.
@@ -7,14 +9,15 @@ sections changes results and is part of the stage's key; what does not stands in
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
 # in batches of 2M are 1,192 steps.
 _SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
+_Value = TypeVar("_Value", int, float)
 _COUNT = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
 
 
@@ -44,7 +47,15 @@ def parse_number(value: object) -> object:
     return value
 
 
+def rising(values: list[_Value]) -> list[_Value]:
+    """The values, which must rise and not repeat."""
+    if values != sorted(set(values)):
+        raise ValueError("the values must rise and not repeat")
+    return values
+
+
 Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
+CountOrAuto = Annotated[int, Field(gt=0)] | Literal["auto"]
 Number = Annotated[float, BeforeValidator(parse_number)]
 Ratio = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]
 
@@ -96,17 +107,6 @@ class SourceConfig(Section):
         1.0, description="Share of the training tokens, relative to the other sources."
     )
 
-    @model_validator(mode="after")
-    def _path_given(self) -> SourceConfig:
-        needs_path = self.kind in ("text", "jsonl", "parquet", "mds")
-        if needs_path and not self.path:
-            raise ValueError(f"a source of kind {self.kind} needs a path")
-        if not needs_path and self.path:
-            raise ValueError(f"a source of kind {self.kind} takes no path")
-        if (self.kind == "mds") != (self.tokenizer is not None):
-            raise ValueError("tokenizer is needed by kind mds and by no other kind")
-        return self
-
 
 class CalibrationConfig(Section):
     """The set D on which S(z) is measured (BOSCH 3.3, B.4)."""
@@ -136,13 +136,14 @@ class SearchConfig(Section):
     """Which KV heads become sliding-window attention (BOSCH Algorithms 1 to 3)."""
 
     method: Literal[
-        "bosch", "b_single",
+        "bosch", "b_single", "b_multi", "b_layer",
         "rand", "bme", "intr",
         "dcam", "apl", "proxy", "qada", "razor", "fisher",
     ] = Field(
         "bosch",
         description=(
-            "How the head mask is found: bosch searches, b_single is its first stage's own mask; "
+            "How the head mask is found: bosch searches; b_single, b_multi and b_layer are its "
+            "first stage's own masks, by layers, groups of layers and whole layers; "
             "rand, bme and intr choose layers by their place; the others rank the heads once."
         ),
     )  # fmt: skip
@@ -159,7 +160,7 @@ class SearchConfig(Section):
     budget_per_layer: Count = Field(100, description="Evaluations per layer (kappa).")
     alpha: Number = Field(100.0, gt=0, description="Weight of the budget penalty (Eq. 5).")
     gamma: Number = Field(0.2, ge=0, description="Head room of the upper anchor (Eq. 2).")
-    buckets: list[Ratio] = Field(
+    buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
         default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=2, description="Ratios a layer can get."
     )
     max_group_variables: Count = Field(50, description="Largest joint sub-problem in stage 3.")
@@ -167,12 +168,6 @@ class SearchConfig(Section):
         "none",
         description="Whether masks of equal score are told apart by the answer's log-likelihood.",
     )
-
-    @model_validator(mode="after")
-    def _buckets_sorted(self) -> SearchConfig:
-        if list(self.buckets) != sorted(set(self.buckets)):
-            raise ValueError("buckets must rise and not repeat")
-        return self
 
 
 class MaterializeConfig(Section):
@@ -196,7 +191,7 @@ class TrainConfig(Section):
     adam_beta2: Number = Field(0.95, ge=0, lt=1, description="AdamW's decay of the variance.")
     weight_decay: Number = Field(0.1, ge=0, description="AdamW's decoupled weight decay.")
     max_grad_norm: Number = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
-    checkpoint_tokens: list[Count] = Field(
+    checkpoint_tokens: Annotated[list[Count], AfterValidator(rising)] = Field(
         default=[700_000_000, 1_300_000_000, 2_000_000_000, 2_500_000_000],
         description=(
             "Token counts after which a loadable checkpoint is kept; the end of the run always is."
@@ -207,17 +202,6 @@ class TrainConfig(Section):
         False, description="Whether attention stops at the documents' borders."
     )
     liger: bool = Field(False, description="Liger kernels (GPU only; refused elsewhere).")
-
-    @model_validator(mode="after")
-    def _checkpoints_in_range(self) -> TrainConfig:
-        if list(self.checkpoint_tokens) != sorted(set(self.checkpoint_tokens)):
-            raise ValueError("checkpoint_tokens must rise and not repeat")
-        if self.checkpoint_tokens and self.checkpoint_tokens[-1] > self.total_tokens:
-            raise ValueError(
-                f"checkpoint_tokens ends at {self.checkpoint_tokens[-1]:,}, "
-                f"after total_tokens = {self.total_tokens:,}"
-            )
-        return self
 
 
 class NeedleEvaluation(Section):
@@ -266,11 +250,11 @@ class Runtime(Section):
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         "auto", description="Attention backend; auto takes the best one that is installed."
     )
-    processes: int | Literal["auto"] = Field(
+    processes: CountOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
     )
-    data_workers: int | Literal["auto"] = Field("auto", description="Tokenising processes.")
-    micro_batch_size: int | Literal["auto"] = Field(
+    data_workers: CountOrAuto = Field("auto", description="Tokenising processes.")
+    micro_batch_size: CountOrAuto = Field(
         "auto", description="Sequences per forward pass and process in training; auto: 1 on a GPU."
     )
     eval_batch_size: int = Field(8, gt=0, description="Examples per forward pass outside training.")

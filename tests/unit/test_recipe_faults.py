@@ -54,12 +54,12 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("search.window_size=4.5", "search.window_size: expected a whole number"),
         ("search.window_size=2x", "search.window_size: '2x' is not a count"),
         ("runtime.processes=many", "runtime.processes: expected a whole number or auto"),
-        ("runtime.processes=0", "runtime.processes: expected auto or a value of at least 1"),
+        ("runtime.processes=0", "runtime.processes: expected a value greater than 0 or auto"),
         ("prepare=3", "prepare: expected keys below it, found 3"),
         ("search=null", "search: is required and missing"),
         ("prepare.sources=[]", "prepare.sources: expected at least 1 item(s)"),
         ("search.buckets=[0,0.25]", "search.swa_ratio: 0.5 cannot be reached"),
-        ("search.buckets=[0.5,0.25]", "search: buckets must rise"),
+        ("search.buckets=[0.5,0.25]", "search.buckets: the values must rise"),
         ("search.window_size=256", "search.window_size: 256 is not shorter than prepare.calib"),
         ("search.window_size=128", "search.window_size: 128 is not shorter than prepare.sequence"),
         ("search.sinks=100", "search.window_size: 32 with 100 sinks is not shorter"),
@@ -67,7 +67,7 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("train.batch_tokens=4096", "train.total_tokens: 2,048 is less than one batch"),
         ("train.total_tokens=8192", "prepare.train_tokens: 4,096 is less than the 8,192 tokens"),
         ("train.checkpoint_tokens=[600,700]", "600 and 700 are reached by the same step"),
-        ("train.checkpoint_tokens=[9000]", "train: checkpoint_tokens ends at 9,000"),
+        ("train.checkpoint_tokens=[9000]", "train.checkpoint_tokens: ends at 9,000"),
         ("runtime.micro_batch_size=3", "train.batch_tokens: a batch of 4 sequences cannot be"),
         ("runtime.processes=3", "on 3 process(es)"),
         ("prepare.sequence_length=2k", "prepare.sequence_length: 2,048 is more than the model's"),
@@ -97,6 +97,85 @@ def test_all_faults_are_told_at_once(case: Case) -> None:
     assert message.startswith("4 faults")
     for path in ("search.solver: ", "train.batch_tokens: ", "model.path: ", "typo: "):
         assert f"\n  {path}" in message
+
+
+def test_a_fault_hides_no_check_of_other_fields(case: Case) -> None:
+    """Every section has a fault of its own; every check between other fields still speaks."""
+    truncate(case.model / "model.safetensors", 1)
+    (case.model / "tokenizer.json").unlink()
+    damage_config(case, num_hidden_layers=None, max_position_embeddings=400)
+    message = fault(
+        case,
+        "model.dtpye=float32",
+        "prepare.sources.0.wieght=2",
+        "prepare.sources.0.path=no/where",
+        "prepare.calibration.lenght=1",
+        "search.swa_ratoi=0.5",
+        "search.buckets=[0,0.25]",
+        "search.window_size=256",
+        "train.learning_rate=fast",
+        "train.batch_tokens=500",
+        "train.checkpoint_tokens=[9000]",
+        "evaluate.needle.samples=0",
+        "evaluate.needle.max_new_tokens=600",
+        "runtime.log_level=loud",
+        "runtime.micro_batch_size=7",
+        "seed=-1",
+        "name=store",
+    )
+    expected = [
+        "model.dtpye: unknown key; did you mean dtype?",
+        "prepare.sources.0.wieght: unknown key; did you mean weight?",
+        "prepare.sources.0.path: ",
+        "prepare.calibration.lenght: unknown key; did you mean length?",
+        "search.swa_ratoi: unknown key; did you mean swa_ratio?",
+        "search.swa_ratio: 0.5 cannot be reached",
+        "search.window_size: 256 is not shorter than prepare.calibration.length = 256",
+        "search.window_size: 256 is not shorter than prepare.sequence_length = 128",
+        "train.learning_rate: 'fast' is not a number",
+        "train.batch_tokens: 500 is no multiple of prepare.sequence_length = 128",
+        "train.checkpoint_tokens: ends at 9,000",
+        "evaluate.needle.samples: expected a value greater than 0, found 0",
+        "evaluate.needle.max_new_tokens: 600 leaves no room",
+        "evaluate.needle.lengths: 512 is more than the model's 400 positions",
+        "runtime.log_level: expected debug, info, warning, found 'loud'",
+        "seed: expected a whole number",
+        "name: 'store' is the store's own folder",
+        "model.path: config.json has num_hidden_layers = None",
+        f"model.path: {case.model} has no tokenizer files",
+        f"model.path: {case.model / 'model.safetensors'} is damaged",
+    ]
+    lines = message.splitlines()
+    assert lines[0] == f"{len(expected)} faults"
+    for start in expected:
+        assert sum(line.startswith(f"  {start}") for line in lines) == 1, start
+
+
+@pytest.mark.parametrize(
+    ("broken", "still_told"),
+    [
+        ("search.window_size=wide", "search.swa_ratio: 0.9 cannot be reached"),
+        ("search.swa_ratio=2", "search.window_size: 256 is not shorter"),
+        ("search=3", "train.batch_tokens: 500 is no multiple"),
+        ("prepare.sequence_length=0", "search.window_size: 256 is not shorter than prepare.calib"),
+        ("prepare.calibration=3", "search.window_size: 256 is not shorter than prepare.sequence"),
+        ("prepare.sources=3", "search.window_size: 256 is not shorter than prepare.sequence"),
+        ("prepare=3", "train.total_tokens: 2,048 is less than one batch"),
+        ("train=3", "search.window_size: 256 is not shorter than prepare.sequence"),
+        ("train.total_tokens=x", "train.batch_tokens: 500 is no multiple"),
+        ("evaluate.needle.lengths=[x]", "search.window_size: 256 is not shorter"),
+        ("evaluate.needle=3", "search.window_size: 256 is not shorter"),
+        ("runtime=3", "search.window_size: 256 is not shorter"),
+        ("runtime.processes=no", "search.window_size: 256 is not shorter"),
+        ("model=3", "search.window_size: 256 is not shorter"),
+    ],
+)
+def test_checks_need_only_their_own_fields(case: Case, broken: str, still_told: str) -> None:
+    given = ["search.swa_ratio=0.9", "search.buckets=[0,0.25]", "search.window_size=256"]
+    batch = 4096 if "total_tokens: " in still_told else 500
+    message = fault(case, *given, f"train.batch_tokens={batch}", broken)
+    assert f"\n  {still_told}" in message
+    assert f"\n  {broken.partition('=')[0]}" in message
 
 
 def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
         ("sequence_length", "count | `32768`"),
         ("adam_beta1", "number ≥ 0, < 1 | `0.9`"),
         ("buckets", "list of number ≥ 0, ≤ 1 | `[0, 0.25, 0.5, 0.75, 1]`"),
-        ("processes", "integer or `auto` | `auto`"),
+        ("processes", "integer > 0 or `auto` | `auto`"),
     ],
 )
 def test_types_are_named_with_their_bounds(maker: ModuleType, row: str, expected: str) -> None:
