@@ -11,6 +11,13 @@ from bosch.families import Family
 
 CODE_FILE = "modeling_hybrid.py"
 
+# Stands in config.json where the types of the layers would. No layer type of transformers, so that
+# its own config classes, given a hybrid directory by name, end with this sentence.
+_LAYER_TYPES = [
+    "full and sliding heads within a layer: load this model by AutoModelForCausalLM, with bosch "
+    "imported or with trust_remote_code=True"
+]
+
 
 def _save_of(family: Family, parent: Any) -> Any:
     """`save_pretrained` of a family that also writes the code file, and names it in the config.
@@ -35,6 +42,37 @@ def _save_of(family: Family, parent: Any) -> Any:
     return save_pretrained
 
 
+def _post_init_of(parent: Any) -> Any:
+    """`__post_init__` of a family that finds the base model's layer types where they are kept."""
+    is_field = "layer_types" in parent.__dataclass_fields__
+
+    def __post_init__(self: Any, base_layer_types: Any = None, **kwargs: Any) -> None:
+        listed = self.layer_types if is_field else kwargs.pop("layer_types", None)
+        if listed == _LAYER_TYPES:
+            listed = base_layer_types
+        if is_field:
+            self.layer_types = listed
+        elif listed is not None:
+            kwargs["layer_types"] = listed
+        parent.__post_init__(self, **kwargs)
+
+    return __post_init__
+
+
+def _to_dict_of(parent: Any) -> Any:
+    """`to_dict` of a family in a form that its own config class refuses."""
+
+    @functools.wraps(parent.to_dict)
+    def to_dict(self: Any) -> dict[str, Any]:
+        content: dict[str, Any] = parent.to_dict(self)
+        listed = content.get("layer_types")
+        if listed is not None:
+            content["base_layer_types"] = listed
+        return content | {"layer_types": list(_LAYER_TYPES)}
+
+    return to_dict
+
+
 @functools.cache
 def hybrid_config_class(family: Family) -> Any:
     """Config class of a family's hybrid models: its own, with `hybrid_attention`."""
@@ -47,6 +85,8 @@ def hybrid_config_class(family: Family) -> Any:
         "hybrid_attention": None,
         "__annotations__": {"hybrid_attention": "dict | None"},
         "__module__": __name__,
+        "__post_init__": _post_init_of(base),
+        "to_dict": _to_dict_of(base),
         "save_pretrained": _save_of(family, base),
         "__doc__": f"Configuration of a {family.prefix} model with full and sliding heads.",
     }

@@ -4,58 +4,26 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch import code_file
+from bosch.configuration import hybrid_config_class
 from bosch.families import FAMILIES
 from bosch.modeling import load_model, materialize
-from tests.hybrid_case import random_mask, small_model, tokens
+from tests.elsewhere import run_elsewhere
+from tests.hybrid_case import random_mask, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
 
-_REPORT = """
-import json, sys
-def report(value):
-    with open("report.jsonl", "a") as file:
-        file.write(json.dumps(value) + "\\n")
-"""
-_WITHOUT_BOSCH = """
-import importlib.abc
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in ("bosch", "stages", "data_prep", "pipeline"):
-            raise ModuleNotFoundError("No module named " + name)
-sys.meta_path.insert(0, Blocker())
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-"""
 
-
-def _run(code: str, cwd: Path, *, cache: Path, blocked: bool = True) -> list[Any]:
-    """Run `code` elsewhere than in the checkout; what it calls `report` with."""
-    environment = dict(os.environ, HF_MODULES_CACHE=str(cache), OMP_NUM_THREADS="1")
-    if not blocked:
-        environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _REPORT + (_WITHOUT_BOSCH if blocked else "") + code],
-        cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = (cwd / "report.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _save(family: str, folder: Path) -> Any:
-    hybrid = materialize(small_model(family), random_mask(), WINDOW, SINKS)
+def _save(family: str, folder: Path, **changes: Any) -> Any:
+    hybrid = materialize(small_model(family, **changes), random_mask(), WINDOW, SINKS)
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -90,7 +58,7 @@ for name, model in models.items():
     ])
 report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
 """
-    *found, imported = _run(code, tmp_path, cache=tmp_path / "cache")
+    *found, imported = run_elsewhere(code, tmp_path, cache=tmp_path / "cache")
     assert imported is False
     assert found == [
         [f"Hybrid{prefix}ForCausalLM", True, wanted[name][1], WINDOW]
@@ -114,7 +82,46 @@ for options in ({}, {"trust_remote_code": False}):
         except ValueError as error:
             report("trust_remote_code=True" in str(error))
 """
-    assert _run(code, tmp_path, cache=tmp_path / "cache") == [True] * 4
+    assert run_elsewhere(code, tmp_path, cache=tmp_path / "cache") == [True] * 4
+
+
+_BY_CLASS = """
+import json, transformers
+for name, prefix in json.load(open("families.json")).items():
+    family_class = getattr(transformers, prefix + "ForCausalLM")
+    for options in ({}, {"attn_implementation": "sdpa"}):
+        try:
+            family_class.from_pretrained(name, **options)
+        except Exception as error:  # its class differs between versions of transformers
+            report([name, "load this model by AutoModelForCausalLM" in str(error)])
+"""
+
+
+def test_a_family_s_own_class_never_runs_full_attention_instead(tmp_path: Path) -> None:
+    """It knows no hybrid model type, and by itself would only warn of it."""
+    families = {family.model_type: family.prefix for family in FAMILIES.values()}
+    for name in families:
+        table = {"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
+        content = {**small_config(name).to_dict(), "hybrid_attention": table}
+        del content["model_type"]
+        hybrid_config_class(FAMILIES[name])(**content).save_pretrained(tmp_path / name)
+    (tmp_path / "families.json").write_text(json.dumps(families))
+    cache = tmp_path / "cache"
+    plain = run_elsewhere(_BY_CLASS, tmp_path, cache=cache)
+    both = run_elsewhere("import bosch\n" + _BY_CLASS, tmp_path, cache=cache, blocked=False)
+    assert plain == [[name, True] for name in families for _ in range(2)]
+    assert both == plain + plain
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 3])
+def test_layer_types_come_back(layer_types: Any, tmp_path: Path) -> None:
+    for name in ("qwen3", "llama"):
+        made = _save(name, tmp_path / name, layer_types=layer_types).config
+        found = AutoConfig.from_pretrained(tmp_path / name)
+        assert getattr(found, "layer_types", None) == getattr(made, "layer_types", None)
+        assert found.to_dict()["layer_types"] != ["full_attention"] * 3
+        again = type(found)(**{k: v for k, v in found.to_dict().items() if k != "model_type"})
+        assert again.to_diff_dict() == found.to_diff_dict()
 
 
 def test_with_bosch_the_installed_code_runs_whatever_is_trusted(tmp_path: Path) -> None:
@@ -137,7 +144,7 @@ for model in models:
             type(model).__module__.partition(".")[0], torch.equal(model(ids).logits, wanted)
         ])
 """
-    found = _run(code, tmp_path, cache=tmp_path / "cache", blocked=False)
+    found = run_elsewhere(code, tmp_path, cache=tmp_path / "cache", blocked=False)
     assert found == [["transformers_modules", True], *[["bosch", True]] * 3]
 
 
