@@ -6,10 +6,11 @@ import json
 import logging
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bosch.errors import RunError
+from bosch.evaluation_pool import EvaluationPool
 from bosch.heads import HeadMask
 from bosch.ranks import Ranks
 
@@ -21,59 +22,129 @@ class Evaluation:
     """Result of one pass over the calibration set.
 
     `score` is S(z) in [0, 1] (BOSCH Eq. 4), `log_likelihood` the mean over examples of the summed
-    log-probability of the answer, in nats. `full_forward_equivalents` is the share of the layers
-    that were computed: 1 for a whole pass, less where lower layers were reused.
+    log-probability of the answer, in nats. `full_forward_equivalents` is the work done, over that
+    of a pass with every head full that keeps and reuses nothing; `whole_pass_equivalents` is what
+    this mask would have cost without savings. A pass that ended early because the mask could no
+    longer win gives upper bounds of score and log-likelihood (`is_bound`).
     """
 
     score: float
     log_likelihood: float
     seconds: float = 0.0
     full_forward_equivalents: float = 1.0
+    whole_pass_equivalents: float = 1.0
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """All that S(z) depends on besides the mask; evaluations of another context are not reused."""
+    """All that S(z) depends on besides the mask; evaluations of another context are not reused.
+
+    `numerics` names what can change the last bits of a log-likelihood: device, kernels, batches.
+    It is no part of what is measured: contexts that differ in nothing else are equal.
+    """
 
     calibration: str
     model: str
     window_size: int
     sinks: int
+    numerics: str = field(default="", compare=False)
+
+    @property
+    def exact(self) -> str:
+        """Text that is the same for contexts whose evaluations agree to the bit."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An evaluation, and whether it came from the pool instead of this search's own work."""
+
+    evaluation: Evaluation
+    context: EvaluationContext
+    reused: bool = False
 
 
 class EvaluationLog:
-    """Append-only JSONL file of evaluations, one line each, on disk before the search goes on.
+    """The evaluations of one search: an append-only JSONL file, on disk before the search goes on.
 
     A last line that a killed process left torn is cut off; a damaged line elsewhere is skipped
     with a warning and its mask evaluated again. Without a path the log lives in memory only.
+    A mask that this search has not evaluated is looked up in the `pool` of all searches, where
+    there is one. Entries of the pool agree with this process to the bit; the file of a search that
+    was stopped may have been written on another device.
     """
 
-    def __init__(self, path: Path | None, context: EvaluationContext) -> None:
+    def __init__(
+        self, path: Path | None, context: EvaluationContext, pool: EvaluationPool | None = None
+    ) -> None:
         self.path, self.context = path, context
-        self._known: dict[str, Evaluation] = {}
+        self._ranks = Ranks()
+        self._pool = pool
+        self._pooled: dict[str, Evaluation] = {}
+        self._has_pool = pool is not None
+        self._known: dict[str, _Entry] = {}
         if path is not None and path.exists():
             self._read(path)
+        if pool is not None:
+            pool.read_new(self._use_pooled)
+            self._make_up(pool)
 
     @classmethod
-    def shared(cls, path: Path, context: EvaluationContext, ranks: Ranks) -> EvaluationLog:
-        """One log for all ranks: the first reads and writes the file and tells the others."""
-        log = cls(path if ranks.is_first else None, context)
+    def shared(
+        cls, path: Path, context: EvaluationContext, ranks: Ranks, pool_folder: Path | None = None
+    ) -> EvaluationLog:
+        """One log for all ranks: the first reads and writes the files and tells the others."""
+        if not ranks.is_first:
+            log = cls(None, context)
+        else:
+            pool = EvaluationPool(pool_folder, context.exact) if pool_folder is not None else None
+            log = cls(path, context, pool)
         log._known = ranks.from_first(log._known)
+        log._ranks, log._has_pool = ranks, pool_folder is not None
         return log
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, mask: HeadMask) -> Evaluation | None:
-        """The remembered evaluation of `mask` in this context."""
-        return self._known.get(mask.key)
+        """This search's evaluation of `mask`."""
+        entry = self._known.get(mask.key)
+        return entry.evaluation if entry is not None else None
+
+    def reused(self, mask: HeadMask) -> bool:
+        """Whether the evaluation of `mask` was paid for by another search."""
+        entry = self._known.get(mask.key)
+        return entry is not None and entry.reused
+
+    def recall(self, mask: HeadMask, stage: str) -> Evaluation | None:
+        """As `get`, and where this search does not know the mask, what any other one knows.
+
+        All ranks must ask for the same masks. What is taken from the pool goes into the file.
+        """
+        known = self.get(mask)
+        if known is not None or not self._has_pool:
+            return known
+        if self._pool is not None:
+            self._pool.read_new(self._use_pooled)
+        found = self._ranks.from_first(self._pooled.get(mask.key))
+        if found is not None:
+            self._keep(mask.key, _Entry(found, self.context, reused=True), stage)
+        return found
 
     def append(self, mask: HeadMask, evaluation: Evaluation, stage: str) -> None:
-        """Remember an evaluation; returns when the line is on disk."""
-        self._known[mask.key] = evaluation
+        """Remember an evaluation that was made; returns when the line is on disk."""
+        entry = _Entry(evaluation, self.context)
+        self._keep(mask.key, entry, stage)
+        if self._pool is not None:
+            self._pool.append(_line(mask.key, entry, stage))
+            self._pooled[mask.key] = evaluation
+
+    def _keep(self, key: str, entry: _Entry, stage: str) -> None:
+        self._known[key] = entry
         if self.path is None:
             return
-        line = {"mask": mask.key, **asdict(self.context), "stage": stage, **asdict(evaluation)}
+        line = {**_line(key, entry, stage), "reused": entry.reused}
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -92,13 +163,13 @@ class EvaluationLog:
             os.truncate(path, whole)
         others = 0
         for number, line in enumerate(content[:whole].splitlines(), start=1):
-            entry = _parse(line)
-            if entry is None:
+            found = _parse(line)
+            if found is None:
                 logger.warning("%s: line %d is damaged and not used", path, number)
                 continue
-            context, key, evaluation = entry
-            if context == self.context:
-                self._known[key] = evaluation
+            key, entry = found
+            if entry.context == self.context:
+                self._known[key] = entry
             else:
                 others += 1
         if others:
@@ -107,8 +178,27 @@ class EvaluationLog:
                 path, others,
             )  # fmt: skip
 
+    def _use_pooled(self, line: bytes) -> bool:
+        found = _parse(line)
+        if found is None:
+            return False
+        key, entry = found
+        if entry.context.exact == self.context.exact:
+            self._pooled.setdefault(key, entry.evaluation)
+        return True
 
-def _parse(line: bytes) -> tuple[EvaluationContext, str, Evaluation] | None:
+    def _make_up(self, pool: EvaluationPool) -> None:
+        """Give the pool what a search that was killed between two files knows alone."""
+        for key, entry in self._known.items():
+            if key not in self._pooled and entry.context.exact == self.context.exact:
+                pool.append(_line(key, entry, "resumed"))
+
+
+def _line(key: str, entry: _Entry, stage: str) -> dict[str, object]:
+    return {"mask": key, **asdict(entry.context), "stage": stage, **asdict(entry.evaluation)}
+
+
+def _parse(line: bytes) -> tuple[str, _Entry] | None:
     try:
         entry = json.loads(line)
         context = EvaluationContext(
@@ -116,6 +206,7 @@ def _parse(line: bytes) -> tuple[EvaluationContext, str, Evaluation] | None:
             model=str(entry["model"]),
             window_size=int(entry["window_size"]),
             sinks=int(entry["sinks"]),
+            numerics=str(entry.get("numerics", "")),
         )
         evaluation = Evaluation(
             score=float(entry["score"]),
@@ -124,8 +215,9 @@ def _parse(line: bytes) -> tuple[EvaluationContext, str, Evaluation] | None:
             full_forward_equivalents=float(entry["full_forward_equivalents"]),
         )
         key = HeadMask.from_key(entry["mask"]).key
+        reused = bool(entry.get("reused", False))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not (math.isfinite(evaluation.score) and math.isfinite(evaluation.log_likelihood)):
         return None
-    return context, key, evaluation
+    return key, _Entry(evaluation, context, reused)

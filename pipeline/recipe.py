@@ -34,7 +34,7 @@ from stages.configs import (
 # Relative paths in a recipe are taken from the checkout, wherever the command is called from.
 ROOT = Path(__file__).resolve().parent.parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_RESERVED = ("store", "work", "locks", "logs", "damaged")
+_RESERVED = ("store", "work", "shared", "locks", "logs", "damaged")
 # Fields that are paths, in whatever section they stand.
 _PATHS = ("path", "tokenizer", "essay_dir", "output_root")
 _Section = TypeVar("_Section", bound=Section)

@@ -234,8 +234,15 @@ class Runner:
                 name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
             },
             "work_dir": str(work),
+            "shared": self._shared(node),
             "log_level": recipe.runtime.log_level,
         }
+
+    def _shared(self, node: Node) -> str | None:
+        """Where the stage finds what earlier runs have paid for; `--force` pays again."""
+        if node.name in self.choice.force or node.document is None:
+            return None
+        return str(self.store.shared(node.name, node.document))
 
     def _follow(self, node: Node) -> None:
         """On other nodes than the first: join distributed stages, wait for the others' output."""

@@ -2,6 +2,7 @@
 
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
 <root>/work/<stage>/<key>/     work under way, kept over crashes; <key>.state.json beside it
+<root>/shared/<stage>/<hash>/  what outputs of a stage use in common; no result is here alone
 <root>/locks/                  one lock for each output that is being made
 <root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside
 <root>/<recipe>/<stage>        link to the output of the recipe's last run
@@ -45,6 +46,11 @@ class Store:
 
     def work(self, stage: str, key: str) -> Path:
         return self.root / "work" / stage / key
+
+    def shared(self, stage: str, document: Mapping[str, Any]) -> Path:
+        """A folder for all runs of a stage on the same model, whatever else their keys hold."""
+        same = document_key({"stage": stage, "model": document.get("model")})
+        return self.root / "shared" / stage / same
 
     def lock(self, stage: str, key: str) -> Path:
         return self.root / "locks" / f"{stage}-{key}.json"

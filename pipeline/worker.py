@@ -51,6 +51,7 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         seed=order["seed"],
         runtime=_section(order["runtime"]),
         upstream={name: _section(one) for name, one in order["upstream"].items()},
+        shared=Path(order["shared"]) if order.get("shared") else None,
     )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)

@@ -44,7 +44,9 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
 
     with joined() as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        log = EvaluationLog.shared(work_dir / "evaluations.jsonl", objective.context, ranks)
+        log = EvaluationLog.shared(
+            work_dir / "evaluations.jsonl", objective.context, ranks, config.shared
+        )
         if ranks.is_first and ranks.size > objective.batches:
             logger.info(
                 "%d of %d processes have nothing to do: the calibration set is %d batches of "
@@ -167,10 +169,11 @@ def _write(
         seed=config.seed,
     ).save(work_dir / "head_mask.json")
     logger.info(
-        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, "
-        "%.1f full passes computed",
+        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
+        "known from other searches, %.1f full passes computed",
         summary["best_score"], result.anchors.all_full, result.anchors.all_sliding,
-        summary["evaluations"], summary["full_forward_equivalents"],
+        summary["evaluations"], summary["reused_evaluations"],
+        summary["full_forward_equivalents"],
     )  # fmt: skip
 
 

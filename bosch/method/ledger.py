@@ -61,6 +61,7 @@ class Ledger:
         self.notes: list[str] = []
         self._progress = progress
         self._used: dict[str, Evaluation] = {}
+        self._reused: set[str] = set()
         self._best_in_unit: dict[tuple[str, str], float] = {}
         self._best_on_budget: tuple[float, float, HeadMask] | None = None
         self.target: int | None = None
@@ -70,13 +71,15 @@ class Ledger:
         self, mask: HeadMask, stage: StageName, unit: str, shared_layers: int = 0
     ) -> Evaluation:
         """S(z) of `mask`, by the model only if no search has measured it before."""
-        evaluation = self.log.get(mask)
+        evaluation = self.log.recall(mask, stage)
         if evaluation is None:
             evaluation = self.scorer.evaluate(mask, shared_layers)
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, stage)
         known = mask.key in self._used
         self._used[mask.key] = evaluation
+        if self.log.reused(mask):
+            self._reused.add(mask.key)
         if not (known and stage == "final"):
             self._record(mask, evaluation, stage, unit)
         return evaluation
@@ -105,14 +108,19 @@ class Ledger:
     def costs(self) -> dict[str, float]:
         """Evaluations of this search and what they cost, in the terms of `search/summary.json`.
 
+        Seconds and full-forward equivalents are those of the masks this search had to measure, in
+        all its attempts. What other searches had paid for is counted apart, at what it cost them.
         `naive_full_forward_equivalents` counts a whole pass for every evaluation a sub-problem
         asked for, repeated masks of different sub-problems included.
         """
-        used = self._used.values()
+        paid = [e for key, e in self._used.items() if key not in self._reused]
+        reused = [self._used[key] for key in self._reused]
         return {
             "evaluations": len(self._used),
-            "model_seconds": sum(e.seconds for e in used),
-            "full_forward_equivalents": sum(e.full_forward_equivalents for e in used),
+            "reused_evaluations": len(reused),
+            "model_seconds": sum(e.seconds for e in paid),
+            "full_forward_equivalents": sum(e.full_forward_equivalents for e in paid),
+            "reused_full_forward_equivalents": sum(e.full_forward_equivalents for e in reused),
             "naive_full_forward_equivalents": float(len(self.trace)),
         }
 

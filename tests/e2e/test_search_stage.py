@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -135,3 +136,24 @@ def test_ties_and_their_breaking_are_said(inputs, tmp_path):
 def test_a_window_that_sees_everything_is_refused(inputs, tmp_path):
     with pytest.raises(UserError, match="window_size"):
         run(inputs, tmp_path, window_size=512)
+
+
+def test_searches_share_what_they_have_measured(inputs, tmp_path):
+    def shared(name, folder=tmp_path / "shared", **changes):
+        work = tmp_path / name
+        work.mkdir()
+        config = replace(config_of(inputs[0], **changes), shared=folder)
+        search.run(config, {"prepare": inputs[1]}, work)
+        return json.loads((work / "summary.json").read_text())
+
+    first = shared("first")
+    assert first["reused_evaluations"] == 0
+    again = shared("again")
+    alone = shared("alone", folder=None)
+    for found in (again, alone):
+        for name in ("trace", "best_score", "best_log_likelihood", "layer_importance", "notes"):
+            assert found[name] == first[name]
+    assert again["reused_evaluations"] == again["evaluations"] == alone["evaluations"]
+    assert again["model_seconds"] == again["full_forward_equivalents"] == 0
+    other = shared("other", method="rand", swa_ratio=0.75)
+    assert other["reused_evaluations"] >= 2  # the anchors

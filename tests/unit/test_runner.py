@@ -17,7 +17,7 @@ from pipeline.recipe import load_recipe
 from pipeline.runner import Choice, Runner
 from pipeline.worker import execute
 from pipeline.world import World
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import Case, fake_table, write_safetensors
 
 NAMES = [stage.name for stage in STAGES]
 
@@ -302,3 +302,26 @@ def test_every_real_stage_has_a_version_and_known_needs() -> None:
     for index, stage in enumerate(STAGES):
         assert stage.version >= 1
         assert set(stage.needs) <= set(NAMES[:index])
+
+
+def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
+    orders: list[Mapping[str, Any]] = []
+
+    def noting(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        orders.append(order)
+        return execute(order)
+
+    def shared_of(*overrides: str, **choice: Any) -> Any:
+        loaded = load_recipe(case.file, overrides, env={})
+        Runner(loaded, Choice(until="search", **choice), fake_table(), noting).run()
+        (found,) = [order["shared"] for order in orders if order["stage"] == "search"]
+        orders.clear()
+        return found
+
+    first = shared_of()
+    assert Path(first).is_relative_to(case.runs / "shared" / "search")
+    assert shared_of("search.swa_ratio=0.75", "search.method=rand") == first
+    assert shared_of("search.swa_ratio=0.25", "model.dtype=float32") not in (first, None)
+    assert shared_of(force=("search",)) is None
+    write_safetensors(case.model / "model.safetensors", value=7)
+    assert shared_of() not in (first, None)

@@ -1,0 +1,183 @@
+"""Evaluations shared by several searches: paid once, the same results, whatever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bosch.errors import RunError
+from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.evaluation_pool import EvaluationPool
+from bosch.heads import HeadMask
+from bosch.method.ledger import Ledger
+from bosch.method.run import find_mask
+from bosch.method.settings import SearchSettings
+from bosch.ranks import Ranks
+
+CONTEXT = EvaluationContext("data", "model", 16, 0, "cpu")
+COSTS = np.random.default_rng(0).exponential(size=(3, 4)) / 12
+
+
+class Scorer:
+    num_layers, num_key_value_heads = COSTS.shape
+    quantum = 1e-9
+
+    def __init__(self):
+        self.calls = []
+
+    def evaluate(self, mask, shared_layers=0):
+        self.calls.append(mask.key)
+        lost = float(COSTS[~mask.is_full].sum())
+        return Evaluation(max(0.0, 1.0 - lost), -lost / 3, 0.25, 0.5)
+
+
+def log_of(folder, name, context=CONTEXT):
+    (folder / name).mkdir(exist_ok=True)
+    path = folder / name / "evaluations.jsonl"
+    return EvaluationLog.shared(path, context, Ranks(), folder / "pool")
+
+
+def search(log, method="bosch", ratio=0.5, stop_after=None):
+    """(result, ledger, masks evaluated); None for the result of a search that was stopped."""
+    scorer = Scorer()
+    evaluate = scorer.evaluate
+
+    def dying(mask, shared_layers=0):
+        if len(scorer.calls) == stop_after:
+            raise InterruptedError
+        return evaluate(mask, shared_layers)
+
+    scorer.evaluate = dying
+    ledger = Ledger(scorer, log)
+    try:
+        result = find_mask(method, ledger, SearchSettings(ratio, budget_per_layer=5, seed=1))
+    except InterruptedError:
+        result = None
+    return result, ledger, scorer.calls
+
+
+def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
+    paid: list[str] = []
+    for number, (method, ratio) in enumerate(
+        [("bosch", 0.5), ("b_single", 0.5), ("bosch", 0.75), ("rand", 0.5), ("bosch", 0.5)]
+    ):
+        result, ledger, calls = search(log_of(tmp_path, str(number)), method, ratio)
+        alone, alone_ledger, _ = search(EvaluationLog(None, CONTEXT), method, ratio)
+        assert result == alone
+        assert ledger.trace == alone_ledger.trace
+        costs, alone_costs = ledger.costs(), alone_ledger.costs()
+        assert costs["evaluations"] == alone_costs["evaluations"]
+        assert costs["evaluations"] - costs["reused_evaluations"] == len(calls)
+        assert costs["model_seconds"] == pytest.approx(0.25 * len(calls))
+        assert costs["full_forward_equivalents"] == pytest.approx(0.5 * len(calls))
+        both = costs["full_forward_equivalents"] + costs["reused_full_forward_equivalents"]
+        assert both == pytest.approx(alone_costs["full_forward_equivalents"])
+        lines = [json.loads(line) for line in ledger.log.path.open()]
+        assert len(lines) == costs["evaluations"] == len({line["mask"] for line in lines})
+        assert sum(line["reused"] for line in lines) == costs["reused_evaluations"]
+        paid += calls
+    assert len(paid) == len(set(paid))
+    assert calls == []
+    assert costs["reused_evaluations"] == costs["evaluations"] > 2
+
+
+def test_a_stopped_search_goes_on_and_still_knows_what_it_paid(tmp_path):
+    search(log_of(tmp_path, "other"), "b_single")
+    whole, whole_ledger, _ = search(EvaluationLog(None, CONTEXT))
+    stopped, _, first = search(log_of(tmp_path, "mine"), stop_after=4)
+    assert stopped is None
+    result, ledger, second = search(log_of(tmp_path, "mine"))
+    assert result == whole
+    assert ledger.trace == whole_ledger.trace
+    assert not set(first) & set(second)
+    costs = ledger.costs()
+    assert costs["evaluations"] - costs["reused_evaluations"] == len(first) + len(second)
+
+
+def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
+    mask = HeadMask.all_full(3, 4)
+    one, other = log_of(tmp_path, "one"), log_of(tmp_path, "other")
+    assert other.recall(mask, "anchors") is None
+    one.append(mask, Evaluation(0.5, -1.25), "anchors")
+    assert other.get(mask) is None
+    assert other.recall(mask, "anchors") == Evaluation(0.5, -1.25)
+    assert other.reused(mask)
+    assert not one.reused(mask)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"calibration": "other"},
+        {"model": "other"},
+        {"window_size": 8},
+        {"sinks": 1},
+        {"numerics": "gpu"},
+    ],
+)
+def test_other_models_data_windows_and_kernels_are_strangers(tmp_path, change):
+    mask = HeadMask.all_full(3, 4)
+    log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
+    assert log_of(tmp_path, "other", replace(CONTEXT, **change)).recall(mask, "anchors") is None
+    assert log_of(tmp_path, "same").recall(mask, "anchors") is not None
+
+
+def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
+    mask = HeadMask.all_full(3, 4)
+    log_of(tmp_path, "mine").append(mask, Evaluation(0.5, -1.25), "anchors")
+    elsewhere = replace(CONTEXT, numerics="gpu")
+    again = log_of(tmp_path, "mine", elsewhere)
+    assert again.get(mask) is not None
+    assert log_of(tmp_path, "new", elsewhere).recall(mask, "anchors") is None
+
+
+def test_a_torn_line_is_closed_and_a_foreign_one_passed_over(tmp_path, caplog):
+    first, second = HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4)
+    log_of(tmp_path, "one").append(first, Evaluation(0.5, -1.25), "anchors")
+    (pool,) = (tmp_path / "pool").iterdir()
+    whole = pool.read_bytes()
+    pool.write_bytes(whole + whole[:40])
+    reader = log_of(tmp_path, "reader")
+    log_of(tmp_path, "two").append(second, Evaluation(0.25, -2.0), "anchors")
+    for log in (reader, log_of(tmp_path, "three")):
+        assert log.recall(first, "anchors") == Evaluation(0.5, -1.25)
+        assert log.recall(second, "anchors") == Evaluation(0.25, -2.0)
+    assert "1 lines are damaged" in caplog.text
+
+
+def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
+    mask = HeadMask.all_full(3, 4)
+    alone = tmp_path / "mine" / "evaluations.jsonl"
+    alone.parent.mkdir()
+    EvaluationLog(alone, CONTEXT).append(mask, Evaluation(0.5, -1.25), "anchors")
+    log_of(tmp_path, "mine")
+    assert log_of(tmp_path, "other").recall(mask, "anchors") == Evaluation(0.5, -1.25)
+
+
+def _append_many(folder, writer):
+    pool = EvaluationPool(folder, "same")
+    for number in range(100):
+        pool.append({"writer": writer, "number": number, "filling": "x" * 200})
+
+
+def test_writers_at_the_same_time_lose_no_line(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_append_many, args=(tmp_path, i)) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    lines = []
+    EvaluationPool(tmp_path, "same").read_new(lambda line: lines.append(json.loads(line)) is None)
+    found = [(line["writer"], line["number"]) for line in lines]
+    assert sorted(found) == [(i, n) for i in range(3) for n in range(100)]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="shared evaluations"):
+        EvaluationPool(tmp_path / "file", "same").append({})
