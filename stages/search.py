@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,16 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     """
     from bosch.evaluation_log import EvaluationLog
     from bosch.method.ledger import Ledger
+    from stages.searching.numerics import numerics
     from stages.searching.processes import joined
 
     with joined() as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        log = EvaluationLog.shared(
-            work_dir / "evaluations.jsonl", objective.context, ranks, config.shared
+        context = replace(
+            objective.context,
+            numerics=numerics(objective.model, config.runtime.eval_batch_size, VERSION),
         )
+        log = EvaluationLog.shared(work_dir / "evaluations.jsonl", context, ranks, config.shared)
         if ranks.is_first and ranks.size > objective.batches:
             logger.info(
                 "%d of %d processes have nothing to do: the calibration set is %d batches of "

@@ -149,6 +149,9 @@ def test_searches_share_what_they_have_measured(inputs, tmp_path):
     first = shared("first")
     assert first["reused_evaluations"] == 0
     again = shared("again")
+    assert first["evaluations"] > 10
+    lines = [json.loads(line) for line in (tmp_path / "first" / "evaluations.jsonl").open()]
+    assert all("cpu" in line["numerics"] and "batches of 3" in line["numerics"] for line in lines)
     alone = shared("alone", folder=None)
     for found in (again, alone):
         for name in ("trace", "best_score", "best_log_likelihood", "layer_importance", "notes"):
