@@ -1,0 +1,1 @@
+"""Studies: every method against the true optimum, against its cost, against itself."""

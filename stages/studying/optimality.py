@@ -1,0 +1,196 @@
+"""Optimality gap: every mask on budget measured, and where each method's mask stands among them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bosch.analysis.optimality import Standing, count_on_budget, masks_on_budget, standing
+from bosch.errors import UserError
+from bosch.evaluation_log import Evaluation, EvaluationLog
+from bosch.heads import HeadMask
+from bosch.progress import progress
+from stages.studying import pictures
+from stages.studying.result import StudyResult, Table
+from stages.studying.subject import Subject
+
+logger = logging.getLogger(__name__)
+
+_MOST_MASKS = 20_000
+
+Landscape = dict[HeadMask, Evaluation]
+
+
+def study(subject: Subject) -> StudyResult:
+    """Enumerate at each ratio, on the calibration set and on held-out examples.
+
+    Raises UserError when a ratio has too many masks to enumerate.
+    """
+    options = subject.config.options
+    for ratio in options.ratios:
+        _check_size(subject, ratio)
+    calibration, held_out = subject.calibration(0), subject.held_out_set
+    data: dict[str, Any] = {"shape": subject.shape, "calibration_examples": len(calibration)}
+    data |= {"held_out_examples": len(held_out), "seeds": options.seeds, "ratios": {}}
+    drawn = {}
+    tables = []
+    for ratio in options.ratios:
+        log = _log(subject, "calibration", calibration)
+        landscape = _enumerated(subject, ratio, calibration, log, "calibration set")
+        apart = _enumerated(
+            subject, ratio, held_out, _log(subject, "held-out", held_out), "held-out set"
+        )
+        found = {
+            method: [
+                subject.search(method, ratio, seed, calibration_seed=0, log=log)
+                for seed in range(options.seeds)
+            ]
+            for method in options.methods
+        }
+        standings = {
+            method: [standing(run.mask, landscape) for run in runs]
+            for method, runs in found.items()
+        }
+        outside = {
+            method: [standing(run.mask, apart) for run in runs] for method, runs in found.items()
+        }
+        evaluations = {
+            method: median(run.costs["evaluations"] for run in runs)
+            for method, runs in found.items()
+        }
+        drawn[ratio] = (landscape, standings)
+        tables.append(_table(ratio, landscape, standings, outside, evaluations))
+        data["ratios"][f"{ratio:g}"] = {
+            "optimum": _optimum(landscape),
+            "held_out_optimum": _optimum(apart),
+            "methods": {
+                method: {
+                    "evaluations": evaluations[method],
+                    "calibration": [asdict(s) for s in standings[method]],
+                    "held_out": [asdict(s) for s in outside[method]],
+                }
+                for method in found
+            },
+        }
+    return StudyResult(
+        "optimality", "Distance to the true optimum", _text(subject), data, tables,
+        {"landscape": pictures.landscapes(drawn)},
+    )  # fmt: skip
+
+
+def _check_size(subject: Subject, ratio: float) -> None:
+    count = count_on_budget(*subject.shape, ratio)
+    if count > _MOST_MASKS:
+        layers, heads = subject.shape
+        raise UserError(
+            f"study optimality: {layers} x {heads} KV heads have {count:,} masks at ratio "
+            f"{ratio:g}, more than {_MOST_MASKS:,} that can be enumerated; take a smaller model, "
+            "like that of recipes/study/enumerable.yaml"
+        )
+
+
+def _log(subject: Subject, name: str, examples: Any) -> EvaluationLog:
+    """The evaluations of one set of examples, kept beside the cells."""
+    context = subject.objective(examples).context
+    stem = f"{name}-{context.model[:8]}-{context.calibration[:8]}-{context.window_size}"
+    return EvaluationLog(Path(subject.folder) / f"{stem}.jsonl", context)
+
+
+def _enumerated(
+    subject: Subject, ratio: float, examples: Any, log: EvaluationLog, what: str
+) -> Landscape:
+    """Evaluations of all masks on budget; layers that the next mask shares are kept."""
+    objective = subject.objective(examples)
+    masks = list(masks_on_budget(*subject.shape, ratio))
+    missing = [mask for mask in masks if log.get(mask) is None]
+    with progress(len(missing), f"all masks at {ratio:g}, {what}", "masks") as bar:
+        for mask, following in pairwise([*missing, missing[-1]] if missing else []):
+            log.append(mask, objective.evaluate(mask, _shared(mask, following)), "enumeration")
+            bar.update()
+    known = {mask: log.get(mask) for mask in masks}
+    return {mask: evaluation for mask, evaluation in known.items() if evaluation is not None}
+
+
+def _shared(mask: HeadMask, following: HeadMask) -> int:
+    """Layers below the first one in which two masks differ; 0 where they are the same."""
+    different = (mask.is_full != following.is_full).any(axis=1)
+    return int(different.argmax())
+
+
+def _optimum(landscape: Landscape) -> dict[str, Any]:
+    scores = np.array([e.score for e in landscape.values()])
+    likelihoods = np.array([e.log_likelihood for e in landscape.values()])
+    best = max(landscape, key=lambda mask: landscape[mask].log_likelihood)
+    return {
+        "masks": len(landscape),
+        "score": float(scores.max()),
+        "masks_of_best_score": int((scores == scores.max()).sum()),
+        "log_likelihood": float(likelihoods.max()),
+        "best_by_log_likelihood": best.key,
+        "random_score": float(scores.mean()),
+        "random_log_likelihood": float(likelihoods.mean()),
+        "worst_score": float(scores.min()),
+        "scores": np.sort(scores)[::-1].tolist(),
+        "log_likelihoods": np.sort(likelihoods)[::-1].tolist(),
+    }
+
+
+def _table(
+    ratio: float,
+    landscape: Landscape,
+    standings: dict[str, list[Standing]],
+    outside: dict[str, list[Standing]],
+    evaluations: dict[str, float],
+) -> Table:
+    best = _optimum(landscape)
+    title = (
+        f"ρ = {ratio:g}: {best['masks']} masks, best score {best['score']:.3f} "
+        f"({best['masks_of_best_score']} masks), best log-likelihood {best['log_likelihood']:.3f}; "
+        f"a random mask: {best['random_score']:.3f} and {best['random_log_likelihood']:.3f}"
+    )
+    header = (
+        "method", "evaluations", "score rank", "score gap", "log-likelihood rank",
+        "log-likelihood gap", "held-out score rank", "held-out log-likelihood rank",
+    )  # fmt: skip
+    rows = []
+    for method, own in standings.items():
+        other = outside[method]
+        rows.append(
+            [
+                method,
+                f"{evaluations[method]:.0f}",
+                _ranks([s.score_rank for s in own]),
+                f"{np.mean([s.score_gap for s in own]):.3f}",
+                _ranks([s.log_likelihood_rank for s in own]),
+                f"{np.mean([s.log_likelihood_gap for s in own]):.3f}",
+                _ranks([s.score_rank for s in other]),
+                _ranks([s.log_likelihood_rank for s in other]),
+            ]
+        )
+    return Table(title, header, rows)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Median and worst over seeds."""
+    middle = f"{median(ranks):g}"
+    return middle if min(ranks) == max(ranks) else f"{middle} (worst {max(ranks)})"
+
+
+def _text(subject: Subject) -> str:
+    layers, heads = subject.shape
+    options = subject.config.options
+    return (
+        f"All masks on budget of a model of {layers} layers with {heads} KV heads "
+        f"(`{Path(subject.config.model.path).name}`) were measured on the calibration set of "
+        f"{len(subject.calibration(0))} examples on which the methods search, and on "
+        f"{len(subject.held_out_set)} held-out examples. Each method ran with {options.seeds} "
+        "seeds on the same calibration set. Rank 1 is the best; equal masks share a rank; ranks "
+        "are medians over the seeds, gaps are means. `evaluations` counts different masks, anchors "
+        "included."
+    )

@@ -1,0 +1,154 @@
+"""The studies' pictures, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bosch.analysis.optimality import Standing
+from bosch.evaluation_log import Evaluation
+from bosch.heads import HeadMask
+from bosch.method.run import SEARCHES
+
+_MARKERS = "osD^vP<>X*hp"
+
+
+def landscapes(
+    drawn: Mapping[float, tuple[Mapping[HeadMask, Evaluation], Mapping[str, list[Standing]]]],
+) -> Figure:
+    """Log-likelihood of all masks in falling order, and the methods' masks on that curve."""
+    figure, axes = _panels(len(drawn), height=4.2)
+    for axis, (ratio, (landscape, standings)) in zip(axes, drawn.items(), strict=True):
+        values = np.sort([e.log_likelihood for e in landscape.values()])[::-1]
+        axis.plot(np.arange(1, len(values) + 1), values, color="0.75", linewidth=3, zorder=1)
+        for number, (method, own) in enumerate(standings.items()):
+            axis.plot(
+                [s.log_likelihood_rank for s in own],
+                [s.log_likelihood for s in own],
+                _MARKERS[number % len(_MARKERS)],
+                color=f"C{number % 10}",
+                markersize=7,
+                alpha=0.75,
+                label=method,
+            )
+        axis.set(
+            xscale="log",
+            title=f"ρ = {ratio:g}, {len(values)} masks",
+            xlabel="rank by log-likelihood",
+            ylabel="log-likelihood (nats per example)",
+        )
+    _legend(figure, axes[0])
+    return figure
+
+
+def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
+    """Held-out score and log-likelihood against full-forward equivalents, a panel per ratio."""
+    figure, axes = _panels(len(ratios), rows=2)
+    methods = list(dict.fromkeys(point.method for point in points))
+    for column, ratio in enumerate(ratios):
+        for number, method in enumerate(methods):
+            own = [p for p in points if p.method == method and p.ratio == ratio]
+            for row, name in enumerate(("score", "likelihood")):
+                intervals = [getattr(p, name) for p in own]
+                axes[row * len(ratios) + column].errorbar(
+                    [p.passes for p in own],
+                    [i.mean for i in intervals],
+                    yerr=[
+                        [i.mean - i.low for i in intervals],
+                        [i.high - i.mean for i in intervals],
+                    ],
+                    fmt=_MARKERS[number % len(_MARKERS)] + ("-" if method in SEARCHES else ""),
+                    color=f"C{number % 10}",
+                    markersize=5,
+                    linewidth=1.2,
+                    elinewidth=0.6,
+                    alpha=0.85,
+                    label=method,
+                )
+        axes[column].set(xscale="log", ylim=(-0.03, 1.03), title=f"ρ = {ratio:g}")
+        axes[len(ratios) + column].set(xscale="log", xlabel="full passes")
+    axes[0].set_ylabel("held-out score")
+    axes[len(ratios)].set_ylabel("held-out log-likelihood")
+    _legend(figure, axes[0])
+    return figure
+
+
+def stability_curves(
+    ranks: Sequence[Mapping[str, Any]], sizes: Sequence[Mapping[str, Any]]
+) -> Figure:
+    """Left: Spearman's rho against the probe budget. Right: score against calibration size."""
+    figure, axes = _panels(2, width=5.5)
+    by_ratio = sorted({r["swa_ratio"] for r in ranks})
+    lines = sorted(ranks, key=lambda r: (r["measure"], r["swa_ratio"], r["same_calibration_set"]))
+    grouped = groupby(
+        lines, key=lambda r: (r["measure"], r["swa_ratio"], r["same_calibration_set"])
+    )
+    for (measure, ratio, same), group in grouped:
+        known = [r for r in group if r["mean"] is not None]
+        if same or not known:
+            continue
+        axes[0].plot(
+            [r["budget_per_layer"] for r in known],
+            [r["mean"] for r in known],
+            "o-" if measure == "score" else "s--",
+            color=f"C{by_ratio.index(ratio)}",
+            label=f"ρ = {ratio:g}, {measure.replace('_', '-')}",
+        )
+    axes[0].set(xlabel="evaluations per layer", ylabel="mean Spearman ρ between seeds")
+    axes[0].set_ylim(-1.05, 1.05)
+    key = lambda r: (r["method"], r["swa_ratio"])  # noqa: E731
+    methods = list(dict.fromkeys(r["method"] for r in sizes))
+    for (method, ratio), group in groupby(sorted(sizes, key=key), key=key):
+        own = list(group)
+        axes[1].plot(
+            [r["examples"] for r in own],
+            [r["held_out_score"]["mean"] for r in own],
+            _MARKERS[methods.index(method) % len(_MARKERS)] + "-",
+            color=f"C{by_ratio.index(ratio) if ratio in by_ratio else 0}",
+            label=f"{method}, ρ = {ratio:g}",
+        )
+    axes[1].set(xlabel="calibration examples", ylabel="held-out score", ylim=(-0.03, 1.03))
+    for axis in axes:
+        axis.legend(fontsize=6, frameon=False)
+    return figure
+
+
+def jaccard_maps(
+    distances: Mapping[float, npt.NDArray[np.float64]], methods: Sequence[str]
+) -> Figure:
+    """A heat map of Jaccard distances per ratio."""
+    side = 1.2 + 0.42 * len(methods)
+    figure, axes = _panels(len(distances), width=side, height=side)
+    for axis, (ratio, matrix) in zip(axes, distances.items(), strict=True):
+        axis.imshow(matrix, vmin=0.0, vmax=1.0, cmap="magma")
+        axis.set_title(f"ρ = {ratio:g}")
+        axis.set_xticks(range(len(methods)), methods, rotation=60, ha="right", fontsize=8)
+        axis.set_yticks(range(len(methods)), methods, fontsize=8)
+        for (row, column), value in np.ndenumerate(matrix):
+            color = "white" if value < 0.6 else "black"
+            axis.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color
+            )
+    return figure
+
+
+def _panels(
+    columns: int, rows: int = 1, width: float = 4.0, height: float = 3.6
+) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False).reshape(-1))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(figure: Figure, axis: Any) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=8)

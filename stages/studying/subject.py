@@ -1,0 +1,217 @@
+"""The model under study: its calibration sets, its searches and its held-out scores, each once.
+
+S seeds, E held-out examples.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.calibration import CalibrationSet
+from bosch.evaluation_log import EvaluationLog
+from bosch.heads import HeadMask
+from bosch.method.run import SEARCHES, run_method
+from bosch.method.settings import SearchSettings
+from bosch.modeling import load_model, mask_shape, prepare_for_search
+from bosch.objective import Objective, model_fingerprint
+from data_prep.calibration import forced_examples
+from data_prep.essays import haystack_words
+from data_prep.needles import SeedSpace
+from stages.search import VERSION as SEARCH_VERSION
+from stages.searching.methods import search_settings
+from stages.studying.cells import Cells, Record
+from stages.studying.options import StudyConfig
+
+logger = logging.getLogger(__name__)
+
+Results = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Search:
+    """One run of a method: what it found, what that cost, and stage 1's view of the layers."""
+
+    mask: HeadMask
+    score: float
+    log_likelihood: float
+    costs: dict[str, float]
+    layers: list[dict[str, float]]
+    full_log_likelihood: float
+
+
+class Subject:
+    """Searches and measures one model; what `cells` knows is not done again.
+
+    Raises UserError when model, tokenizer or haystack are missing or damaged.
+    """
+
+    def __init__(self, config: StudyConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.cells = Cells(folder / "cells.jsonl")
+        self._sets: dict[tuple[SeedSpace, int, int], CalibrationSet] = {}
+        self._objectives: dict[str, Objective] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        model = self.config.model
+        loaded = load_model(
+            model.path,
+            dtype=model.dtype,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+        prepare_for_search(loaded, self.config.runtime.attention)
+        return loaded
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the model."""
+        return model_fingerprint(self.model)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and KV heads."""
+        return mask_shape(self.model.config)
+
+    def examples(self, space: SeedSpace, seed: int, count: int) -> CalibrationSet:
+        """Teacher-forced questions of the recipe's tasks and length."""
+        known = self._sets.get((space, seed, count))
+        if known is None:
+            wanted = self.config.calibration
+            made = forced_examples(
+                wanted.tasks, count, wanted.length, space, seed, self._tokenizer, self._words
+            )
+            known = CalibrationSet.from_records((p + a, len(a)) for _, p, a in made)
+            self._sets[space, seed, count] = known
+        return known
+
+    def objective(self, examples: CalibrationSet) -> Objective:
+        """Measures masks on `examples`."""
+        key = examples.fingerprint
+        if key not in self._objectives:
+            search = self.config.search
+            self._objectives[key] = Objective(
+                self.model,
+                examples,
+                search.window_size,
+                search.sinks,
+                batch_size=self.config.runtime.eval_batch_size,
+            )
+        return self._objectives[key]
+
+    def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
+        """The calibration set of study seed `seed`; a smaller one is the beginning of a larger."""
+        count = self.config.calibration.examples if examples is None else examples
+        return self.examples("calibration", self.config.seed + seed, count)
+
+    @cached_property
+    def held_out_set(self) -> CalibrationSet:
+        """Questions whose needles no calibration set and no training document holds."""
+        return self.examples("evaluation", self.config.seed, self.config.options.held_out)
+
+    def search(
+        self,
+        method: str,
+        ratio: float,
+        seed: int,
+        *,
+        budget: int | None = None,
+        examples: int | None = None,
+        calibration_seed: int | None = None,
+        log: EvaluationLog | None = None,
+    ) -> Search:
+        """Run `method` with search seed `seed`, on that seed's own calibration set by default.
+
+        With a `log` that is shared the costs are not this run's own.
+        """
+        drawn = seed if calibration_seed is None else calibration_seed
+        calibration = self.calibration(drawn, examples)
+        settings = self.settings(ratio, seed, budget)
+        if method not in SEARCHES:  # they spend no budget: one run serves every budget
+            settings = replace(settings, budget_per_layer=1)
+        key = {
+            "kind": "search",
+            "method": method,
+            "settings": asdict(settings),
+            "shared_log": log is not None,
+            **self._context(calibration),
+        }
+        record = self.cells.once(
+            key, lambda: self._searched(method, settings, calibration, ratio, log)
+        )
+        return Search(**{**record, "mask": HeadMask.from_key(record["mask"])})
+
+    def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
+        """The recipe's settings of a search, with another ratio, seed or budget per layer."""
+        settings = search_settings(self.config.search, self.config.seed + seed)
+        settings = replace(settings, swa_ratio=ratio)
+        return settings if budget is None else replace(settings, budget_per_layer=budget)
+
+    def held_out(self, mask: HeadMask) -> Results:
+        """Exact match and log-likelihood of each held-out example, [E, 2]."""
+        key = {"kind": "held_out", "mask": mask.key, **self._context(self.held_out_set)}
+
+        def compute() -> Record:
+            results = self.objective(self.held_out_set).example_results(mask).T.tolist()
+            return {"exact": results[0], "log_likelihood": results[1]}
+
+        record = self.cells.once(key, compute)
+        return np.array([record["exact"], record["log_likelihood"]]).T
+
+    def held_out_over_seeds(self, masks: list[HeadMask]) -> tuple[Results, Results]:
+        """Exact match and log-likelihood of the masks of all seeds, each [S, E]."""
+        results = np.stack([self.held_out(mask) for mask in masks])
+        return results[:, :, 0], results[:, :, 1]
+
+    def _searched(
+        self,
+        method: str,
+        settings: SearchSettings,
+        calibration: CalibrationSet,
+        ratio: float,
+        log: EvaluationLog | None,
+    ) -> Record:
+        objective = self.objective(calibration)
+        run = run_method(method, objective, settings, log=log)
+        full = next(point for point in run.trace if point.unit == "all full")
+        logger.info(
+            "%s at %.4g, seed %d: score %.4f, log-likelihood %.3f, %.1f full passes",
+            method, ratio, settings.seed, run.result.evaluation.score,
+            run.result.evaluation.log_likelihood, run.costs["full_forward_equivalents"],
+        )  # fmt: skip
+        return {
+            "mask": run.mask.key,
+            "score": run.result.evaluation.score,
+            "log_likelihood": run.result.evaluation.log_likelihood,
+            "costs": run.costs,
+            "layers": run.result.layers,
+            "full_log_likelihood": full.log_likelihood,
+        }
+
+    def _context(self, examples: CalibrationSet) -> Record:
+        search = self.config.search
+        return {
+            "version": SEARCH_VERSION,
+            "model": self.fingerprint,
+            "examples": examples.fingerprint,
+            "window_size": search.window_size,
+            "sinks": search.sinks,
+        }
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from data_prep.tokenize import TokenizerSpec, load_tokenizer
+
+        model = self.config.model
+        return load_tokenizer(TokenizerSpec(model.path, model.revision, model.trust_remote_code))
+
+    @cached_property
+    def _words(self) -> list[str]:
+        return haystack_words(self.config.calibration.essay_dir)
