@@ -8,11 +8,12 @@ import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bosch.errors import RunError
-from bosch.evaluation_pool import EvaluationPool
 from bosch.heads import HeadMask
 from bosch.ranks import Ranks
+from bosch.shared_lines import SharedLines
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class EvaluationLog:
     """
 
     def __init__(
-        self, path: Path | None, context: EvaluationContext, pool: EvaluationPool | None = None
+        self, path: Path | None, context: EvaluationContext, pool: SharedLines | None = None
     ) -> None:
         self.path, self.context = path, context
         self._ranks = Ranks()
@@ -98,7 +99,9 @@ class EvaluationLog:
         if not ranks.is_first:
             log = cls(None, context)
         else:
-            pool = EvaluationPool(pool_folder, context.exact) if pool_folder is not None else None
+            pool = None
+            if pool_folder is not None:
+                pool = SharedLines(pool_folder, "evaluations", context.exact)
             log = cls(path, context, pool)
         log._known = ranks.from_first(log._known)
         log._ranks, log._has_pool = ranks, pool_folder is not None
@@ -136,7 +139,8 @@ class EvaluationLog:
         """Remember an evaluation that was made; returns when the line is on disk."""
         entry = _Entry(evaluation, self.context)
         self._keep(mask.key, entry, stage)
-        if self._pool is not None:
+        # A bound holds for the comparison it was made for, and tells other searches nothing.
+        if self._pool is not None and not evaluation.is_bound:
             self._pool.append(_line(mask.key, entry, stage))
             self._pooled[mask.key] = evaluation
 
@@ -163,7 +167,7 @@ class EvaluationLog:
             os.truncate(path, whole)
         others = 0
         for number, line in enumerate(content[:whole].splitlines(), start=1):
-            found = _parse(line)
+            found = _parse(_json(line))
             if found is None:
                 logger.warning("%s: line %d is damaged and not used", path, number)
                 continue
@@ -178,19 +182,16 @@ class EvaluationLog:
                 path, others,
             )  # fmt: skip
 
-    def _use_pooled(self, line: bytes) -> bool:
-        found = _parse(line)
-        if found is None:
-            return False
-        key, entry = found
-        if entry.context.exact == self.context.exact:
-            self._pooled.setdefault(key, entry.evaluation)
-        return True
+    def _use_pooled(self, record: dict[str, Any]) -> None:
+        found = _parse(record)
+        if found is not None and found[1].context.exact == self.context.exact:
+            self._pooled.setdefault(found[0], found[1].evaluation)
 
-    def _make_up(self, pool: EvaluationPool) -> None:
+    def _make_up(self, pool: SharedLines) -> None:
         """Give the pool what a search that was killed between two files knows alone."""
         for key, entry in self._known.items():
-            if key not in self._pooled and entry.context.exact == self.context.exact:
+            ours = entry.context.exact == self.context.exact and not entry.evaluation.is_bound
+            if ours and key not in self._pooled:
                 pool.append(_line(key, entry, "resumed"))
 
 
@@ -198,26 +199,34 @@ def _line(key: str, entry: _Entry, stage: str) -> dict[str, object]:
     return {"mask": key, **asdict(entry.context), "stage": stage, **asdict(entry.evaluation)}
 
 
-def _parse(line: bytes) -> tuple[str, _Entry] | None:
+def _parse(record: Any) -> tuple[str, _Entry] | None:
     try:
-        entry = json.loads(line)
         context = EvaluationContext(
-            calibration=str(entry["calibration"]),
-            model=str(entry["model"]),
-            window_size=int(entry["window_size"]),
-            sinks=int(entry["sinks"]),
-            numerics=str(entry.get("numerics", "")),
+            calibration=str(record["calibration"]),
+            model=str(record["model"]),
+            window_size=int(record["window_size"]),
+            sinks=int(record["sinks"]),
+            numerics=str(record.get("numerics", "")),
         )
         evaluation = Evaluation(
-            score=float(entry["score"]),
-            log_likelihood=float(entry["log_likelihood"]),
-            seconds=float(entry["seconds"]),
-            full_forward_equivalents=float(entry["full_forward_equivalents"]),
+            score=float(record["score"]),
+            log_likelihood=float(record["log_likelihood"]),
+            seconds=float(record["seconds"]),
+            full_forward_equivalents=float(record["full_forward_equivalents"]),
+            whole_pass_equivalents=float(record.get("whole_pass_equivalents", 1.0)),
+            is_bound=bool(record.get("is_bound", False)),
         )
-        key = HeadMask.from_key(entry["mask"]).key
-        reused = bool(entry.get("reused", False))
+        key = HeadMask.from_key(record["mask"]).key
+        reused = bool(record.get("reused", False))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not (math.isfinite(evaluation.score) and math.isfinite(evaluation.log_likelihood)):
         return None
     return key, _Entry(evaluation, context, reused)
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -11,12 +11,12 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
-from bosch.evaluation_pool import EvaluationPool
 from bosch.heads import HeadMask
 from bosch.method.ledger import Ledger
 from bosch.method.run import find_mask
 from bosch.method.settings import SearchSettings
 from bosch.ranks import Ranks
+from bosch.shared_lines import SharedLines
 
 CONTEXT = EvaluationContext("data", "model", 16, 0, "cpu")
 COSTS = np.random.default_rng(0).exponential(size=(3, 4)) / 12
@@ -146,7 +146,7 @@ def test_a_torn_line_is_closed_and_a_foreign_one_passed_over(tmp_path, caplog):
     for log in (reader, log_of(tmp_path, "three")):
         assert log.recall(first, "anchors") == Evaluation(0.5, -1.25)
         assert log.recall(second, "anchors") == Evaluation(0.25, -2.0)
-    assert "1 lines are damaged" in caplog.text
+    assert "damaged lines, not used: 1" in caplog.text
 
 
 def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
@@ -159,7 +159,7 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
 
 
 def _append_many(folder, writer):
-    pool = EvaluationPool(folder, "same")
+    pool = SharedLines(folder, "lines", "same")
     for number in range(100):
         pool.append({"writer": writer, "number": number, "filling": "x" * 200})
 
@@ -172,12 +172,28 @@ def test_writers_at_the_same_time_lose_no_line(tmp_path):
     for writer in writers:
         writer.join()
     lines = []
-    EvaluationPool(tmp_path, "same").read_new(lambda line: lines.append(json.loads(line)) is None)
+    SharedLines(tmp_path, "lines", "same").read_new(lines.append)
     found = [(line["writer"], line["number"]) for line in lines]
     assert sorted(found) == [(i, n) for i in range(3) for n in range(100)]
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="shared evaluations"):
-        EvaluationPool(tmp_path / "file", "same").append({})
+    with pytest.raises(RunError, match="cannot be written"):
+        SharedLines(tmp_path / "file", "lines", "same").append({})
+
+
+def test_a_line_that_was_changed_on_disk_is_not_used(tmp_path):
+    mask = HeadMask.all_full(3, 4)
+    log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
+    (pool,) = (tmp_path / "pool").iterdir()
+    pool.write_text(pool.read_text().replace('"score": 0.5', '"score": 0.7'))
+    assert log_of(tmp_path, "two").recall(mask, "anchors") is None
+
+
+def test_bounds_stay_with_the_search_that_made_them(tmp_path):
+    mask = HeadMask.all_full(3, 4)
+    bound = Evaluation(0.5, -1.25, is_bound=True, whole_pass_equivalents=0.75)
+    log_of(tmp_path, "one").append(mask, bound, "anchors")
+    assert log_of(tmp_path, "two").recall(mask, "anchors") is None
+    assert log_of(tmp_path, "one").get(mask) == bound
