@@ -10,10 +10,13 @@ import shutil
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.configs import EvaluateConfig, NeedleEvaluation
 from stages.context import StageConfig
+
+if TYPE_CHECKING:
+    from stages.evaluating.original import SharedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +103,44 @@ def _answer_needles(
         world=state.num_processes,
         batch_size=config.runtime.eval_batch_size,
     )
+    pool = _shared_answers(config, section, essay_identity(section.essay_dir, words), folder, state)
+    state.wait_for_everyone()
     todo = {name: suite.samples_per_checkpoint - suite.answered(name) for name in checkpoints}
     with progress(sum(todo.values()), "needle tasks", "samples") as bar:
         for name, path in checkpoints.items():
             if todo[name]:
                 suite.run(name, _load(config, name, path, state.device), bar)
+    state.wait_for_everyone()
+    if pool is not None:
+        pool.give()
     return dict(essay_identity(section.essay_dir, words))
+
+
+def _shared_answers(
+    config: StageConfig,
+    section: NeedleEvaluation,
+    corpus: Mapping[str, Any],
+    folder: Path,
+    state: Any,
+) -> SharedAnswers | None:
+    """On the first rank: the original's answers that earlier evaluations gave, put in place."""
+    from stages.evaluating.original import SharedAnswers
+    from stages.numerics import numerics
+
+    if config.shared is None or not state.is_main_process:
+        return None
+    batch, backend = config.runtime.eval_batch_size, config.runtime.attention
+    identity = {
+        "corpus": corpus["sha256"],
+        "seed": config.seed,
+        "max_new_tokens": section.max_new_tokens,
+        "numerics": numerics(state.device, backend, batch, VERSION),
+    }
+    pool = SharedAnswers(config.shared, json.dumps(identity), section, folder)
+    fetched = pool.fetch()
+    if fetched:
+        logger.info("%d answers of the original model are known from earlier evaluations", fetched)
+    return pool
 
 
 def _load(config: StageConfig, name: str, path: Path | str, device: Any) -> Any:

@@ -39,16 +39,17 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         UserError: the model or the calibration set is damaged, or leaves nothing to search for.
         RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
     """
+    from bosch.attention import resolve_backend
     from bosch.evaluation_log import EvaluationLog
     from bosch.method.ledger import Ledger
-    from stages.searching.numerics import numerics
+    from stages.numerics import numerics
     from stages.searching.processes import joined
 
     with joined() as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
+        backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
         context = replace(
-            objective.context,
-            numerics=numerics(objective.model, config.runtime.eval_batch_size, VERSION),
+            objective.context, numerics=numerics(ranks.device, backend, batch, VERSION)
         )
         log = EvaluationLog.shared(work_dir / "evaluations.jsonl", context, ranks, config.shared)
         if ranks.is_first and ranks.size > objective.batches:

@@ -69,7 +69,7 @@ class NeedleSuite:
             left = [q for q in self._cell_questions(cell) if q.index not in done]
             if not left:
                 continue
-            path = _answers_file(self.folder, checkpoint, cell, self.rank)
+            path = answers_file(self.folder, checkpoint, cell, f"rank{self.rank}")
             path.parent.mkdir(parents=True, exist_ok=True)
             _end_line(path)
             with path.open("a", encoding="utf-8") as file:
@@ -106,8 +106,9 @@ class NeedleSuite:
         return Question(index, np.asarray(ids, np.int32), sample.answers)
 
 
-def _answers_file(folder: Path, checkpoint: str, cell: Cell, rank: int) -> Path:
-    return folder / checkpoint / f"{cell.task}-{cell.length}.rank{rank}.jsonl"
+def answers_file(folder: Path, checkpoint: str, cell: Cell, writer: str) -> Path:
+    """The file of one writer's answers."""
+    return folder / checkpoint / f"{cell.task}-{cell.length}.{writer}.jsonl"
 
 
 def _end_line(path: Path) -> None:
@@ -118,9 +119,9 @@ def _end_line(path: Path) -> None:
 
 
 def read_answers(folder: Path, checkpoint: str, cell: Cell) -> dict[int, dict[str, Any]]:
-    """Answers of all ranks by sample index; a line that is not whole counts as not there."""
+    """Answers of all writers by sample index; a line that is not whole counts as not there."""
     found: dict[int, dict[str, Any]] = {}
-    for path in sorted((folder / checkpoint).glob(f"{cell.task}-{cell.length}.rank*.jsonl")):
+    for path in sorted((folder / checkpoint).glob(f"{cell.task}-{cell.length}.*.jsonl")):
         for record in _whole_lines(path):
             found.setdefault(record["index"], record)
     return found

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,40 @@ def test_overlap_with_the_calibration_set_is_refused(made, tmp_path):
     (tmp_path / "work").mkdir()
     with pytest.raises(RunError, match="niah_multikey_2 1 shares the needle"):
         evaluate.run(_config(SECTION, made / "model"), inputs, tmp_path / "work")
+
+
+def test_the_original_is_asked_once_for_all_recipes(made, evaluated, tmp_path, monkeypatch):
+    """Another hybrid finds the original's answers; more samples ask the original for the rest."""
+    loaded = []
+
+    def noting(config, name, path, device):
+        loaded.append(name)
+        return real(config, name, path, device)
+
+    real = evaluate._load
+    monkeypatch.setattr(evaluate, "_load", noting)
+    inputs = {name: made / name for name in ("prepare", "materialize")}
+
+    def scores(name, section=SECTION, **runtime):
+        (tmp_path / name).mkdir()
+        config = _config(section, made / "model", **runtime)
+        evaluate.run(replace(config, shared=tmp_path / "shared"), inputs, tmp_path / name)
+        return json.loads((tmp_path / name / "scores.json").read_text())["checkpoints"]
+
+    alone = json.loads((evaluated[1] / "scores.json").read_text())["checkpoints"]
+    first = scores("first")
+    assert loaded == ["original", "hybrid"]
+    again = scores("again")
+    assert loaded == ["original", "hybrid", "hybrid"]
+    for found in (first, again):
+        assert found == {name: alone[name] for name in ("original", "hybrid")}
+    few = SECTION.model_dump()
+    few["needle"] |= {"samples": 2, "lengths": [440]}
+    assert scores("few", EvaluateConfig.model_validate(few))["original"]["needle"]["average"] >= 0
+    assert loaded[3:] == ["hybrid"]
+    few["needle"]["samples"] = 4
+    scores("more", EvaluateConfig.model_validate(few))
+    assert loaded[4:] == ["original", "hybrid"]
+    few["needle"]["max_new_tokens"] = 3
+    scores("shorter", EvaluateConfig.model_validate(few))
+    assert loaded[6:] == ["original", "hybrid"]
