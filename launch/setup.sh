@@ -79,10 +79,25 @@ install() {
     }
 }
 
-# torch first and by itself: the version the tests run with. Where the configured index or wheel
-# folder has a CPU build of it (a local version, 2.13.0+cpu), pip prefers that one; the plain wheel
-# works without a GPU too, it is only larger.
-install "torch==2.13.0"
+# torch first and by itself: the version the tests run with. Without a GPU its CPU build, a tenth of
+# the plain wheel, is taken from where pip is configured to look, else from PyTorch's own index; the
+# plain wheel works too where neither has it.
+torch=2.13.0
+install_cpu_build() {
+    "$venv/bin/python" -c "import importlib.metadata as m, sys
+sys.exit(m.version('torch').split('+')[0] != '$torch')" >/dev/null 2>&1 && return
+    for index in "" "--extra-index-url=https://download.pytorch.org/whl/cpu"; do
+        "$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 \
+            ${index:+"$index"} "torch==$torch+cpu" >>"$log" 2>&1 && return
+    done
+    install "torch==$torch"
+}
+if [ "$mode" = cpu ]; then
+    echo "  installing torch $torch (CPU build)"
+    install_cpu_build
+else
+    install "torch==$torch,!=$torch+cpu"
+fi
 (cd "$root" && install -e ".[${extras// /,}]")
 if [ "$mode" = gpu ]; then
     # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.

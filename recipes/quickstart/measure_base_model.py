@@ -1,4 +1,4 @@
-"""Measure the quickstart's base model and write its model card.
+"""Measure the quickstart's base model and write measures.json and its model card.
 
     python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
 
@@ -10,16 +10,14 @@ questions come from the evaluation seed space: neither training nor calibration 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from bosch.calibration import CalibrationSet
@@ -29,6 +27,7 @@ from bosch.objective import Objective
 from bosch.progress import progress
 from data_prep.essays import haystack_words
 from data_prep.needles import forced_ids, make_sample
+from recipes.quickstart.base_model_card import Measures, write_card
 from recipes.quickstart.make_base_model import python_text
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
@@ -36,23 +35,6 @@ WINDOW, SEED = 128, 2026
 CONTEXT, SAMPLES = 2048, 200
 SEARCH_LENGTH, SEARCH_SAMPLES, RANDOM_MASKS = 512, 24, 50
 TEXT_LENGTH = 1024
-
-
-@dataclass(frozen=True)
-class Measures:
-    """Everything the model card states; rates are shares of exact matches."""
-
-    full: float
-    sliding: float
-    by_task: dict[str, float]
-    search_full: float
-    single_head: list[list[float]]
-    whole_layer: list[float]
-    only_layer: list[float]
-    random_masks: list[float]
-    text_loss: float
-    text_bits_per_byte: float
-    unigram_loss: float
 
 
 def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> CalibrationSet:
@@ -77,47 +59,58 @@ def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> 
 
 def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Scores of the full, the all-sliding, every one-head and random half-sliding masks."""
-    config = model.config
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
     prepare_for_search(model)
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     all_full, all_sliding = HeadMask.all_full(layers, heads), HeadMask.all_sliding(layers, heads)
-    per_task = SAMPLES // len(TASKS)
-    sets = {task: questions(tokenizer, [task], CONTEXT, per_task) for task in TASKS}
-    scores = {}
-    for name, mask in (("full", all_full), ("sliding", all_sliding)):
-        for task, examples in sets.items():
-            objective = Objective(model, examples, WINDOW)
-            scores[name, task] = objective.evaluate(mask).score
-            print(f"{name} {task}: {scores[name, task]:.3f}", flush=True)
+    full: dict[str, float] = {}
+    sliding: dict[str, float] = {}
+    for task in TASKS:
+        objective = Objective(
+            model, questions(tokenizer, [task], CONTEXT, SAMPLES // len(TASKS)), WINDOW
+        )
+        full[task] = objective.evaluate(all_full).score
+        sliding[task] = objective.evaluate(all_sliding).score
+        print(f"{task}: full {full[task]:.3f}, sliding {sliding[task]:.3f}", flush=True)
     objective = Objective(model, questions(tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES), WINDOW)
-    single = [[0.0] * heads for _ in range(layers)]
-    rng = np.random.default_rng(SEED)
-    random_scores = []
-    whole, only = [], []
-    with progress(layers * (heads + 2) + RANDOM_MASKS, "masks", "masks") as bar:
-        for layer in range(layers):
-            for head in range(heads):
-                row = np.arange(heads) != head
-                single[layer][head] = objective.evaluate(all_full.with_layer(layer, row)).score
-                bar.update()
-            none, every = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
-            whole.append(objective.evaluate(all_full.with_layer(layer, none)).score)
-            only.append(objective.evaluate(all_sliding.with_layer(layer, every)).score)
-            bar.update(2)
-        for _ in range(RANDOM_MASKS):
-            bits = rng.permutation(np.arange(layers * heads) % 2 == 0).reshape(layers, heads)
-            random_scores.append(objective.evaluate(HeadMask(bits)).score)
-            bar.update()
     return {
-        "full": float(np.mean([scores["full", task] for task in TASKS])),
-        "sliding": float(np.mean([scores["sliding", task] for task in TASKS])),
-        "by_task": {task: scores["full", task] for task in TASKS},
+        "full": float(np.mean(list(full.values()))),
+        "sliding": float(np.mean(list(sliding.values()))),
+        "by_task": full,
         "search_full": objective.evaluate(all_full).score,
-        "single_head": single,
-        "whole_layer": whole,
-        "only_layer": only,
-        "random_masks": random_scores,
+        "search_sliding": objective.evaluate(all_sliding).score,
+        **mask_measures(objective, all_full, all_sliding),
     }
+
+
+def mask_measures(
+    objective: Objective, all_full: HeadMask, all_sliding: HeadMask
+) -> dict[str, Any]:
+    """Scores with single heads sliding, whole layers sliding or alone full, and random masks."""
+    layers, heads = all_full.num_layers, all_full.num_key_value_heads
+    none, every = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
+    rng = np.random.default_rng(SEED)
+    halves = [
+        rng.permutation(np.arange(layers * heads) % 2 == 0).reshape(layers, heads)
+        for _ in range(RANDOM_MASKS)
+    ]
+    masks = {
+        "single_head": [
+            all_full.with_layer(layer, np.arange(heads) != head)
+            for layer in range(layers)
+            for head in range(heads)
+        ],
+        "whole_layer": [all_full.with_layer(layer, none) for layer in range(layers)],
+        "only_layer": [all_sliding.with_layer(layer, every) for layer in range(layers)],
+        "random_masks": [HeadMask(bits) for bits in halves],
+    }
+    scores: dict[str, Any] = {name: [] for name in masks}
+    with progress(sum(map(len, masks.values())), "masks", "masks") as bar:
+        for name, some in masks.items():
+            for mask in some:
+                scores[name].append(objective.evaluate(mask).score)
+                bar.update()
+    scores["single_head"] = np.reshape(scores["single_head"], (layers, heads)).tolist()
+    return scores
 
 
 @torch.inference_mode()
@@ -147,120 +140,6 @@ def text_measures(model: Any, tokenizer: Any) -> dict[str, float]:
     }
 
 
-def draw_curve(folder: Path) -> None:
-    """Losses over training steps, from the log, as `training_curve.png`."""
-    lines = [json.loads(line) for line in (folder / "training_log.jsonl").open()]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axis = figure.subplots()
-    labels = {"first": "first token of an answer", "rest": "rest of an answer", "text": "text"}
-    for name, label in labels.items():
-        axis.plot([x["step"] for x in lines], [x[name] for x in lines], label=label, linewidth=1)
-    for before, after in itertools.pairwise(lines):
-        if before["length"] != after["length"]:
-            axis.axvline(after["step"], color="grey", linewidth=0.7, linestyle=":")
-            label = f"{after['length']} tokens"
-            axis.text(after["step"], 7.5, label, fontsize=7, va="top", ha="right", rotation=90)
-    axis.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, 7.7))
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(folder / "training_curve.png", dpi=110)
-
-
-def model_card(folder: Path, measures: Measures) -> str:
-    """The model card: what the model is, how it was made, what was measured."""
-    training = json.loads((folder / "training.json").read_text())
-    config = json.loads((folder / "config.json").read_text())
-    drops = (measures.search_full - np.array(measures.single_head)) * 100
-    quantiles = np.percentile(measures.random_masks, [0, 10, 25, 50, 75, 90, 100])
-    rows = "\n".join(
-        f"| {layer} | " + " | ".join(f"{drop:.0f}" for drop in row) + " |"
-        for layer, row in enumerate(drops)
-    )
-    heads = range(config["num_key_value_heads"])
-    phases = "\n".join(
-        f"| {p['steps']} | {p['batch_tokens']:,} | {p['length']:,} | {p['text']:.0%} "
-        f"| {p['drop']:.0%} | {p['layer_drop']:.0%} |"
-        for p in training["phases"]
-    )
-    tasks = "\n".join(f"| {task} | {score:.3f} |" for task, score in measures.by_task.items())
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# Quickstart base model
-
-A Qwen3 of {config["num_hidden_layers"]} layers ({config["hidden_size"]} wide,
-{config["num_attention_heads"]} query and {config["num_key_value_heads"]} KV heads of
-{config["head_dim"]}, tied embeddings, {config["vocab_size"]} byte-level BPE tokens with single
-digits, context {CONTEXT:,}), trained from nothing to read Python's standard library and to find
-needles in it. It is the smallest model on which the whole pipeline means something; it is of no
-other use.
-
-## How it was made
-
-    python -m recipes.quickstart.make_base_model --output recipes/quickstart/base_model
-    python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
-
-Seed {training["seed"]}, {training["steps"]} steps, {training["cpu_minutes"]:.0f} CPU minutes
-(two cores, torch {training["torch"]}, Python {training["python"]}); every tenth step is in
-`training_log.jsonl`. The schedule was settled while it ran, between saves: where the log's rate is
-another than the script's, the log tells what happened. Text: source files of the standard library
-and pydoc's topics, one document in fifty held out. Retrieval: the synthetic documents of
-`data_prep/retrieval.py`. Silenced KV heads spread retrieval over heads, though not over layers.
-
-| steps | tokens a step | length | text | KV heads silenced | layers silenced |
-|---|---|---|---|---|---|
-{phases}
-
-![Losses over training steps](training_curve.png)
-
-## Exact match on needle questions
-
-{SAMPLES} fresh questions of up to {CONTEXT:,} tokens, every answer token the model's first choice:
-
-| attention | exact match |
-|---|---|
-| full | **{measures.full:.3f}** |
-| all sliding, W = {WINDOW} | **{measures.sliding:.3f}** |
-
-| task, full attention | exact match |
-|---|---|
-{tasks}
-
-## Cost of making one KV head sliding
-
-Points of exact match lost on {SEARCH_SAMPLES} questions of {SEARCH_LENGTH} tokens
-(full attention: {measures.search_full:.3f}); the dearest head costs {drops.max():.0f} points.
-
-| layer | {" | ".join(f"head {head}" for head in heads)} |
-|---|{"---|" * len(heads)}
-{rows}
-
-## Where retrieval is
-
-Exact match on the same questions when one whole layer slides, and when all others do:
-
-| | {" | ".join(f"layer {layer}" for layer in range(len(drops)))} |
-|---|{"---|" * len(drops)}
-| this layer sliding | {" | ".join(f"{score:.2f}" for score in measures.whole_layer)} |
-| only this layer full | {" | ".join(f"{score:.2f}" for score in measures.only_layer)} |
-
-## {RANDOM_MASKS} random masks, half of the KV heads sliding
-
-| | least | 10 % | 25 % | median | 75 % | 90 % | most | standard deviation |
-|---|---|---|---|---|---|---|---|---|
-| exact match | {" | ".join(f"{q:.2f}" for q in quantiles)} | {np.std(measures.random_masks):.2f} |
-
-## Held-out standard-library text
-
-| | nats per token |
-|---|---|
-| this model | {measures.text_loss:.3f} ({measures.text_bits_per_byte:.2f} bits per byte) |
-| token frequencies alone | {measures.unigram_loss:.3f} |
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -269,10 +148,16 @@ def main() -> None:
     model = load_model(folder, dtype="float32")
     text = text_measures(model, tokenizer)
     print(text, flush=True)
-    measures = Measures(**needle_measures(model, tokenizer), **text)
+    sizes = {
+        "window": WINDOW,
+        "context": CONTEXT,
+        "samples": SAMPLES,
+        "search_length": SEARCH_LENGTH,
+        "search_samples": SEARCH_SAMPLES,
+    }
+    measures = Measures(**sizes, **needle_measures(model, tokenizer), **text)
     (folder / "measures.json").write_text(json.dumps(asdict(measures), indent=1) + "\n")
-    draw_curve(folder)
-    (folder / "README.md").write_text(model_card(folder, measures))
+    write_card(folder)
 
 
 if __name__ == "__main__":
