@@ -7,8 +7,7 @@ that what a sliding head no longer sees is really freed.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +18,57 @@ from bosch.attention.layout import CachedStates, HeadLayout, gather_sinks
 from bosch.attention.span import Span
 from bosch.windows import cached_keys
 
-_PARTS = ("full_keys", "full_values", "recent_keys", "recent_values", "sink_keys", "sink_values")
 
-
-class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
+class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Cache of one layer in several tensors, each with the batch as its first dimension."""
 
     is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
+    device: torch.device
+    parts: tuple[str, ...] = ()
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in self.parts:
+            states = getattr(self, name)
+            if states is not None:
+                setattr(self, name, change(states))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda states: states[indices])
+
+    def offload(self) -> None:
+        self._map(lambda states: states.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda states: states.to(self.device, non_blocking=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages held, counted once."""
+        held = [states for name in self.parts if (states := getattr(self, name)) is not None]
+        storages = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in held}
+        return sum(storages.values())
+
+
+class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
+    """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
+
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+    parts = ("full_keys", "full_values", "recent_keys", "recent_values", "sink_keys", "sink_values")
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__(layout)
         self.record_past = False
         self._clear()
 
@@ -66,7 +102,7 @@ class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.full_values = self._joined(self.full_values, value_states, "full")
         self.recent_keys = self._joined(self.recent_keys, key_states, "sliding")
         self.recent_values = self._joined(self.recent_values, value_states, "sliding")
-        keys = CachedStates(self.full_keys, self.recent_keys, self.sink_keys, weakref.ref(self))
+        keys = CachedStates(self.full_keys, self.recent_keys, self.sink_keys, done=self.settle)
         return keys, CachedStates(self.full_values, self.recent_values, self.sink_values)
 
     def _joined(self, past: Tensor | None, new: Tensor, kind: str) -> Tensor:
@@ -142,34 +178,6 @@ class HybridCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self._clear()
-
-    def _map(self, change: Any) -> None:
-        for name in _PARTS:
-            states = getattr(self, name)
-            if states is not None:
-                setattr(self, name, change(states))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda states: states[indices])
-
-    def offload(self) -> None:
-        self._map(lambda states: states.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        self._map(lambda states: states.to(self.device, non_blocking=True))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the storages held, counted once."""
-        held = [states for name in _PARTS if (states := getattr(self, name)) is not None]
-        storages = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in held}
-        return sum(storages.values())
 
 
 def _owned(states: Tensor | None) -> Tensor:

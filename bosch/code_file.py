@@ -28,6 +28,7 @@ MODULES = (
     "attention/__init__.py",
     "interface.py",
     "cache.py",
+    "static_cache.py",
     "configuration.py",
     "hybrid.py",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,21 @@ from bosch.attention import CachedStates, HeadLayout, Span, hybrid_attention
 # states are of other classes; so each copy registers under a name of its own.
 NAME = "bosch" if __name__ == "bosch.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 _STATE = "bosch_heads"
+Attend: TypeAlias = Callable[[nn.Module, Tensor, Any, Any, Span | None, float], Tensor]
 _REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """What an attention module needs to know: its layout and the backend that computes it."""
+    """What an attention module needs to know: its layout and the backend that computes it.
+
+    `attend`, where set, computes the attention instead, [B, T, HQ, D] from (module, query, key,
+    value, span, scaling).
+    """
 
     layout: HeadLayout
     backend: str
+    attend: Attend | None = None
 
 
 def head_state(module: nn.Module) -> HeadState | None:
@@ -74,6 +80,9 @@ def attention_forward(
     state = head_state(module)
     if state is None:
         raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    if state.attend is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return state.attend(module, query, key, value, attention_mask, scale), None
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
@@ -115,8 +124,13 @@ def span_mask(
     """
     if use_vmap or kv_offset:
         raise ValueError("hybrid attention does not support custom mask functions")
+    fixed = isinstance(q_offset, Tensor)  # as caches of a fixed size have it
+    if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
+        valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
+        return Span(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    if attention_mask is not None and offset == 0 and kv_length == attention_mask.shape[1]:
+    whole = attention_mask is not None and kv_length == attention_mask.shape[1]
+    if whole and offset == 0 and not fixed:
         offset = kv_length - q_length
     valid = None
     if attention_mask is not None:
@@ -140,6 +154,24 @@ def span_mask(
         apart = apart.expand(batch_size, -1)
         document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
     return Span(q_length, offset, valid, document, right_padded)
+
+
+def padded_mask(attention_mask: Tensor, length: int) -> Tensor:
+    """A padding mask [B, Tk] as bool [B, length]; the tokens that are still to come are real."""
+    missing = length - attention_mask.shape[1]
+    return nn.functional.pad(attention_mask.bool(), (0, missing), value=True)
+
+
+def masks_for_generate(
+    *args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+) -> Any:
+    """What `generate` hands to a pass with a cache of fixed size: the 2-D mask, of one size.
+
+    What it means is worked out in the forward pass. transformers' own would make masks here.
+    """
+    if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
+        return attention_mask
+    return padded_mask(attention_mask, past_key_values.get_max_length())
 
 
 def register_attention() -> None:

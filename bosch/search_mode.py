@@ -14,6 +14,7 @@ from bosch.interface import (
     HeadState,
     attention_modules,
     head_state,
+    masks_for_generate,
     register_attention,
     set_head_state,
 )
@@ -43,6 +44,7 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     name = resolve_backend(backend)
     register_attention()
     model.set_attn_implementation(NAME)
+    model.create_masks_for_generate = masks_for_generate
     _, heads = mask_shape(model.config)
     layout = HeadLayout.search([True] * heads, window_size=1)
     for module in attention_modules(model):

@@ -6,7 +6,6 @@ Every backend gives what `eager` gives, in outputs and gradients.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -97,11 +96,6 @@ def resolve_backend(name: str = "auto") -> str:
     return name
 
 
-@functools.cache
-def _load(name: str) -> Backend:
-    return BACKENDS[name].load()
-
-
 def hybrid_attention(
     query: Tensor,
     key: Tensor | CachedStates,
@@ -133,7 +127,7 @@ def hybrid_attention(
         )
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _load(backend)(query, key, value, layout, span, scale, dropout)
+    return BACKENDS[backend].load()(query, key, value, layout, span, scale, dropout)
 
 
 def _autocast(query: Tensor, *states: Any) -> tuple[Any, ...]:

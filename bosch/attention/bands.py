@@ -28,16 +28,14 @@ class _Bands(torch.autograd.Function):
         (grad,) = grads
         block, width = ctx.block, ctx.width
         n, heads, _, dim = grad.shape
-        total = grad.new_zeros(heads, ctx.length, dim)
-        for start in range(0, width, block):
+        # Whole blocks for the last piece too: torch.compile gets views with gaps wrong.
+        starts = range(0, width, block)
+        total = grad.new_zeros(heads, starts[-1] + n * block, dim)
+        for start in starts:
             piece = grad[:, :, start : start + block].transpose(0, 1)  # [H, n, <= C, D]
-            room = total[:, start : start + (n - 1) * block + piece.shape[2]]
-            if piece.shape[2] == block:
-                room.view(heads, n, block, dim).add_(piece)
-            else:
-                strides = (total.stride(0), block * dim, dim, 1)
-                room.as_strided(piece.shape, strides, room.storage_offset()).add_(piece)
-        return total, None, None
+            room = total[:, start : start + n * block].view(heads, n, block, dim)
+            room[:, :, : piece.shape[2]].add_(piece)
+        return total[:, : ctx.length], None, None
 
 
 def _view(keys: Tensor, block: int, width: int) -> Tensor:

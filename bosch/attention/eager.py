@@ -24,25 +24,16 @@ def eager_attention(
     """Attention of both kinds of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     full, sliding = split_states(key, value, layout)
-    device = query.device
-    queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
+    queries = span.query_slots(query.device)
     out_full = out_sliding = None
     if full is not None:
-        keys = torch.arange(span.kv_length, device=device)[None]
+        keys = torch.arange(full.key.shape[2], device=query.device)[None]
         out_full = _dense(
             layout.heads_of(query, "full", q_per_kv),
             full.key, full.value, span.visible(queries, keys), scaling, dropout,
         )  # fmt: skip
     if sliding is not None:
-        key, value = sliding.key, sliding.value
-        keys = torch.arange(span.kv_length - key.shape[2], span.kv_length, device=device)[None]
-        if sliding.sink_key is not None and sliding.sink_value is not None:
-            sinks = span.sink_slots(sliding.sink_key.shape[2], device)
-            # A sink that is among the recent keys too must not count twice: put it out of range.
-            sinks = torch.where(sinks < keys[:, :1], sinks, span.kv_length)
-            keys = torch.cat([sinks, keys.expand(sinks.shape[0], -1)], dim=1)
-            key = torch.cat([sliding.sink_key, key], dim=2)
-            value = torch.cat([sliding.sink_value, value], dim=2)
+        key, value, keys = sliding.with_slots(span)
         seen = span.visible(queries, keys, layout.window_size, layout.sinks)
         query = layout.heads_of(query, "sliding", q_per_kv)
         out_sliding = _dense(query, key, value, seen, scaling, dropout)

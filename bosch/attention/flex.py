@@ -33,12 +33,12 @@ def flex_kernel_attention(
 ) -> Tensor:
     """Attention of both kinds of heads: [B, T, HQ, D].
 
-    Passes with a HybridCache, whose two kinds of heads hold different tokens, and passes of less
-    than a block go the way of the sdpa backend. Raises ValueError for attention dropout.
+    Passes with a cache of hybrid or fixed size, whose heads hold different tokens, and passes of
+    less than a block go the way of the sdpa backend. Raises ValueError for attention dropout.
     """
     if isinstance(key, CachedStates) or isinstance(value, CachedStates):
         return sdpa_attention(query, key, value, layout, span, scaling, dropout)
-    if span.q_length < _FLEX_BLOCK:
+    if span.q_length < _FLEX_BLOCK or span.start is not None:
         return sdpa_attention(query, key, value, layout, span, scaling, dropout)
     if dropout:
         raise ValueError("the flex backend has no attention dropout: set it to 0 or use sdpa")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,36 +119,62 @@ class CachedStates:
 
     `full` [B, HKV_full, Tk, D] holds every slot; `sliding` [B, HKV_sliding, R, D] the last R slots;
     `sinks` [B, HKV_sliding, S, D] the first tokens of each row once they have left `sliding`.
+    A ring names the `slots` [R] that it holds, negative where it holds none; `sliding` is then
+    [B, HKV_sliding, S + R, D], sinks first. `done` is what to call when the pass is done.
     """
 
     full: Tensor
     sliding: Tensor
     sinks: Tensor | None = None
-    owner: Callable[[], Any] | None = None
+    slots: Tensor | None = None
+    done: Callable[[Span], None] | None = None
 
     def to(self, dtype: torch.dtype) -> CachedStates:
         """The same in another dtype."""
         sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return CachedStates(self.full.to(dtype), self.sliding.to(dtype), sinks, self.owner)
+        full, sliding = self.full.to(dtype), self.sliding.to(dtype)
+        return CachedStates(full, sliding, sinks, self.slots, self.done)
 
     def settle(self, span: Span) -> None:
         """Tell the cache layer that handed these out that the pass `span` is done with them."""
-        owner = self.owner() if self.owner is not None else None
-        if owner is not None:
-            owner.settle(span)
+        if self.done is not None:
+            self.done(span)
 
 
 @dataclass
 class SlidingStates:
     """Keys and values of a layer's sliding heads: the last R slots, and sinks that lie before them.
 
-    key, value [B, HKV_sliding, R, D]; sink_key, sink_value [B, HKV_sliding, S, D] or None.
+    key, value [B, HKV_sliding, R, D]; sink_key, sink_value [B, HKV_sliding, S, D] or None. Those of
+    a ring name its `slots` [R]; key and value are then [B, HKV_sliding, S + R, D], sinks first.
     """
 
     key: Tensor
     value: Tensor
     sink_key: Tensor | None = None
     sink_value: Tensor | None = None
+    slots: Tensor | None = None
+
+    def with_slots(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+        """All keys, all values, and their slots [B or 1, S + R], out of range where none counts.
+
+        A sink that is among the recent keys too must not count twice.
+        """
+        key, value, slots = self.key, self.value, self.slots
+        if slots is None:
+            first = span.kv_length - key.shape[2]
+            slots = torch.arange(first, span.kv_length, device=key.device)
+            if self.sink_key is not None and self.sink_value is not None:
+                # Without padding they are slots 0, 1, …: those that are recent too stand last.
+                kept = min(first, self.sink_key.shape[2]) if span.is_plain else None
+                key = torch.cat([self.sink_key[:, :, :kept], key], dim=2)
+                value = torch.cat([self.sink_value[:, :, :kept], value], dim=2)
+        count = key.shape[2] - slots.shape[0]
+        if not count:
+            return key, value, slots[None]
+        sinks = span.sink_slots(count, key.device)
+        sinks = torch.where(sinks < slots.min(), sinks, span.kv_length)
+        return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
 
 
 @dataclass
@@ -166,7 +191,7 @@ def split_states(
     """Keys and values by kind of head; None for a kind the layer has no head of."""
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
         full = FullStates(key.full, value.full) if layout.full else None
-        sliding = SlidingStates(key.sliding, value.sliding, key.sinks, value.sinks)
+        sliding = SlidingStates(key.sliding, value.sliding, key.sinks, value.sinks, key.slots)
         return full, sliding if layout.sliding else None
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     keys = [layout.heads_of(key, kind) for kind in ("full", "sliding")]
@@ -183,7 +208,7 @@ def gather_sinks(recent: Tensor, kept: Tensor | None, span: Span, sinks: int) ->
     Taken from `recent` (the last R slots) where they are there, else from `kept`, which holds those
     that left earlier. A row's entry for a token it does not have yet is arbitrary.
     """
-    first = span.kv_length - recent.shape[2]
+    first = span.end - recent.shape[2]
     slots = span.sink_slots(sinks, recent.device)
     inside = (slots - first).clamp(0, recent.shape[2] - 1)[:, None, :, None]
     found = recent.gather(2, inside.expand(*recent.shape[:2], -1, recent.shape[3]))

@@ -7,8 +7,6 @@ band of C + W keys, so that their cost grows linearly in T.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +48,6 @@ def sdpa_attention(
         out_full = _full(query_full, full.key, full.value, span, scaling, dropout)
     if sliding is not None:
         query_sliding = layout.heads_of(query, "sliding", q_per_kv)
-        sliding = _trim(sliding, span, layout.window_size, layout.sinks)
         out_sliding = _sliding(query_sliding, sliding, layout, span, scaling, dropout)
     return layout.merge(out_full, out_sliding, q_per_kv)
 
@@ -74,14 +71,15 @@ def _full(
     query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float, dropout: float
 ) -> Tensor:
     """Causal attention over every key, [B, HQ, T, D]."""
-    if span.is_plain and (span.q_length == 1 or span.q_offset == 0):
+    length = key.shape[2]
+    fixed = span.start is not None or length != span.kv_length  # all that a cache has room for
+    if span.is_plain and not fixed and (span.q_length == 1 or span.q_offset == 0):
         return _sdpa(query, key, value, scaling, dropout, is_causal=span.q_length > 1)
-    device = query.device
-    queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
-    keys = torch.arange(span.kv_length, device=device)[None]
+    queries = span.query_slots(query.device)
+    keys = torch.arange(length, device=query.device)[None]
     rows = 1 if span.is_plain else query.shape[0]
-    if rows * span.q_length * span.kv_length <= _DENSE_MASK_ENTRIES:
-        mask = span.memo("full", lambda: span.visible(queries, keys)[:, None])
+    if fixed or rows * span.q_length * length <= _DENSE_MASK_ENTRIES:
+        mask = span.memo(("full", length), lambda: span.visible(queries, keys)[:, None])
         return _sdpa(query, key, value, scaling, dropout, mask)
     step = max(64, _DENSE_MASK_ENTRIES // (rows * span.kv_length))
     outputs = []
@@ -117,6 +115,9 @@ def _sliding(
 ) -> Tensor:
     """Sliding-window attention, [B, HQ_sliding, T, D]."""
     window, sinks = layout.window_size, layout.sinks
+    if span.start is not None or states.slots is not None:
+        return _sliding_dense(query, states, layout, span, scaling, dropout)
+    states = _trim(states, span, window, sinks)
     first = span.kv_length - states.key.shape[2]
     if first == 0 and span.kv_length <= window:
         return _full(query, states.key, states.value, span, scaling, dropout)
@@ -124,7 +125,7 @@ def _sliding(
     if span.q_length < block:
         return _sliding_dense(query, states, layout, span, scaling, dropout)
     if span.is_plain and not sinks and span.q_offset == 0:
-        return _banded_prefill(query, states, window, block, scaling, dropout)
+        return _banded_prefill(query, states, span, window, block, scaling, dropout)
     rows = [
         _banded_row(
             query[row : row + 1], _row(states, row), layout, span, row, block, scaling, dropout
@@ -147,26 +148,14 @@ def _sliding_dense(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Few queries (decode, short chunks): all kept keys under one mask."""
-    key, value, device = states.key, states.value, query.device
-    first = span.kv_length - key.shape[2]
-    slots = torch.arange(first, span.kv_length, device=device)[None]
-    if states.sink_key is not None and states.sink_value is not None:
-        sink_slots = span.sink_slots(states.sink_key.shape[2], device)
-        if span.is_plain:  # slots 0, 1, …: those that lie among the recent keys are at the end
-            kept = min(first, states.sink_key.shape[2])
-            sink_slots = sink_slots[:, :kept]
-        else:
-            kept = states.sink_key.shape[2]
-            sink_slots = torch.where(sink_slots < first, sink_slots, span.kv_length)
-        key = torch.cat([states.sink_key[:, :, :kept], key], dim=2)
-        value = torch.cat([states.sink_value[:, :, :kept], value], dim=2)
-        slots = torch.cat([sink_slots, slots.expand(sink_slots.shape[0], -1)], dim=1)
-    if span.is_plain and span.q_length == 1:
+    """Few queries (decode, short chunks), or keys of a fixed size: all under one mask."""
+    fixed = span.start is not None or states.slots is not None
+    key, value, slots = states.with_slots(span)
+    if span.is_plain and not fixed and span.q_length == 1:
         return _sdpa(query, key, value, scaling, dropout)
 
     def make() -> Tensor:
-        queries = torch.arange(span.q_offset, span.kv_length, device=device)[None]
+        queries = span.query_slots(query.device)
         return span.visible(queries, slots, layout.window_size, layout.sinks)[:, None]
 
     name = ("dense", layout.window_size, layout.sinks, key.shape[2])
@@ -174,7 +163,13 @@ def _sliding_dense(
 
 
 def _banded_prefill(
-    query: Tensor, states: SlidingStates, window: int, block: int, scaling: float, dropout: float
+    query: Tensor,
+    states: SlidingStates,
+    span: Span,
+    window: int,
+    block: int,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
     """A whole plain sequence without sinks: no padding, no copies of keys or queries.
 
@@ -197,12 +192,12 @@ def _banded_prefill(
             bands(value[:, :, :middle].flatten(0, 1), block, window),
             scaling,
             dropout,
-            _band_mask(block, block + window, window, query.device),
+            _band_mask(span, block, window, query.device),
         )  # [n, B * HQ, C, D]
         outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
     if middle < length:
         rest, start = length - middle, middle - window
-        mask = _band_mask(rest, rest + window, window, query.device)
+        mask = _band_mask(span, rest, window, query.device)
         tail = query[:, :, middle:], key[:, :, start:], value[:, :, start:]
         outputs.append(_sdpa(*tail, scaling, dropout, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
@@ -214,12 +209,16 @@ def _blocks(states: Tensor, count: int, block: int) -> Tensor:
     return states.reshape(heads, count, block, dim).transpose(0, 1)
 
 
-@functools.lru_cache(maxsize=32)
-def _band_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal band for `queries` that end where `keys` end: bool [queries, keys]."""
-    q = torch.arange(keys - queries, keys, device=device)[:, None]
-    k = torch.arange(keys, device=device)[None]
-    return (k <= q) & (q - k < window)
+def _band_mask(span: Span, queries: int, window: int, device: torch.device) -> Tensor:
+    """Causal band for `queries` that end where their W + queries keys end: bool [queries, keys]."""
+
+    def make() -> Tensor:
+        q = torch.arange(window, window + queries, device=device)[:, None]
+        k = torch.arange(window + queries, device=device)[None]
+        return (k <= q) & (q - k < window)
+
+    mask: Tensor = span.memo(("plain band", queries, window), make)
+    return mask
 
 
 def _row(states: SlidingStates, row: int) -> SlidingStates:

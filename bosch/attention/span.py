@@ -22,6 +22,8 @@ class Span:
     padding. `document` [B, T] numbers packed documents, only in a pass without past (q_offset 0).
     `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
     see it, so that attention may go on as without padding (padded queries give what they give).
+    `start` []: slot of the first query where only the device knows it, in a pass over a cache of
+    fixed size. q_offset is then the last one possible, and the key slots are all the cache has.
     """
 
     q_length: int
@@ -29,6 +31,7 @@ class Span:
     valid: Tensor | None = None
     document: Tensor | None = None
     right_padded: bool = False
+    start: Tensor | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -39,6 +42,16 @@ class Span:
     def is_plain(self) -> bool:
         """No padding that matters and one document: visibility depends on the distance alone."""
         return (self.valid is None or self.right_padded) and self.document is None
+
+    @property
+    def end(self) -> int | Tensor:
+        """Slot after the last query."""
+        return self.kv_length if self.start is None else self.start + self.q_length
+
+    def query_slots(self, device: torch.device) -> Tensor:
+        """Slots of the queries, [1, T]."""
+        first = self.q_offset if self.start is None else self.start
+        return (torch.arange(self.q_length, device=device) + first)[None]
 
     def row(self, row: int) -> Span:
         """The same pass for one row of the batch."""
@@ -51,7 +64,9 @@ class Span:
         )
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, called once per pass and key."""
+        """`make()`, called once per pass and key; in a compiled pass each time, with no state."""
+        if torch.compiler.is_compiling():
+            return make()
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
