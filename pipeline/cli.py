@@ -1,4 +1,6 @@
-"""Command line: `python -m pipeline run|status|validate|plan RECIPE [key.path=value ...]`.
+"""Command line: `python -m pipeline run|status|validate|plan|study RECIPE [key.path=value ...]`.
+
+Beside the recipes' commands, `measure MODEL_DIR` measures speed and memory (pipeline/measure.py).
 
 Exit status: 0 done, 2 the user's fault, 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
@@ -18,13 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bosch.errors import RunError, UserError
-from pipeline import log
+from pipeline import log, measure, study
 from pipeline.graph import STAGES, Stage, resolve
 from pipeline.inputs import missing_inputs
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.status import StageState, inspect
 from pipeline.store import Store
 from pipeline.worker import disk_full_sentence, is_disk_full
+from stages.studying.options import STUDIES
 
 # `status` reads at most so much of new input files; beyond it, it says that they are not hashed.
 _STATUS_BUDGET = 64 * 1024**2
@@ -36,8 +39,11 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     root: Path | None = None
     try:
+        if options.command == "measure":
+            return measure.run(options)
         lean = options.command == "status"
-        planned = options.command == "plan"  # before the data is fetched, too
+        # A plan is made before the data is fetched; a study reads none of it.
+        planned = options.command in ("plan", "study")
         loaded = load_recipe(
             options.recipe, options.overrides, fetch=not lean, input_files=not planned
         )
@@ -105,6 +111,8 @@ _HELP = {
     "status": "say for each stage whether it is cached, to run, running or failed, and why",
     "validate": "check a recipe, its model and its input files",
     "plan": "estimate what a run costs before it starts",
+    "study": "compare the search's methods on a recipe's model, see docs/study.md",
+    "measure": measure.HELP,
 }
 
 
@@ -115,7 +123,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         command = arguments[0]
         parser = argparse.ArgumentParser(f"{program} {command}", description=_HELP[command])
         _add_arguments(parser, command)
-        return parser.parse_intermixed_args(arguments[1:], argparse.Namespace(command=command))
+        given = argparse.Namespace(command=command, arguments=list(arguments))
+        return parser.parse_intermixed_args(arguments[1:], given)
     parser = argparse.ArgumentParser(
         program,
         description="Makes a hybrid of full and sliding attention heads out of a language model.",
@@ -128,6 +137,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "measure":
+        measure.add_arguments(parser)
+        return
+    if command == "study":
+        parser.add_argument("study", choices=STUDIES, help="what to find out")
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
     parser.add_argument(
         "overrides",
@@ -137,6 +151,8 @@ def _add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     if command == "run":
         _add_run_options(parser)
+    if command == "study":
+        study.add_options(parser)
     if command == "plan":
         parser.add_argument(
             "--hardware",
@@ -215,7 +231,18 @@ def _plan(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[St
     return 0
 
 
-_COMMANDS = {"run": _run, "status": _status, "validate": _validate, "plan": _plan}
+def _study(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    print(f"study: {_shown(study.run_study(loaded, options, options.arguments))}")
+    return 0
+
+
+_COMMANDS = {
+    "run": _run,
+    "status": _status,
+    "validate": _validate,
+    "plan": _plan,
+    "study": _study,
+}
 
 
 def _print_states(loaded: LoadedRecipe, states: Sequence[StageState]) -> None:

@@ -1,0 +1,159 @@
+"""Speed and memory of the original model and its hybrids, side by side (BOSCH C.4)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from stages.measuring.processes import run_point
+from stages.measuring.settings import MeasureSettings, Variant, planned_variants
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
+
+
+def measure(
+    model: str, original: str | None, settings: MeasureSettings, output: Path
+) -> dict[str, Any]:
+    """Write efficiency.json and both figures below `output`, print the table; returns the JSON.
+
+    `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
+    original, which is otherwise the hybrid's own weights with every head full. Models take turns at
+    each length, each run in a process of its own; a length at which one has no memory left is a
+    result. Raises UserError for faulty input, RunError when a run fails otherwise.
+    """
+    from bosch.progress import progress
+    from stages.measuring.figures import draw_figures
+    from stages.measuring.results import point_of, set_against_original
+    from stages.measuring.table import print_table
+
+    config = _checked_model(model, original, settings)
+    variants = planned_variants(config, settings)
+    output = _made(output)
+    points, facts = [], {}
+    total = len(settings.lengths) * len(variants) * settings.repeats
+    with progress(total, "measure", "runs") as bar:
+        for length in sorted(set(settings.lengths)):
+            runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
+            for _ in range(settings.repeats):
+                for variant in variants:
+                    if not any("out_of_memory" in run for run in runs[variant]):
+                        runs[variant].append(_run(model, original, variant, settings, length))
+                    bar.update(1, f"{variant.name} at {length:,}")
+            for variant in variants:
+                facts = next((run for run in runs[variant] if "hardware" in run), facts)
+                points.append(point_of(variant, length, settings.batch_size, runs[variant]))
+    set_against_original(points)
+    report = _report(model, original, config, settings, points, facts)
+    (output / "efficiency.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print_table(points, [v.name for _ in set(settings.lengths) for v in variants])
+    draw_figures(points, output, _title(report))
+    return report
+
+
+def _checked_model(model: str, original: str | None, settings: MeasureSettings) -> Any:
+    """The model's configuration; raises UserError for what can be known before any run."""
+    from bosch.attention import resolve_backend
+    from bosch.configuration import is_hybrid
+    from bosch.families import family_of
+    from bosch.hybrid import deploy_layouts
+    from bosch.modeling import load_config
+    from bosch.search_mode import mask_shape
+
+    resolve_backend(settings.attention)
+    config = load_config(model)
+    if not is_hybrid(config):
+        if original is not None:
+            raise UserError(f"--original: {model} is no hybrid model, it is the original itself")
+        family_of(config)
+        return config
+    deploy_layouts(config)
+    if original is not None:
+        found = load_config(original)
+        family_of(found)
+        if mask_shape(found) != mask_shape(config):
+            raise UserError(
+                f"--original: {original} has {found.num_hidden_layers} layers of "
+                f"{found.num_key_value_heads} KV heads, {model} has {config.num_hidden_layers} of "
+                f"{config.num_key_value_heads}"
+            )
+    return config
+
+
+def _made(output: Path) -> Path:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be made ({error.strerror})") from None
+    return output
+
+
+def _run(
+    model: str, original: str | None, variant: Variant, settings: MeasureSettings, length: int
+) -> dict[str, Any]:
+    request = {
+        "model": model,
+        "original": original,
+        "variant": variant.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
+        "length": length,
+    }
+    return run_point(request, f"{variant.name} at {length:,} tokens")
+
+
+def _report(
+    model: str,
+    original: str | None,
+    config: Any,
+    settings: MeasureSettings,
+    points: list[dict[str, Any]],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    hybrid = hasattr(config, "hybrid_attention")
+    layout = "of the hybrid model" if hybrid else "even over the layers, full heads first"
+    shown = "the hybrid's weights, every head full" if hybrid and original is None else None
+    return {
+        "format": FORMAT,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": {
+            "path": model,
+            "original": original or shown or model,
+            "model_type": config.model_type,
+            "layers": config.num_hidden_layers,
+            "attention_heads": config.num_attention_heads,
+            "key_value_heads": config.num_key_value_heads,
+            "layout": layout,
+            **facts.get("model", {}),
+        },
+        "hardware": facts.get("hardware"),
+        "memory_source": facts.get("memory_source"),
+        "versions": _versions(),
+        "settings": settings.model_dump(mode="json"),
+        "points": points,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _title(report: dict[str, Any]) -> str:
+    settings, hardware = report["settings"], report["hardware"] or {}
+    where = hardware.get("gpu") or hardware.get("cpu") or "no run had memory"
+    weights = ", random weights" if settings["random_weights"] else ""
+    name = Path(report["model"]["path"]).resolve().name
+    return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}"
