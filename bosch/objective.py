@@ -13,44 +13,41 @@ import logging
 import math
 import time
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bosch.batches import Batch, batch_of, cut, dealt
 from bosch.calibration import CalibrationExample, CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext
 from bosch.heads import HeadMask
+from bosch.kept_states import KeptStates
+from bosch.layer_pass import LayerPass
 from bosch.modeling import apply_head_mask, mask_shape
-from bosch.prefix import PrefixReuse, returns_tensor
 from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+MAX_PARTS = 8
 
 _SAMPLED_VALUES = 4096
 _CHECK_TOKENS = 16
 _REUSE_BYTES = 2 * 1024**3
 
-
-@dataclass(frozen=True)
-class _Batch:
-    """Right-padded examples. Position `rows[i], columns[i]` predicts `answers[i]`."""
-
-    examples: Tensor  # [B], their places in the calibration set
-    input_ids: Tensor  # [B, T]
-    rows: Tensor  # [A]
-    columns: Tensor  # [A]
-    answers: Tensor  # [A]
+CanWin = Callable[[float, float], bool]
 
 
 class Objective:
     """Measures head masks on a model in search mode.
 
-    `reuse_bytes` bounds the memory of hidden states that are kept between passes (0: none). With
-    several `ranks` each computes its share of the set, and all of them must ask for the same masks
-    in the same order; every rank gets the same evaluations.
+    `reuse_bytes` bounds the memory of what is kept between passes (0: nothing); `answers_only` off
+    computes the last layer at every position. Neither changes a result. With several `ranks` each
+    computes its share of the set, and all of them must ask for the same masks in the same order;
+    every rank gets the same evaluations. The set has up to 8 `parts` of consecutive examples, which
+    can be measured alone.
     Raises UserError when a sliding head would see every token of every example.
     """
 
@@ -63,6 +60,7 @@ class Objective:
         *,
         batch_size: int = 8,
         reuse_bytes: int = _REUSE_BYTES,
+        answers_only: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         if window_size >= calibration.max_length:
@@ -74,12 +72,16 @@ class Objective:
         self.model, self.calibration = model, calibration
         self.window_size, self.sinks = window_size, sinks
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
-        self._decoder = model.get_decoder()
         self.ranks = ranks or Ranks()
-        self._batches = _batches(calibration, batch_size, _vocabulary(model))
-        self._mine = _dealt([b.input_ids.numel() for b in self._batches], self.ranks)
-        self._reuse = PrefixReuse(self._decoder.layers, reuse_bytes)
-        self._checked = self._reuse_checked = False
+        self.parts = min(MAX_PARTS, len(calibration))
+        parts = cut(calibration, self.parts, batch_size, _vocabulary(model))
+        self._batches = [batch for part in parts for batch in part]
+        self._part_of = [number for number, part in enumerate(parts) for _ in part]
+        self._mine = dealt([batch.size for batch in self._batches], self.ranks)
+        self.kept = KeptStates(self.num_layers, reuse_bytes)
+        self._passes = LayerPass(model, window_size, sinks, self.kept, answers_only=answers_only)
+        self._likelihood_of_part = [0.0] * self.parts
+        self._checked = False
 
     @property
     def batches(self) -> int:
@@ -101,28 +103,54 @@ class Objective:
             sinks=self.sinks,
         )
 
-    def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
-        """One pass over the calibration set, teacher forced; no token is generated.
+    def evaluate(
+        self,
+        mask: HeadMask,
+        shared_layers: int = 0,
+        *,
+        part: int | None = None,
+        can_win: CanWin | None = None,
+    ) -> Evaluation:
+        """One pass over the calibration set, or one `part` of it; no token is generated.
 
-        The masks that follow will agree with this one below layer `shared_layers`: the input of
-        that layer is kept. `seconds` is the time of the slowest rank. Raises RunError when the
+        The masks that follow will agree with this one below layer `shared_layers`: what is known of
+        that layer is kept first. `can_win` is asked with what score and log-likelihood the mask can
+        still reach, part after part; when it says no the pass ends, and these bounds are returned
+        with `is_bound` set. `seconds` is the time of the slowest rank. Raises RunError when the
         model gives numbers that are not finite or the ranks measure different masks, LostRankError
         when a rank has ended.
         """
-        results, layers, seconds = self._measured(mask, shared_layers)
-        exact, log_likelihood = (sum(column) for column in results.T.tolist())
-        if not math.isfinite(log_likelihood):
+        started = time.perf_counter()
+        self._begin(mask, shared_layers)
+        results, spent = self._empty()
+        seen: list[int] = []
+        for stage in self._stages(part, can_win):
+            self._measure(mask, stage, results, spent)
+            seen += stage
+            if can_win is None:
+                continue
+            score, likelihood = self._at_most(self.ranks.merge(results)[0], seen)
+            if not can_win(score, likelihood):
+                break
+        results, spent, seconds = self._merged(mask, results, spent, time.perf_counter() - started)
+        examples = self._examples(seen)
+        total = examples if part is not None else len(self.calibration)
+        is_bound = examples < total
+        score, likelihood = self._at_most(results, seen, total)
+        if not math.isfinite(likelihood):
             raise RunError(
                 f"the model's logits are not finite under head mask {mask.key}: "
                 "try model.dtype float32"
             )
-        tokens = [batch.input_ids.numel() for batch in self._batches]
-        computed = sum(n * many for n, many in zip(layers.tolist(), tokens, strict=True))
+        self._remember(results, seen)
+        whole = self._operations(HeadMask.all_full(*mask.is_full.shape))
         return Evaluation(
-            score=exact / len(self.calibration),
-            log_likelihood=log_likelihood / len(self.calibration),
+            score=score,
+            log_likelihood=likelihood,
             seconds=seconds,
-            full_forward_equivalents=computed / self.num_layers / sum(tokens),
+            full_forward_equivalents=float(spent.sum()) / sum(whole),
+            whole_pass_equivalents=sum(self._operations(mask)) / sum(whole),
+            is_bound=is_bound,
         )
 
     def example_results(self, mask: HeadMask) -> Tensor:
@@ -130,92 +158,124 @@ class Objective:
 
         A pass like `evaluate`, whose means over the examples it details.
         """
-        return self._measured(mask, shared_layers=0)[0]
+        self._begin(mask, 0)
+        results, spent = self._empty()
+        self._measure(mask, range(len(self._batches)), results, spent)
+        return self._merged(mask, results, spent, 0.0)[0]
 
-    def _measured(self, mask: HeadMask, shared_layers: int) -> tuple[Tensor, Tensor, float]:
-        """Results of each example [N, 2], layers computed of each batch, seconds."""
-        started = time.perf_counter()
+    def costs(self) -> dict[str, int]:
+        """Memory of kept states on this rank: what they may take and what they took at most."""
+        return {"kept_bytes_limit": self.kept.max_bytes, "kept_bytes": self.kept.peak_bytes}
+
+    def _begin(self, mask: HeadMask, shared_layers: int) -> None:
         apply_head_mask(self.model, mask, self.window_size, self.sinks)
-        self._check_model()
+        self._check_model(mask)
+        self.kept.begin(mask, shared_layers)
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        """Room for results of examples [N, 2] and operations of batches."""
         results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
-        layers = torch.zeros(len(self._batches), dtype=torch.float64)
-        self._reuse.begin(mask, shared_layers)
-        for index in self._mine:
+        return results, torch.zeros(len(self._batches), dtype=torch.float64)
+
+    def _stages(self, part: int | None, can_win: CanWin | None) -> list[list[int]]:
+        """Batches in the order in which they are measured, between two decisions."""
+        everything = range(len(self._batches))
+        if part is not None:
+            return [[i for i in everything if self._part_of[i] == part]]
+        if can_win is None:
+            return [list(everything)]
+        # What other masks found hard comes first: a losing mask shows there.
+        order = sorted(range(self.parts), key=lambda p: (self._likelihood_of_part[p], p))
+        return [[i for i in everything if self._part_of[i] == p] for p in order]
+
+    @torch.inference_mode()
+    def _measure(
+        self, mask: HeadMask, batches: Sequence[int], results: Tensor, spent: Tensor
+    ) -> None:
+        """Results and operations of this rank's batches among `batches`."""
+        for index in sorted(set(batches) & set(self._mine)):
             batch = self._batches[index]
-            results[batch.examples], layers[index] = self._pass(index, batch)
-        self._reuse.finish(mask)
-        return self._merged(mask, results, layers, time.perf_counter() - started)
+            hidden, operations = self._passes.hidden(index, batch, mask)
+            results[batch.examples] = _match(self._head(hidden), batch)
+            spent[index] += operations + self._passes.flops.head * len(batch.answers)
+
+    def _at_most(
+        self, results: Tensor, seen: Sequence[int], total: int | None = None
+    ) -> tuple[float, float]:
+        """Score and log-likelihood over `total` examples, if the model knew all it has not seen."""
+        total = total or len(self.calibration)
+        exact, likelihood = (sum(column) for column in results.T.tolist())
+        return (exact + total - self._examples(seen)) / total, likelihood / total
+
+    def _examples(self, batches: Sequence[int]) -> int:
+        return sum(len(self._batches[index].examples) for index in batches)
+
+    def _remember(self, results: Tensor, seen: Sequence[int]) -> None:
+        """How hard each part was for the masks so far; the latest count most."""
+        for part in {self._part_of[index] for index in seen}:
+            batches = [self._batches[i] for i in seen if self._part_of[i] == part]
+            mean = float(torch.cat([results[b.examples, 1] for b in batches]).mean())
+            self._likelihood_of_part[part] = 0.5 * (self._likelihood_of_part[part] + mean)
+
+    def _operations(self, mask: HeadMask) -> list[int]:
+        """Operations of a pass without any saving, by batch."""
+        flops = self._passes.flops
+        return [
+            flops.whole_pass(mask.is_full, len(b.examples), b.input_ids.shape[1], len(b.answers))
+            for b in self._batches
+        ]
 
     def _merged(
-        self, mask: HeadMask, results: Tensor, layers: Tensor, seconds: float
+        self, mask: HeadMask, results: Tensor, spent: Tensor, seconds: float
     ) -> tuple[Tensor, Tensor, float]:
         """Everything that the ranks found in one pass, on all of them."""
         told = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
         asked = float(zlib.crc32(mask.key.encode()))
         told[self.ranks.rank] = torch.tensor(
-            [seconds, asked, not self._reuse.enabled], dtype=torch.float64
+            [seconds, asked, not self.kept.enabled], dtype=torch.float64
         )
-        results, layers, told = self.ranks.merge(results, layers, told)
+        results, spent, told = self.ranks.merge(results, spent, told)
         if (told[:, 1] != asked).any():
             raise RunError(
                 "the processes of this search measure different head masks: all nodes need the "
                 "same model, data and versions of the packages"
             )
         if told[:, 2].any():
-            self._reuse.disable()
-        return results, layers, float(told[:, 0].max())
-
-    @torch.inference_mode()
-    def _pass(self, index: int, batch: _Batch) -> tuple[Tensor, int]:
-        """Exact match and log-likelihood of each example [B, 2], and layers computed."""
-        start = self._reuse.first_layer(index)
-        with self._reuse.batch(index):
-            logits = self._answer_logits(batch)
-        layers = self.num_layers - start
-        if start > 0 and not self._reuse_checked:
-            self._reuse_checked = True
-            with self._reuse.batch(index, whole=True):
-                whole = self._answer_logits(batch)
-            layers += self.num_layers
-            if not torch.equal(whole, logits):
-                logger.warning("reuse of lower layers is not exact for this model: switched off")
-                self._reuse.disable()
-                logits = whole
-        return _match(logits, batch), layers
-
-    def _answer_logits(self, batch: _Batch) -> Tensor:
-        """Logits at the positions that predict answer tokens [A, V]; none elsewhere are made."""
-        device = self.model.device
-        states = self._decoder(input_ids=batch.input_ids.to(device), use_cache=False)
-        hidden = states.last_hidden_state  # [B, T, C]
-        return self._head(hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)])
+            self.kept.disable()
+        return results, spent, float(told[:, 0].max())
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Output head on [A, C], in float32, with the soft cap of the families that have one."""
+        """Output head on [A, C], in float32, scaled or capped as some families do."""
+        config = self.model.config
         logits: Tensor = self.model.get_output_embeddings()(hidden).float()
-        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @torch.inference_mode()
-    def _check_model(self) -> None:
-        """Once: gathered hidden states through the head must be the model's own logits."""
+    def _check_model(self, mask: HeadMask) -> None:
+        """Once: hidden states of our own passes through the head must be the model's own logits."""
         if self._checked:
             return
         self._checked = True
-        ids = self._batches[0].input_ids[:1, :_CHECK_TOKENS].to(self.model.device)
-        own = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        ours = self._head(self._decoder(input_ids=ids, use_cache=False).last_hidden_state[0])
-        if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+        ids = self._batches[0].input_ids[0, :_CHECK_TOKENS]
+        own = self.model(input_ids=ids[None].to(self.model.device), use_cache=False).logits[0]
+        answer = len(ids) - 1
+        batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
+        nothing = KeptStates(self.num_layers, 0)
+        passes = LayerPass(
+            self.model, self.window_size, self.sinks, nothing,
+            answers_only=self._passes.answers_only,
+        )  # fmt: skip
+        ours = self._head(passes.hidden(0, batch, mask)[0])
+        if not torch.allclose(own[:-1].float(), ours, rtol=1e-3, atol=1e-3, equal_nan=True):
             raise UserError(
                 f"model.path: {type(self.model).__name__} changes its logits after the output head "
                 "in a way this search does not know"
             )
-        if self._reuse.enabled and not returns_tensor(self._decoder, ids):
-            logger.info("layers of %s cannot be passed over: no reuse", type(self.model).__name__)
-            self._reuse.disable()
 
 
-def _match(logits: Tensor, batch: _Batch) -> Tensor:
+def _match(logits: Tensor, batch: Batch) -> Tensor:
     """Per example [B, 2]: 1 where every answer token is the argmax, and their log-probability.
 
     Summed on the CPU, where the order of the sum is fixed.
@@ -227,49 +287,6 @@ def _match(logits: Tensor, batch: _Batch) -> Tensor:
     results[batch.rows[wrong], 0] = 0.0
     results[:, 1] = torch.zeros(len(results), dtype=torch.float64).index_add_(0, batch.rows, chosen)
     return results
-
-
-def _dealt(sizes: list[int], ranks: Ranks) -> list[int]:
-    """Batches of this rank: the largest first, each to the rank that has least to do."""
-    work = [0] * ranks.size
-    mine = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        least = work.index(min(work))
-        work[least] += sizes[index]
-        if least == ranks.rank:
-            mine.append(index)
-    return sorted(mine)
-
-
-def _batches(calibration: CalibrationSet, batch_size: int, vocabulary: int) -> list[_Batch]:
-    """Examples sorted by length, so that padding is short, in batches."""
-    examples = calibration.examples
-    order = sorted(range(len(examples)), key=lambda place: len(examples[place].input_ids))
-    highest = max(max(example.input_ids) for example in examples)
-    if highest >= vocabulary:
-        raise UserError(
-            f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
-            "prepared with another tokenizer, run prepare again"
-        )
-    parts = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    return [_batch([examples[place] for place in part], part) for part in parts]
-
-
-def _batch(examples: list[CalibrationExample], places: list[int]) -> _Batch:
-    width = max(len(example.input_ids) for example in examples)
-    input_ids = torch.zeros(len(examples), width, dtype=torch.long)
-    rows: list[int] = []
-    columns: list[int] = []
-    answers: list[int] = []
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[row, :length] = torch.tensor(example.input_ids)
-        first = length - example.answer_length
-        rows += [row] * example.answer_length
-        columns += range(first - 1, length - 1)
-        answers += example.input_ids[first:]
-    indices = (torch.tensor(values) for values in (rows, columns, answers))
-    return _Batch(torch.tensor(places), input_ids, *indices)
 
 
 def _vocabulary(model: Any) -> int:

@@ -9,9 +9,11 @@ from threading import Barrier
 import pytest
 import torch
 
+from bosch.batches import dealt
 from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.objective import Objective, _dealt
+from bosch.modeling import apply_head_mask
+from bosch.objective import Objective
 from bosch.ranks import Ranks
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
 from tests.search_case import WINDOW, searchable
@@ -84,7 +86,7 @@ def test_any_number_of_ranks_gives_the_same_bits(size):
         assert found == everywhere[0]
         for ours, theirs in zip(found, alone, strict=True):
             assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
-            assert ours.full_forward_equivalents == 1.0
+            assert ours.full_forward_equivalents == theirs.full_forward_equivalents
     assert len({e.log_likelihood for e in alone}) == len(MASKS)
 
 
@@ -121,20 +123,22 @@ def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
             calls.append(1)
             return output + 0.01 * len(calls)
 
-        objective._check_model()
+        apply_head_mask(objective.model, FULL, WINDOW)
+        objective._check_model(FULL)
         if rank == 1:
             objective.model.get_decoder().layers[2].register_forward_hook(drift)
         objective.evaluate(FULL, shared_layers=1)
         objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
         return objective.evaluate(FULL, shared_layers=1).full_forward_equivalents
 
-    assert on_ranks(2, drifting) == [1.0, 1.0]
+    first, second = on_ranks(2, drifting)
+    assert first == second > 0.7
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
     sizes = [10, 20, 30, 40, 50, 20]
-    shares = [_dealt(sizes, Ranks(rank, size)) for rank in range(size)]
+    shares = [dealt(sizes, Ranks(rank, size)) for rank in range(size)]
     assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
     work = [sum(sizes[i] for i in share) for share in shares]
     assert max(work) - min(work) <= max(sizes)

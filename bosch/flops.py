@@ -1,0 +1,112 @@
+"""Floating-point operations of the parts of a pass, as torch's FlopCounterMode counts them.
+
+A multiplication and an addition are two operations. Attention counts every pair of query and key
+that a kernel is asked for: the whole square for full heads, the bands of the sdpa backend for
+sliding ones. Norms, rotary embedding and activations are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from bosch.attention.sdpa import block_size
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Operations for each position that one decoder layer's linear maps compute."""
+
+    query: int
+    key_value: int
+    output: int
+    feed_forward: int
+
+    @property
+    def linear(self) -> int:
+        """All of them."""
+        return self.query + self.key_value + self.output + self.feed_forward
+
+    @property
+    def after_attention(self) -> int:
+        """Those that follow the attention itself."""
+        return self.output + self.feed_forward
+
+
+class Flops:
+    """Costs of a model at one window."""
+
+    def __init__(self, model: Any, window_size: int, sinks: int) -> None:
+        config = model.config
+        self.layers = [_layer(layer, config) for layer in model.get_decoder().layers]
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.per_pair: int = 4 * head_dim * (heads // config.num_key_value_heads)
+        self.num_key_value_heads = int(config.num_key_value_heads)
+        self.head: int = 2 * model.get_output_embeddings().weight.numel()
+        self.window_size, self.sinks = window_size, sinks
+
+    def full_heads(self, count: int, rows: int, length: int) -> int:
+        """Attention of `count` full KV heads over `rows` sequences."""
+        return self.per_pair * count * rows * length * length
+
+    def sliding_heads(self, count: int, rows: int, length: int) -> int:
+        """Attention of `count` sliding KV heads over `rows` sequences."""
+        pairs = sliding_pairs(length, self.window_size, self.sinks)
+        return self.per_pair * count * rows * pairs
+
+    def attention(self, row: np.ndarray, rows: int, length: int) -> int:
+        """Attention of a layer whose mask is `row` [HKV]."""
+        full = int(row.sum())
+        sliding = self.sliding_heads(len(row) - full, rows, length)
+        return self.full_heads(full, rows, length) + sliding
+
+    def answers(self, queries: int, length: int) -> int:
+        """Attention of every head for `queries` positions in all, under a dense mask."""
+        return self.per_pair * self.num_key_value_heads * queries * length
+
+    def whole_pass(self, is_full: np.ndarray, rows: int, length: int, answers: int) -> int:
+        """Every layer at every position under a mask [L, HKV], and the head at the answers."""
+        positions = rows * length
+        linear = sum(layer.linear for layer in self.layers) * positions
+        attention = sum(self.attention(row, rows, length) for row in is_full)
+        return linear + attention + self.head * answers
+
+
+def sliding_pairs(length: int, window: int, sinks: int) -> int:
+    """Pairs of query and key for one sliding head: bands of `block_size` queries."""
+    if length <= window:
+        return length * length
+    block = block_size(window)
+    if length < block:
+        return length * (length + sinks)
+    if sinks:
+        return -(-length // block) * block * (sinks + window + block)
+    count, rest = divmod(length - window, block)
+    return window * window + count * block * (window + block) + rest * (window + rest)
+
+
+def _layer(layer: nn.Module, config: Any) -> LayerFlops:
+    attention: Any = layer.self_attn
+    total = sum(_of(module, config) for module in layer.modules())
+    output = _of(attention.o_proj, config)
+    if hasattr(attention, "qkv_proj"):
+        fused = _of(attention.qkv_proj, config)
+        return LayerFlops(0, fused, output, total - fused - output)
+    query = _of(attention.q_proj, config)
+    key_value = _of(attention.k_proj, config) + _of(attention.v_proj, config)
+    return LayerFlops(query, key_value, output, total - query - key_value - output)
+
+
+def _of(module: nn.Module, config: Any) -> int:
+    """Operations of a module's own matrices; a token visits some of the experts only."""
+    total = 0
+    for weight in module.parameters(recurse=False):
+        if weight.ndim == 2:
+            total += 2 * weight.numel()
+        elif weight.ndim == 3:
+            total += 2 * weight[0].numel() * int(config.num_experts_per_tok)
+    return total

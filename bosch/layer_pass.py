@@ -1,0 +1,335 @@
+"""One pass of a batch through the decoder, in which each layer computes what is not known yet.
+
+Three savings, all exact. Layers below the lowest one that changes are passed over. A layer whose
+attention is known with every head full and with every head sliding takes each head's output from
+one of them. The last layer computes keys and values everywhere and all else at the answers only.
+
+B batch, T tokens, A answer positions of a row, HQ query heads, D head dimension, C hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bosch.attention import HeadLayout, Span, hybrid_attention
+from bosch.batches import Batch
+from bosch.flops import Flops
+from bosch.heads import HeadMask
+from bosch.interface import Attend, HeadState, head_state, set_head_state
+from bosch.kept_states import Kept, KeptStates
+
+logger = logging.getLogger(__name__)
+
+
+class LayerPass:
+    """Runs batches under head masks that `apply_head_mask` has set on the model.
+
+    With `answers_only` off the last layer is computed everywhere, like the others.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        window_size: int,
+        sinks: int,
+        kept: KeptStates,
+        *,
+        answers_only: bool = True,
+    ) -> None:
+        self.decoder = model.get_decoder()
+        self.layers: list[nn.Module] = list(self.decoder.layers)
+        self.device = model.device
+        self.flops = Flops(model, window_size, sinks)
+        self.kept, self.answers_only = kept, answers_only
+        heads = self.flops.num_key_value_heads
+        self.q_per_kv = model.config.num_attention_heads // heads
+        self.all_full = HeadLayout.search([True] * heads, window_size, sinks)
+        self.all_sliding = HeadLayout.search([False] * heads, window_size, sinks)
+        self._trusted: set[str] = set()
+
+    def hidden(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
+        """Final hidden states that predict the answers [A of the batch, C], and operations spent.
+
+        The first time that a saving is used its result is compared with a plain pass; one that is
+        not the same bit for bit switches all reuse off.
+        """
+        run = _Run(self, index, batch, mask, self.kept.enabled)
+        hidden = run.hidden()
+        if not run.savings <= self._trusted:
+            plain = _Run(self, index, batch, mask, reuse=False)
+            whole = plain.hidden()
+            run.spent += plain.spent
+            if not torch.equal(whole, hidden):
+                logger.warning("reuse of earlier passes is not exact for this model: switched off")
+                self.kept.disable()
+                return whole, run.spent
+            self._trusted |= run.savings
+        return hidden, run.spent
+
+
+class _Run:
+    """One batch under one mask."""
+
+    def __init__(
+        self, owner: LayerPass, index: int, batch: Batch, mask: HeadMask, reuse: bool
+    ) -> None:
+        self.owner, self.index, self.batch, self.mask, self.reuse = owner, index, batch, mask, reuse
+        self.start = owner.kept.deepest(mask, index) if reuse else 0
+        self.last = len(owner.layers) - 1
+        self.spent = 0.0
+        self.savings: set[str] = {"start"} if self.start else set()
+
+    def hidden(self) -> Tensor:
+        """Run the decoder with every layer under control."""
+        ids = self.batch.input_ids.to(self.owner.device)
+        with _controlled(self.owner.layers, self._layer):
+            states: Tensor = self.owner.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        columns = self.batch.places if self.owner.answers_only else self.batch.columns
+        return states[self.batch.rows.to(states.device), columns.to(states.device)]
+
+    def _layer(
+        self, number: int, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        if number < self.start:
+            return state
+        kept = self.owner.kept.at(self.mask, number, self.index) if self.reuse else None
+        if number == self.start and number > 0:
+            assert kept is not None and kept.state is not None
+            state = kept.state
+        if number == self.last and self.owner.answers_only:
+            return self._last_layer(number, forward, state, kwargs, kept)
+        result = self._inner_layer(number, forward, state, kwargs, kept)
+        if self.reuse and number + 1 < self.last + (not self.owner.answers_only):
+            self.owner.kept.keep(self.mask, number + 1, self.index, state=result)
+        return result
+
+    def _inner_layer(
+        self,
+        number: int,
+        forward: Callable[..., Tensor],
+        state: Tensor,
+        kwargs: dict[str, Any],
+        kept: Kept | None,
+    ) -> Tensor:
+        """A layer at every position."""
+        row, costs = self.mask.is_full[number], self.owner.flops.layers[number]
+        attention: Any = self.owner.layers[number].self_attn
+        rows, length = self.batch.input_ids.shape
+        mixed = self._mixture(row, kept)
+        if mixed is not None:
+            self.savings.add("mixture")
+            self.spent += costs.after_attention * self.batch.size
+            with _replaced(attention, partial(_projected, attention, mixed)):
+                return forward(state, **kwargs)
+        self.spent += costs.linear * self.batch.size
+        if not self._worth_both(number, kept):
+            self.spent += self.owner.flops.attention(row, rows, length)
+            return forward(state, **kwargs)
+        self.savings.add("mixture")
+        self.spent += self.owner.flops.full_heads(len(row), rows, length)
+        self.spent += self.owner.flops.sliding_heads(len(row), rows, length)
+        with _attending(attention, self._both(number, row)):
+            return forward(state, **kwargs)
+
+    def _worth_both(self, number: int, kept: Kept | None) -> bool:
+        """Whether later passes will probably start at this layer too, with another row."""
+        if not self.reuse or number != self.start:
+            return False
+        if kept is None:
+            return number == 0
+        kept.starts += 1
+        return number == 0 or kept.starts > 1 or self.owner.kept.is_pinned(number)
+
+    def _both(self, number: int, row: Any) -> Attend:
+        """Attention that computes and keeps both kinds, and returns their mixture."""
+
+        def attend(
+            module: nn.Module, query: Tensor, key: Any, value: Any, span: Span | None, scale: float
+        ) -> Tensor:
+            state = head_state(module)
+            assert state is not None
+            full, sliding = (
+                hybrid_attention(
+                    query, key, value, layout, span, scaling=scale, backend=state.backend
+                )
+                for layout in (self.owner.all_full, self.owner.all_sliding)
+            )
+            self.owner.kept.keep(self.mask, number, self.index, full=full, sliding=sliding)
+            return self._mix(row, full, sliding)
+
+        return attend
+
+    def _mixture(self, row: Any, kept: Kept | None) -> Tensor | None:
+        """Attention output [B, T, HQ, D] of a row of the mask, if what it needs is known."""
+        if kept is None:
+            return None
+        if row.all():
+            return kept.full
+        if not row.any():
+            return kept.sliding
+        if kept.full is None or kept.sliding is None:
+            return None
+        return self._mix(row, kept.full, kept.sliding)
+
+    def _mix(self, row: Any, full: Tensor, sliding: Tensor) -> Tensor:
+        chosen = torch.tensor(row, device=full.device).repeat_interleave(self.owner.q_per_kv)
+        return torch.where(chosen[:, None], full, sliding)
+
+    def _last_layer(
+        self,
+        number: int,
+        forward: Callable[..., Tensor],
+        state: Tensor,
+        kwargs: dict[str, Any],
+        kept: Kept | None,
+    ) -> Tensor:
+        """The last layer: [B, A, C] at the positions that predict answers."""
+        attention: Any = self.owner.layers[number].self_attn
+        costs, slots = self.owner.flops.layers[number], self.batch.slots.to(state.device)
+        narrow = _gathered(kwargs, slots)
+        row = self.mask.is_full[number]
+        mixed = self._mixture(row, kept)
+        if number == self.start > 0 and mixed is not None:
+            self.spent += costs.after_attention * slots.numel()
+            with _replaced(attention, partial(_projected, attention, mixed)):
+                return forward(state, **narrow)
+        key, value = _keys_and_values(attention, forward, state, kwargs)
+        self.spent += costs.key_value * self.batch.size + costs.linear * slots.numel()
+        self.spent += 2 * self.owner.flops.answers(slots.numel(), self.batch.input_ids.shape[1])
+        few = state.gather(1, slots[:, :, None].expand(-1, -1, state.shape[2]))
+
+        def attend(
+            module: nn.Module, query: Tensor, k: Any, v: Any, span: Span | None, scale: float
+        ) -> Tensor:
+            full, sliding = (
+                _rows_attention(query, key, value, slots, layout, scale)
+                for layout in (self.owner.all_full, self.owner.all_sliding)
+            )
+            if self.reuse:
+                self.owner.kept.keep(
+                    self.mask, number, self.index, state=few, full=full, sliding=sliding
+                )
+            return self._mix(row, full, sliding)
+
+        with _attending(attention, attend):
+            return forward(few, **narrow)
+
+
+class _KeysAndValues(Exception):
+    """Ends a layer's forward as soon as its keys and values are known."""
+
+
+def _keys_and_values(
+    attention: Any, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, HKV, T, D] of a layer, as its attention gets them."""
+    found: list[Tensor] = []
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Any, value: Any, span: Span | None, scale: float
+    ) -> Tensor:
+        found.extend((key, value))
+        raise _KeysAndValues
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_attending(attention, attend))
+        if hasattr(attention, "q_proj"):
+            stack.enter_context(_replaced(attention.q_proj, partial(_nothing, attention.q_proj)))
+        with contextlib.suppress(_KeysAndValues):
+            forward(state, **kwargs)
+    key, value = found
+    return key, value
+
+
+def _nothing(projection: nn.Linear, hidden: Tensor) -> Tensor:
+    """In place of queries that nobody reads."""
+    return hidden.new_zeros(*hidden.shape[:-1], projection.out_features)
+
+
+def _projected(attention: Any, mixed: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    """In place of an attention module: its output projection of known attention outputs."""
+    return attention.o_proj(mixed.flatten(2)), None
+
+
+def _rows_attention(
+    query: Tensor, key: Tensor, value: Tensor, slots: Tensor, layout: HeadLayout, scale: float
+) -> Tensor:
+    """Attention of queries [B, HQ, A, D] that stand at `slots` [B, A]: [B, A, HQ, D]."""
+    keys = torch.arange(key.shape[2], device=key.device)[None]
+    window = layout.window_size if layout.sliding else None
+    seen = Span(key.shape[2]).visible(slots, keys, window, layout.sinks)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen[:, None], scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _gathered(kwargs: dict[str, Any], slots: Tensor) -> dict[str, Any]:
+    """A layer's arguments with positions at `slots` [B, A] only."""
+    result = dict(kwargs)
+    if (cos_sin := kwargs.get("position_embeddings")) is not None:
+        result["position_embeddings"] = tuple(
+            part.expand(len(slots), -1, -1).gather(
+                1, slots[:, :, None].expand(-1, -1, part.shape[2])
+            )
+            for part in cos_sin
+        )
+    if (positions := kwargs.get("position_ids")) is not None:
+        result["position_ids"] = positions.expand(len(slots), -1).gather(1, slots)
+    return result
+
+
+Step = Callable[[int, Callable[..., Tensor], Tensor, dict[str, Any]], Tensor]
+
+
+@contextlib.contextmanager
+def _controlled(layers: list[nn.Module], step: Step) -> Iterator[None]:
+    """Let `step` decide what each layer's forward does."""
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers):
+
+            def forward(
+                hidden_states: Tensor,
+                *,
+                _number: int = number,
+                _own: Any = layer.forward,
+                **kw: Any,
+            ) -> Tensor:
+                return step(_number, _own, hidden_states, kw)
+
+            stack.enter_context(_replaced(layer, forward))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another forward for a while; one that was set on the module before comes back."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+@contextlib.contextmanager
+def _attending(module: nn.Module, attend: Attend) -> Iterator[None]:
+    """Another attention function for one layer, for a while."""
+    state = head_state(module)
+    assert state is not None
+    set_head_state(module, HeadState(state.layout, state.backend, attend))
+    try:
+        yield
+    finally:
+        set_head_state(module, state)
