@@ -1,0 +1,92 @@
+"""transformers' server, as its own command, serves a hybrid model to OpenAI's client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.modeling import materialize
+from tests.hybrid_case import random_mask, small_model
+from tests.tiny_data import tiny_tokenizer
+
+openai = pytest.importorskip("openai", reason="the extra 'serve' is not installed")
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
+
+WINDOW, NEW, START_SECONDS = 7, 16, 300
+PROMPT = "A statement that raises an exception is one of the simple statements of the language."
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _server(model: Path, work: Path) -> Iterator[str]:
+    """`transformers serve` for `model` on the loopback; its address."""
+    address = f"http://127.0.0.1:{(port := _free_port())}"
+    command = [Path(sys.executable).with_name("transformers"), "serve", model]
+    options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    environment = dict(os.environ, HF_MODULES_CACHE=str(work / "cache"), OMP_NUM_THREADS="1")
+    with open(work / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [*command, *options], cwd=work, env=environment, stdout=log, stderr=log
+        )
+        try:
+            _wait(process, f"{address}/health", work / "server.log")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            if urllib.request.urlopen(address, timeout=5).status == 200:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"no answer in {START_SECONDS} s: {log.read_text()}")
+
+
+def _greedy(model: Any, tokenizer: Any) -> str:
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return str(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
+    model, tokenizer = small_model(vocab_size=512), tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    hybrid = materialize(model, random_mask(), WINDOW)
+    wanted = _greedy(hybrid, tokenizer)
+    assert wanted != _greedy(model, tokenizer), "the window must matter"
+    folder = tmp_path / "model"
+    hybrid.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    asked = {"model": str(folder), "max_tokens": NEW, "temperature": 0}
+    with _server(folder, tmp_path) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        completion = client.completions.create(prompt=PROMPT, **asked)
+        messages = [{"role": "user", "content": PROMPT}]
+        chat = client.chat.completions.create(messages=messages, **asked)
+        stream = client.chat.completions.create(messages=messages, stream=True, **asked)
+        streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
+    assert completion.choices[0].text == wanted
+    assert chat.choices[0].message.content == wanted
+    assert streamed == wanted.rstrip("\ufffd")  # a stream leaves out half a character at its end
