@@ -24,9 +24,11 @@ from bosch.interface import (
     HeadState,
     attention_modules,
     layouts_of,
+    masks_for_generate,
     register_attention,
     set_head_state,
 )
+from bosch.static_cache import StaticHybridCache
 
 # What a user may ask for as attn_implementation, and the backend that means.
 _BACKEND_OF = {
@@ -105,28 +107,61 @@ class HybridModelMixin:
         """An empty cache for this model."""
         return HybridCache(layouts_of(self))
 
+    def new_static_cache(self, max_cache_len: int) -> StaticHybridCache:
+        """An empty cache with room for `max_cache_len` tokens, with which decoding compiles."""
+        return StaticHybridCache(layouts_of(self), max_cache_len)
+
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         given = model_kwargs.get("past_key_values") is not None
         if given or generation_config.use_cache is False:
             parent: Any = super()
-            parent._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            parent._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
             return
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        cache: HybridCache | StaticHybridCache
+        if generation_config.cache_implementation == "static":
+            cache = self._static_cache(generation_config, batch_size, max_cache_length)
+        elif generation_config.cache_implementation in (None, "dynamic"):
+            cache = self.new_cache()
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        else:
             raise UserError(
                 f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
-                "form: leave it out to use the hybrid cache"
+                "form: choose dynamic or static"
             )
-        cache = self.new_cache()
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
 
-    @staticmethod
-    def create_masks_for_generate(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """The 2-D mask itself: what it means is worked out in the forward pass."""
-        return attention_mask
+    def _static_cache(
+        self, generation_config: Any, batch_size: int, max_cache_length: int
+    ) -> StaticHybridCache:
+        """As large as ever one was, as transformers makes its own: then nothing compiles again."""
+        wanted = getattr(generation_config, "max_cache_len", None) or 0
+        self._static_length = max(max_cache_length, wanted, getattr(self, "_static_length", 0))
+        cache = self.new_static_cache(self._static_length)
+        modules: list[Any] = attention_modules(self)
+        devices = {module.o_proj.weight.device for module in modules}
+        if generation_config.prefill_chunk_size is not None and len(devices) == 1:
+            # The chunks of a prompt are compiled too, and nothing may be allocated meanwhile.
+            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+            cache.early_initialization(
+                batch_size=batch_size * copies,
+                num_heads=modules[0].config.num_key_value_heads,
+                head_dim=modules[0].head_dim,
+                dtype=self.dtype,  # type: ignore[attr-defined]
+                device=self.device,  # type: ignore[attr-defined]
+            )
+        return cache
+
+    create_masks_for_generate = staticmethod(masks_for_generate)
 
 
 def _forward_of(parent: Any) -> Any:
