@@ -54,7 +54,7 @@ def measure(
     set_against_original(points)
     report = _report(model, original, config, settings, points, facts)
     (output / "efficiency.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print_table(points, [v.name for _ in set(settings.lengths) for v in variants])
+    print_table(points)
     draw_figures(points, output, _title(report))
     return report
 

@@ -43,6 +43,7 @@ _LABELS: dict[str, Callable[[Any], str]] = {"swa_ratio": _ratio, "window_size": 
 def _draw(
     points: Sequence[Point], path: Path, title: str, row_field: str, line_field: str
 ) -> list[Path]:
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,12 +60,13 @@ def _draw(
         for axis, panel in zip(axes[row], _PANELS, strict=True):
             _panel(axis, lines, panel)
         axes[row][0].set_ylabel(_LABELS[row_field](value))
-        axes[row][-1].legend(frameon=False, fontsize=8)
+        axes[row][-1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for file in files:
-        metadata = {"Date": None} if file.suffix == ".svg" else None
-        figure.savefig(file, dpi=120, metadata=metadata)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, to be found and read aloud
+        for file in files:
+            metadata = {"Date": None} if file.suffix == ".svg" else None
+            figure.savefig(file, dpi=120, metadata=metadata)
     return files
 
 
@@ -81,22 +83,23 @@ def _panel(axis: Any, lines: dict[str, list[Point]], panel: tuple[str, str, floa
             label=name,
         )  # fmt: skip
         lacking = [lengths.index(p["length"]) for p in members if p["out_of_memory"]]
-        height = 0.03 + 0.05 * number
-        axis.plot(
-            lacking, [height] * len(lacking), "x", color=colour, clip_on=False,
-            transform=axis.get_xaxis_transform(),
-        )  # fmt: skip
         if lacking:
-            axis.annotate(
-                "out of memory", (lacking[0], height), xycoords=axis.get_xaxis_transform(),
-                xytext=(-5, 0), textcoords="offset points", ha="right", va="center", fontsize=7,
-                color=colour,
-            )  # fmt: skip
+            _mark_lack_of_memory(axis, lacking, 0.03 + 0.06 * number, colour)
     axis.set_title(title, fontsize=10)
     axis.set_xlim(-0.3, len(lengths) - 0.7)
     axis.set_xticks(range(len(lengths)), [format_length(n) for n in lengths])
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.set_xlabel("prompt, tokens")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.9")
     axis.set_axisbelow(True)
+
+
+def _mark_lack_of_memory(axis: Any, places: list[int], height: float, colour: str) -> None:
+    """Crosses at the foot of the panel, at a share `height` of it, and what they mean."""
+    foot = axis.get_xaxis_transform()
+    axis.plot(places, [height] * len(places), "x", color=colour, transform=foot)
+    axis.annotate(
+        "out of memory", (places[0], height), xycoords=foot, xytext=(-6, 0),
+        textcoords="offset points", ha="right", va="center", fontsize=7, color=colour,
+    )  # fmt: skip

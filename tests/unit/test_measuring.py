@@ -1,0 +1,244 @@
+"""The parts of `measure`: what is measured, what it is checked against, how failures are told."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask, swa_budget
+from bosch.modeling import full_attention_config, load_config, load_model, materialize
+from stages.measuring import memory, point, processes
+from stages.measuring.figures import draw_figures
+from stages.measuring.kernels import check_kernels
+from stages.measuring.results import point_of, set_against_original
+from stages.measuring.settings import (
+    MeasureSettings,
+    Variant,
+    cache_formula,
+    checked_settings,
+    even_layout,
+    planned_variants,
+)
+from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
+from tests.tiny_data import save_tiny_model
+
+HYBRID = Variant(
+    kind="hybrid", swa_ratio=0.5, window_size=8, sinks=2, full_kv_heads_per_layer=(1, 1)
+)
+ORIGINAL = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(2, 2))
+SETTINGS = MeasureSettings(
+    dtype="float32", device="cpu", chunk=16, decode_tokens=3, original_attention="eager"
+)
+HEAD_BYTES = 2 * 8 * 4  # keys and values of one head and token of the tiny model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and a hybrid of it."""
+    folder = tmp_path_factory.mktemp("measuring")
+    save_tiny_model(folder / "model")
+    mask = HeadMask(np.array([[False, True], [False, False]]))
+    model = load_model(folder / "model", dtype="float32")
+    materialize(model, mask, window_size=8, sinks=2).save_pretrained(folder / "hybrid")
+    return folder
+
+
+def request(folder: Path, name: str, variant: Variant, length: int, **changes: Any) -> Any:
+    settings = SETTINGS.model_copy(update=changes)
+    return {
+        "model": str(folder / name),
+        "original": None,
+        "variant": variant.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
+        "length": length,
+    }
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(3, 2), (4, 8), (5, 3)])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.75, 0.875, 1.0])
+def test_even_layout_meets_the_budget_with_layers_alike(
+    layers: int, heads: int, ratio: float
+) -> None:
+    full = even_layout(layers, heads, ratio)
+    assert len(full) == layers
+    assert layers * heads - sum(full) == swa_budget(layers * heads, ratio)
+    assert max(full) - min(full) <= 1
+    assert min(full) >= 0
+    assert max(full) <= heads
+
+
+@pytest.mark.parametrize("length", [5, 8, 9, 40])
+def test_measured_cache_is_the_formula_to_the_byte(folder: Path, length: int) -> None:
+    """Two layers of two KV heads, one of each kind: W - 1 = 7 tokens and two sinks."""
+    found = point.measure_point(request(folder, "model", HYBRID, length))
+    kept = length if length <= 7 else 7 + 2
+    assert found["kv_cache_bytes"] == 2 * (length + kept) * HEAD_BYTES
+    assert found["attention"]["cache"] == "HybridCache"
+    assert len(found["token_seconds"]) == 3
+    assert found["memory_peak_bytes"] >= found["memory_p90_bytes"] > 0
+
+
+def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> None:
+    eager = point.measure_point(request(folder, "model", ORIGINAL, 20))
+    assert eager["attention"]["implementation"] == "eager"
+    assert eager["attention"]["cache"] == "DynamicCache"
+    assert not any("scaled_dot_product" in name for name in eager["attention"]["kernels"])
+    assert eager["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+    ours = request(folder, "model", ORIGINAL, 20, original_attention="hybrid", random_weights=True)
+    found = point.measure_point(ours)
+    assert found["attention"]["implementation"] == "bosch"
+    assert found["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+
+
+def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) -> None:
+    config = load_config(str(folder / "hybrid"))
+    original, own = planned_variants(config, MeasureSettings(lengths=(64,)))
+    assert own.full_kv_heads_per_layer == (1, 0)
+    assert (own.window_size, own.sinks, own.swa_ratio) == (8, 2, 0.75)
+    found = point.measure_point(request(folder, "hybrid", own, 30))
+    assert found["kv_cache_bytes"] == (30 + 3 * (7 + 2)) * HEAD_BYTES
+    wider = planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))[1]
+    found = point.measure_point(request(folder, "hybrid", wider, 30))
+    assert found["kv_cache_bytes"] == (30 + 3 * (15 + 2)) * HEAD_BYTES
+    found = point.measure_point(request(folder, "hybrid", original, 30))
+    assert found["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
+
+
+def test_a_cache_that_is_not_the_formula_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def less(*arguments: Any) -> int:
+        return cache_formula(*arguments) - 1
+
+    monkeypatch.setattr(point, "cache_formula", less)
+    with pytest.raises(RunError, match="holds 3,072 bytes after 15 tokens"):
+        point.measure_point(request(folder, "model", HYBRID, 15))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmo2", "smollm3"])
+def test_a_hybrids_weights_with_full_heads_are_the_original(family: str, tmp_path: Path) -> None:
+    model = small_model(family)
+    materialize(model, random_mask(), 6).save_pretrained(tmp_path)
+    config = full_attention_config(load_config(str(tmp_path)))
+    found = load_model(tmp_path, dtype="float32", config=config)
+    assert type(found) is type(model)
+    ids = tokens(2, 30)
+    torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_planned_variants_are_the_grid_after_the_original() -> None:
+    settings = MeasureSettings(lengths=(32,), ratios=(0.5, 0.75), windows=(8, 16), sinks=1)
+    original, *hybrids = planned_variants(small_config("qwen3"), settings)
+    assert original.full_kv_heads_per_layer == (KV_HEADS,) * LAYERS
+    found = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
+    assert found == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
+
+
+def test_faulty_options_are_one_sentence(folder: Path) -> None:
+    with pytest.raises(UserError, match="--ratios: input should be less than or equal to 1"):
+        checked_settings({"ratios": ["1.5"]})
+    with pytest.raises(UserError, match="--lengths: 'long' is not a count"):
+        checked_settings({"lengths": ["4k", "long"]})
+    with pytest.raises(UserError, match="--windows: a window of 64 tokens is longer than"):
+        planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32,), windows=(64,)))
+    config = load_config(str(folder / "hybrid"))
+    with pytest.raises(UserError, match="--ratios: the model is a hybrid"):
+        planned_variants(config, MeasureSettings(ratios=(0.5,)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        ("flash", ["aten::_scaled_dot_product_flash_attention_for_cpu"]),
+        ("eager", ["aten::_scaled_dot_product_attention_math", "aten::softmax"]),
+        ("sdpa", ["aten::softmax"]),
+        ("sdpa", []),
+    ],
+)
+def test_another_kernel_than_the_one_asked_for_is_an_error(asked: str, ran: list[str]) -> None:
+    with pytest.raises(RunError, match=f"attention '{asked}' was asked for"):
+        check_kernels(asked, ran)
+
+
+def run(seconds: float, peak: int = 100) -> dict[str, Any]:
+    return {
+        "prefill_seconds": seconds, "token_seconds": [seconds, seconds],
+        "memory_peak_bytes": peak, "memory_p90_bytes": peak - 1, "memory_start_bytes": 1,
+        "kv_cache_bytes": 400 // peak, "attention": {},
+    }  # fmt: skip
+
+
+def test_points_are_medians_and_ratios_to_the_original() -> None:
+    points = [
+        point_of(ORIGINAL, 10, 2, [run(2.0), run(9.0), run(4.0)]),
+        point_of(HYBRID, 10, 2, [run(1.0, 50)]),
+        point_of(ORIGINAL, 20, 2, [{"out_of_memory": "no room"}]),
+        point_of(HYBRID, 20, 2, [run(1.0)]),
+    ]
+    set_against_original(points)
+    assert points[0]["prefill_tokens_per_second"] == 20 / 4
+    assert points[0]["decode_tokens_per_second"] == 2 / 4
+    assert points[0]["decode_seconds_per_token_p90"] == 9.0
+    assert points[0]["kv_cache_bytes_per_token"] == 4 / 20
+    assert "over_original" not in points[0]
+    over = points[1]["over_original"]
+    assert over["prefill_tokens_per_second"] == 4
+    assert over["memory_peak_bytes"] == 0.5
+    assert over["kv_cache_bytes"] == 2
+    assert points[2]["out_of_memory"]
+    assert points[2]["out_of_memory_reason"] == "no room"
+    assert points[3]["over_original"] is None
+
+
+def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
+    points = [
+        point_of(ORIGINAL, 1024, 1, [run(2.0)]),
+        point_of(HYBRID, 1024, 1, [run(1.0)]),
+        point_of(ORIGINAL, 2048, 1, [{"out_of_memory": "no room"}]),
+        point_of(HYBRID, 2048, 1, [run(3.0)]),
+    ]
+    files = draw_figures(points, tmp_path, "tiny")
+    assert {file.name for file in files} == {
+        f"figure_{name}.{kind}" for name in ("5_ratios", "6_windows") for kind in ("png", "svg")
+    }
+    assert all(file.stat().st_size > 5000 for file in files)
+    ratios, windows = (
+        (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
+    )
+    assert ratios.count("out of memory") == windows.count("out of memory") == 3  # one per panel
+    assert "ρ = 0.5" in ratios
+    assert "W = 8" in windows
+
+
+def test_lack_of_memory_is_told_from_other_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert memory.is_out_of_memory(MemoryError())
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert memory.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"))
+    assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 5\noom_kill 3\n")
+    monkeypatch.setattr(processes, "_KERNEL_COUNTS", counts)
+    killed = processes._lack_of_memory
+    assert killed(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
+    assert killed(-signal.SIGKILL, "", 3) is None
+    assert killed(-signal.SIGABRT, "what(): std::bad_alloc", 3) == "std::bad_alloc"
+    assert killed(1, "std::bad_alloc", 3) is None
+
+
+def test_a_process_that_dies_is_an_error_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\necho first\necho the device caught fire\nexit 3\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(dying))
+    with pytest.raises(RunError, match="measuring it failed with status 3: the device caught fire"):
+        processes.run_point({}, "it")
