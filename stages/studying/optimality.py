@@ -39,7 +39,7 @@ def study(subject: Subject) -> StudyResult:
     data: dict[str, Any] = {"shape": subject.shape, "calibration_examples": len(calibration)}
     data |= {"held_out_examples": len(held_out), "seeds": options.seeds, "ratios": {}}
     drawn = {}
-    tables = []
+    tables = [_anchor_table(subject)]
     for ratio in options.ratios:
         log = _log(subject, "calibration", calibration)
         landscape = _enumerated(subject, ratio, calibration, log, "calibration set")
@@ -82,6 +82,19 @@ def study(subject: Subject) -> StudyResult:
         "optimality", "Distance to the true optimum", _text(subject), data, tables,
         {"landscape": pictures.landscapes(drawn)},
     )  # fmt: skip
+
+
+def _anchor_table(subject: Subject) -> Table:
+    """The model without a search: every head full, every head sliding."""
+    rows = []
+    for name, mask in (
+        ("all full", HeadMask.all_full(*subject.shape)),
+        ("all sliding", HeadMask.all_sliding(*subject.shape)),
+    ):
+        exact, likelihood = subject.held_out(mask).mean(axis=0)
+        rows.append([name, f"{exact:.3f}", f"{likelihood:.3f}"])
+    header = ("mask", "held-out score", "held-out log-likelihood")
+    return Table("The model", header, rows)
 
 
 def _check_size(subject: Subject, ratio: float) -> None:

@@ -5,6 +5,8 @@ S seeds, E held-out examples.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -143,9 +145,12 @@ class Subject:
             "shared_log": log is not None,
             **self._context(calibration),
         }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        under_way = self.folder / f"under-way-{digest[:16]}.jsonl"
         record = self.cells.once(
-            key, lambda: self._searched(method, settings, calibration, ratio, log)
+            key, lambda: self._searched(method, settings, calibration, log, under_way)
         )
+        under_way.unlink(missing_ok=True)
         return Search(**{**record, "mask": HeadMask.from_key(record["mask"])})
 
     def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
@@ -175,15 +180,17 @@ class Subject:
         method: str,
         settings: SearchSettings,
         calibration: CalibrationSet,
-        ratio: float,
         log: EvaluationLog | None,
+        under_way: Path,
     ) -> Record:
+        """Run a search; its evaluations are kept in `under_way`, should it be stopped."""
         objective = self.objective(calibration)
+        log = log if log is not None else EvaluationLog(under_way, objective.context)
         run = run_method(method, objective, settings, log=log)
         full = next(point for point in run.trace if point.unit == "all full")
         logger.info(
             "%s at %.4g, seed %d: score %.4f, log-likelihood %.3f, %.1f full passes",
-            method, ratio, settings.seed, run.result.evaluation.score,
+            method, settings.swa_ratio, settings.seed, run.result.evaluation.score,
             run.result.evaluation.log_likelihood, run.costs["full_forward_equivalents"],
         )  # fmt: skip
         return {

@@ -1,0 +1,215 @@
+"""Make the model of the optimality study: so small that every head mask on budget can be measured.
+
+    python -m recipes.study.make_enumerable_model --output recipes/study/enumerable_model
+
+A Qwen3 of 3 layers with 4 KV heads each, trained from nothing to find needles in 256 tokens, with
+the text, the synthetic documents and the tokenizer of the quickstart's base model. In training,
+random KV groups see only the latest eighth of a sequence, so that retrieval settles in several
+heads and the choice of a head mask matters. Everything is seeded; `training_log.jsonl` and
+`training.json` are written beside the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from data_prep.retrieval import retrieval_document
+from recipes.quickstart.make_base_model import (
+    Rows,
+    look_back_one,
+    prose_words,
+    python_text,
+    token_losses,
+)
+
+TOKENIZER = Path(__file__).parent.parent / "quickstart" / "base_model"
+SEED = 11
+BATCH_TOKENS = 4096
+LOCAL_REACH = 8  # a local head sees one in so many of a sequence's tokens
+WARMUP_STEPS, DECAY_STEPS = 100, 200
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Training at one length; `local` is the chance of a KV group to see the latest tokens only.
+
+    A row that is neither `text` nor `copies` (shares) holds retrieval documents of `kinds`.
+    """
+
+    steps: int
+    length: int
+    rate: float
+    text: float
+    copies: float
+    local: float
+    kinds: tuple[float, float, float, float]  # list, needle, repeat, two hops
+
+
+STRETCHES = (
+    Stretch(400, 64, 3e-3, 0.1, 0.7, 0.0, (0.9, 0.0, 0.1, 0.0)),
+    Stretch(300, 128, 3e-3, 0.1, 0.4, 0.15, (0.8, 0.1, 0.1, 0.0)),
+    Stretch(900, 256, 3e-3, 0.05, 0.05, 0.25, (0.25, 0.75, 0.0, 0.0)),
+)
+
+
+def model_config() -> Qwen3Config:
+    return Qwen3Config(
+        initializer_range=0.06,
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+def local_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """Causal attention in which each row's KV groups reach back `module.reach` [B, HKV] tokens."""
+    per_group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(per_group, 1), value.repeat_interleave(per_group, 1)
+    scores = query @ key.transpose(2, 3) * options["scaling"]
+    position = torch.arange(query.shape[2])
+    back = position[:, None] - position
+    reach = module.reach.repeat_interleave(per_group, 1)[:, :, None, None]
+    scores = scores.masked_fill((back < 0) | (back >= reach), torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2), None
+
+
+def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
+    """ids and loss weights, [B, T], a function of the step alone."""
+    rng = Random(f"{SEED}-{step}")
+    ids, weights = [], []
+    for _ in range(BATCH_TOKENS // stretch.length):
+        draw = rng.random()
+        if draw < stretch.text:
+            start = rng.randrange(len(rows.text) - stretch.length)
+            row = rows.text[start : start + stretch.length].tolist()
+            row_weights = [1.0] * stretch.length
+        elif draw < stretch.text + stretch.copies:
+            row, row_weights = rows.copies(rng, stretch.length)
+        else:
+            row, row_weights = _documents(rows, stretch, rng)
+        ids.append(row)
+        weights.append(row_weights)
+    return torch.tensor(ids), torch.tensor(weights)
+
+
+def _documents(rows: Rows, stretch: Stretch, rng: Random) -> tuple[list[int], list[float]]:
+    row: list[int] = []
+    weights: list[float] = []
+    while len(row) < stretch.length:
+        characters = max(60, int((stretch.length - len(row)) * 2.2))
+        more, more_weights = rows.document(
+            retrieval_document(rng, characters, rows.prose, stretch.kinds)
+        )
+        row, weights = row + more, weights + more_weights
+    return row[: stretch.length], weights[: stretch.length]
+
+
+def draw_reach(model: Qwen3ForCausalLM, rows: int, stretch: Stretch, step: int) -> None:
+    """Which KV groups of which rows are local in this step."""
+    generator = torch.Generator().manual_seed(step)
+    groups = model.config.num_key_value_heads
+    for layer in model.model.layers:
+        local = torch.rand(rows, groups, generator=generator) < stretch.local
+        layer.self_attn.reach = torch.where(local, stretch.length // LOCAL_REACH, stretch.length)
+
+
+def rate_at(step: int, rate: float, total: int) -> float:
+    return rate * min(1.0, (step + 1) / WARMUP_STEPS, 0.02 + 0.98 * (total - step) / DECAY_STEPS)
+
+
+def fresh_model() -> Qwen3ForCausalLM:
+    AttentionInterface.register("study_local", local_attention)
+    torch.manual_seed(SEED)
+    model = Qwen3ForCausalLM._from_config(model_config(), attn_implementation="study_local")
+    look_back_one(model, groups=2)
+    return model.train()
+
+
+def train(output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+    tokenizer.save_pretrained(output)
+    training_text, _ = python_text()
+    rows = Rows(tokenizer, training_text, prose_words())
+    model = fresh_model()
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    compiled = torch.compile(model, dynamic=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.98), weight_decay=0.02, fused=True
+    )
+    schedule = [stretch for stretch in STRETCHES for _ in range(stretch.steps)]
+    began = time.process_time()
+    with (output / "training_log.jsonl").open("w") as log:
+        for step, stretch in enumerate(schedule):
+            rate = rate_at(step, stretch.rate, len(schedule))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            ids, weights = batch(rows, stretch, step)
+            draw_reach(model, len(ids), stretch, step)
+            losses = token_losses(compiled, ids)
+            wanted = weights[:, 1:]
+            loss = (losses * wanted).sum() / wanted.sum()
+            loss.backward()
+            if not math.isfinite(loss.item()):
+                raise SystemExit(f"the loss is {loss.item()} at step {step}")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % 10 == 9:
+                line = {
+                    "step": step + 1,
+                    "length": stretch.length,
+                    "rate": round(rate, 6),
+                    "loss": round(loss.item(), 4),
+                    "answers": round(losses[wanted >= 5].mean().item(), 4),
+                    "minutes": round((time.process_time() - began) / 60, 2),
+                }
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+                print(line, flush=True)
+    model.to(torch.bfloat16).save_pretrained(output)
+    details = {
+        "seed": SEED,
+        "stretches": [asdict(stretch) for stretch in STRETCHES],
+        "batch_tokens": BATCH_TOKENS,
+        "cpu_minutes": round((time.process_time() - began) / 60, 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    (output / "training.json").write_text(json.dumps(details, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    train(parser.parse_args().output)

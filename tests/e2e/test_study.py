@@ -1,0 +1,170 @@
+"""Studies end to end, by the command line, on the trained model that can be enumerated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bosch.calibration import CalibrationSet
+from bosch.heads import HeadMask, swa_budget
+from bosch.modeling import load_model, prepare_for_search
+from bosch.objective import Objective
+from data_prep.calibration import forced_examples
+from data_prep.essays import haystack_words
+from data_prep.tokenize import TokenizerSpec, load_tokenizer
+from pipeline.cli import main
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"
+MODEL = RECIPE.parent / "enumerable_model"
+EXAMPLES = 6
+
+
+def study(name: str, folder: Path, *options: str) -> int:
+    return main(
+        ["study", name, str(RECIPE), f"prepare.calibration.examples={EXAMPLES}",
+         "--output", str(folder), "--held-out", "5", "--seeds", "2", *options]
+    )  # fmt: skip
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the cost study has run."""
+    folder = tmp_path_factory.mktemp("study")
+    options = "--methods", "bosch,rand,dcam", "--ratios", "0.5,0.75", "--budgets", "3,6"
+    assert study("cost", folder, *options) == 0
+    return folder
+
+
+def test_cost_study_holds_every_cell(searched: Path) -> None:
+    data = read(searched, "cost")
+    found = {(p["method"], p["swa_ratio"], p["budget_per_layer"]) for p in data["points"]}
+    expected = {("bosch", ratio, budget) for ratio in (0.5, 0.75) for budget in (3, 6)}
+    expected |= {(method, ratio, None) for ratio in (0.5, 0.75) for method in ("rand", "dcam")}
+    assert found == expected
+    for point in data["points"]:
+        assert len(point["score_of_each_seed"]) == 2
+        score = point["held_out_score"]
+        assert score["low"] <= score["mean"] <= score["high"]
+        assert score["mean"] == pytest.approx(np.mean(point["score_of_each_seed"]))
+    page = (searched / "cost.md").read_text()
+    assert "--budgets 3,6" in page
+    assert page.count("| bosch | 3 |") == 2
+    assert (searched / "cost-curves.png").stat().st_size > 10_000
+
+
+def test_masks_of_cells_are_on_budget_and_searches_on_their_own_sets(searched: Path) -> None:
+    searches = [line for line in lines(searched) if line["key"]["kind"] == "search"]
+    assert len(searches) == 2 * 2 * (2 + 2)
+    for line in searches:
+        mask = HeadMask.from_key(line["result"]["mask"])
+        wanted = swa_budget(12, line["key"]["settings"]["swa_ratio"])
+        assert int((~mask.is_full).sum()) == wanted
+    sets = {(s["key"]["settings"]["seed"], s["key"]["examples"]) for s in searches}
+    assert len(sets) == 2
+
+
+def test_a_stopped_study_goes_on(searched: Path, tmp_path: Path) -> None:
+    """With the last cells lost it ends with the same numbers, and only these are made again."""
+    folder = tmp_path / "again"
+    shutil.copytree(searched, folder)
+    whole = (folder / "cells.jsonl").read_text()
+    kept = whole.splitlines(keepends=True)[:-3]
+    (folder / "cells.jsonl").write_text("".join(kept) + '{"key": {"kind"')
+    options = "--methods", "bosch,rand,dcam", "--ratios", "0.5,0.75", "--budgets", "3,6"
+    assert study("cost", folder, *options) == 0
+    assert len(lines(folder)) == len(whole.splitlines())
+    assert (folder / "cells.jsonl").read_text().startswith("".join(kept))
+    mine, theirs = read(folder, "cost"), read(searched, "cost")
+    for a, b in zip(mine["points"], theirs["points"], strict=True):
+        assert a["held_out_score"] == b["held_out_score"]
+        assert a["held_out_log_likelihood"] == b["held_out_log_likelihood"]
+
+
+def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None:
+    before = [line for line in lines(searched) if line["key"]["kind"] == "search"]
+    options = "--methods", "bosch,dcam", "--ratios", "0.5,0.75", "--budgets", "3,6"
+    assert study("turnover", searched, *options) == 0
+    assert [line for line in lines(searched) if line["key"]["kind"] == "search"] == before
+    data = read(searched, "turnover")
+    static = next(r for r in data["turnover"] if r["method"] == "dcam")
+    # One ranking per seed serves both ratios, so the sets are nested.
+    assert static["turnover"]["mean"] == 0.0
+    assert static["most"] == pytest.approx(0.5)
+    assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
+    assert [r["method"] for r in data["swap_test"]] == ["bosch"]
+
+
+def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
+    options = "--methods", "bosch", "--ratios", "0.5", "--budgets", "3,6", "--sizes", "4,6"
+    assert study("stability", searched, *options) == 0
+    data = read(searched, "stability")
+    kinds = {(r["budget_per_layer"], r["same_calibration_set"], r["measure"])
+             for r in data["stage_one"]}  # fmt: skip
+    assert len(kinds) == 8
+    # Six candidates per layer are enumerated, so on one set all seeds find the same.
+    exact = [r for r in data["stage_one"]
+             if r["same_calibration_set"] and r["budget_per_layer"] == 6]  # fmt: skip
+    assert exact[0]["drops"][0] == exact[0]["drops"][1]
+    likelihood = next(r for r in exact if r["measure"] == "log_likelihood")
+    assert likelihood["mean"] == pytest.approx(1.0)
+    assert [(r["method"], r["examples"]) for r in data["calibration_size"]] == [
+        ("bosch", 4),
+        ("bosch", 6),
+    ]
+
+
+def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
+    """The page's optimum is measured again by one plain pass, and no other mask beats it."""
+    options = "--methods", "bosch,bme", "--ratios", "0.25"
+    assert study("optimality", tmp_path, *options) == 0
+    data = read(tmp_path, "optimality")["ratios"]["0.25"]
+    optimum = data["optimum"]
+    assert optimum["masks"] == len(optimum["scores"]) == 220
+    objective = own_objective()
+    best = objective.evaluate(HeadMask.from_key(optimum["best_by_log_likelihood"]))
+    assert best.log_likelihood == pytest.approx(optimum["log_likelihood"], abs=1e-4)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        bits = rng.permutation(np.arange(12) >= 3).reshape(3, 4)
+        assert objective.evaluate(HeadMask(bits)).log_likelihood <= best.log_likelihood + 1e-4
+    for method in ("bosch", "bme"):
+        for own in data["methods"][method]["calibration"]:
+            better = [ll for ll in optimum["log_likelihoods"] if ll > own["log_likelihood"]]
+            assert own["log_likelihood_rank"] == 1 + len(better)
+            higher = [score for score in optimum["scores"] if score > own["score"]]
+            assert own["score_rank"] == 1 + len(higher)
+
+
+def own_objective() -> Objective:
+    """The optimality study's objective, made by hand."""
+    tokenizer = load_tokenizer(TokenizerSpec(str(MODEL)))
+    tasks = ["niah_single_2", "niah_multikey_1", "niah_multikey_2"]
+    made = forced_examples(tasks, EXAMPLES, 256, "calibration", 5, tokenizer, haystack_words(None))
+    examples = CalibrationSet.from_records(
+        (prompt + answer, len(answer)) for _, prompt, answer in made
+    )
+    model = load_model(MODEL, dtype="float32")
+    prepare_for_search(model)
+    return Objective(model, examples, 32, reuse_bytes=0)
+
+
+def test_a_model_too_large_to_enumerate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.parents[1] / "quickstart.yaml"
+    assert main(["study", "optimality", str(recipe), "--output", str(tmp_path)]) == 2
+    assert "more than 20,000 that can be enumerated" in capsys.readouterr().err
