@@ -1,6 +1,7 @@
-"""Command line: `python -m pipeline run|status|validate|plan|study RECIPE [key.path=value ...]`.
+"""Command line: `python -m pipeline COMMAND RECIPE [key.path=value ...]`.
 
-Beside the recipes' commands, `measure MODEL_DIR` measures speed and memory (pipeline/measure.py).
+Commands are run, status, validate, plan, compare and study. Beside the recipes' commands,
+`measure MODEL_DIR` measures speed and memory (pipeline/measure.py).
 
 Exit status: 0 done, 2 the user's fault, 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bosch.errors import RunError, UserError
-from pipeline import log, measure, study
+from pipeline import compare, log, measure, study
 from pipeline.graph import STAGES, Stage, resolve
 from pipeline.inputs import missing_inputs
 from pipeline.recipe import LoadedRecipe, load_recipe
@@ -111,6 +112,7 @@ _HELP = {
     "status": "say for each stage whether it is cached, to run, running or failed, and why",
     "validate": "check a recipe, its model and its input files",
     "plan": "estimate what a run costs before it starts",
+    "compare": compare.HELP,
     "study": "compare the search's methods on a recipe's model, see docs/study.md",
     "measure": measure.HELP,
 }
@@ -151,6 +153,8 @@ def _add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     if command == "run":
         _add_run_options(parser)
+    if command == "compare":
+        compare.add_options(parser)
     if command == "study":
         study.add_options(parser)
     if command == "plan":
@@ -231,6 +235,16 @@ def _plan(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[St
     return 0
 
 
+def _compare(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    comparison = compare.run_comparison(loaded, options, stages)
+    if comparison.results:
+        from pipeline.comparison_page import print_tables
+
+        print_tables(comparison)
+        print(f"compare: {_shown(comparison.folder / 'compare.md')}")
+    return 0
+
+
 def _study(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
     print(f"study: {_shown(study.run_study(loaded, options, options.arguments))}")
     return 0
@@ -241,6 +255,7 @@ _COMMANDS = {
     "status": _status,
     "validate": _validate,
     "plan": _plan,
+    "compare": _compare,
     "study": _study,
 }
 

@@ -137,7 +137,7 @@ def load_recipe(
         input_files=input_files,
     )
     if faults:
-        raise UserError(_listing(str(file), faults))
+        raise UserError(listing(str(file), faults))
     return LoadedRecipe(file, recipe, info, world)
 
 
@@ -149,7 +149,8 @@ def _read_model(model: ModelConfig, root: Path, fetch: bool) -> tuple[ModelInfo 
     return read_model(path, valid(model, "revision"), root, fetch=fetch)
 
 
-def _listing(file: str, faults: Sequence[str]) -> str:
+def listing(file: str, faults: Sequence[str]) -> str:
+    """All faults of a file or a command as one message."""
     faults = list(dict.fromkeys(faults))
     if len(faults) == 1:
         return f"{file}: {faults[0]}"

@@ -150,7 +150,7 @@ class Runner:
             self._follow(node)
         else:
             self._lead(node, state, label)
-        print(f"{label}: done in {_duration(time.monotonic() - started)}", flush=True)
+        print(f"{label}: done in {duration(time.monotonic() - started)}", flush=True)
 
     def _lead(self, node: Node, state: StageState, label: str) -> None:
         key = str(node.key)
@@ -293,7 +293,8 @@ def _git_commit() -> str | None:
     return f"{commit}+" if commit and changed else commit
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time for a reader, like `3 h 05 min`."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

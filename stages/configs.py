@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
 # in batches of 2M are 1,192 steps.
 _SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
+_FILE_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*[KMGTkmgt][bB]\s*$")
 _Value = TypeVar("_Value", int, float)
 _COUNT = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
 
@@ -44,6 +45,14 @@ def parse_number(value: object) -> object:
             return float(value)
         except ValueError:
             raise ValueError(f"'{value}' is not a number") from None
+    return value
+
+
+def file_size(value: str) -> str:
+    """A size in bytes as transformers writes it: a number and KB, MB, GB or TB."""
+    match = _FILE_SIZE.match(value)
+    if not match or not float(match[1]):
+        raise ValueError(f"'{value}' is not a file size like 5GB or 500MB")
     return value
 
 
@@ -164,6 +173,9 @@ class SearchConfig(Section):
         default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=2, description="Ratios a layer can get."
     )
     max_group_variables: Count = Field(50, description="Largest joint sub-problem in stage 3.")
+    seed: int | None = Field(
+        None, ge=0, lt=2**31, description="Seed of the search alone; default: the recipe's seed."
+    )
     tie_break: Literal["none", "log_likelihood"] = Field(
         "none",
         description="Whether masks of equal score are told apart by the answer's log-likelihood.",
@@ -176,7 +188,9 @@ class MaterializeConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Precision of the saved weights."
     )
-    max_shard_size: str = Field("5GB", description="Largest safetensors file.")
+    max_shard_size: Annotated[str, AfterValidator(file_size)] = Field(
+        "5GB", description="Largest safetensors file."
+    )
 
 
 class TrainConfig(Section):

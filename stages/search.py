@@ -81,11 +81,17 @@ def _found(config: StageConfig, ledger: Ledger) -> SearchResult:
     section = config.section
     assert isinstance(section, SearchConfig)
     try:
-        return find_mask(section, ledger, config.seed)
+        return find_mask(section, ledger, _seed(config))
     except (KeyboardInterrupt, SystemExit, LostRankError):
         if ledger.log.path is not None:
             _say_what_is_kept(ledger)
         raise
+
+
+def _seed(config: StageConfig) -> int:
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    return config.seed if section.seed is None else section.seed
 
 
 @contextlib.contextmanager
@@ -171,7 +177,7 @@ def _write(
         num_key_value_heads=result.mask.num_key_value_heads,
         swa_kv_heads=result.mask.swa_kv_heads,
         score=result.evaluation.score,
-        seed=config.seed,
+        seed=_seed(config),
     ).save(work_dir / "head_mask.json")
     logger.info(
         "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
