@@ -33,6 +33,9 @@ from stages.studying.options import StudyConfig
 
 logger = logging.getLogger(__name__)
 
+# Methods without a search that draw something at random all the same.
+_DRAWN = ("rand", "razor")
+
 Results = npt.NDArray[np.float64]
 
 
@@ -136,8 +139,10 @@ class Subject:
         drawn = seed if calibration_seed is None else calibration_seed
         calibration = self.calibration(drawn, examples)
         settings = self.settings(ratio, seed, budget)
-        if method not in SEARCHES:  # they spend no budget: one run serves every budget
+        if method not in SEARCHES:  # no budget to spend: one run serves every budget
             settings = replace(settings, budget_per_layer=1)
+            if method not in _DRAWN:
+                settings = replace(settings, seed=self.config.seed)
         key = {
             "kind": "search",
             "method": method,
