@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, total: int | None, description: str, unit: str) -> None:
         self.total, self.description, self.unit = total, description, unit
-        self.done = 0
+        self.done = self._free = 0
         self._started = self._last_line = time.monotonic()
         self._bar = (
             tqdm(total=total, desc=description, unit=unit, leave=False)
@@ -28,9 +28,13 @@ class Progress:
             else None
         )
 
-    def update(self, items: int = 1, note: str = "") -> None:
-        """Count `items` more as done; `note` is shown behind the counter."""
+    def update(self, items: int = 1, note: str = "", *, free: bool = False) -> None:
+        """Count `items` more as done; `note` is shown behind the counter.
+
+        Items that are `free`, because their result was known, say nothing about the time left.
+        """
         self.done += items
+        self._free += items if free else 0
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(items)
@@ -44,8 +48,9 @@ class Progress:
         seconds = time.monotonic() - self._started
         total = f"/{self.total:,}" if self.total is not None else ""
         left = ""
-        if self.total and self.done:
-            left = f", {seconds * (self.total - self.done) / self.done:.0f} s left"
+        worked = self.done - self._free
+        if self.total and worked:
+            left = f", {seconds * (self.total - self.done) / worked:.0f} s left"
         tail = f", {note}" if note else ""
         logger.info(
             "%s: %s%s %s, %.0f s%s%s",

@@ -63,7 +63,8 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         started = time.perf_counter()
         with _progress(config, objective) as bar, _stop_signal():
             ledger = Ledger(objective, log, bar)
-            result = _found(config, ledger)
+            with _live(config, ledger, work_dir, ranks):
+                result = _found(config, ledger, work_dir)
         summary = _summary(ledger, result, time.perf_counter() - started)
         if ranks.is_first:
             _write(work_dir, config, summary, result, ledger)
@@ -73,7 +74,25 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     }
 
 
-def _found(config: StageConfig, ledger: Ledger) -> SearchResult:
+@contextlib.contextmanager
+def _live(config: StageConfig, ledger: Ledger, work_dir: Path, ranks: Ranks) -> Iterator[None]:
+    """Scalars and the best mask so far, for those who watch the search."""
+    from stages.searching.live import LiveView
+
+    section = config.section
+    assert isinstance(section, SearchConfig)
+    if not ranks.is_first:
+        yield
+        return
+    view = LiveView(work_dir, section, config.model.path, _seed(config))
+    ledger.watch = view.update
+    try:
+        yield
+    finally:
+        view.close()
+
+
+def _found(config: StageConfig, ledger: Ledger, work_dir: Path) -> SearchResult:
     """The method's result; a search that is stopped leaves its last words."""
     from bosch.errors import LostRankError
     from stages.searching.methods import find_mask
@@ -84,7 +103,7 @@ def _found(config: StageConfig, ledger: Ledger) -> SearchResult:
         return find_mask(section, ledger, _seed(config))
     except (KeyboardInterrupt, SystemExit, LostRankError):
         if ledger.log.path is not None:
-            _say_what_is_kept(ledger)
+            _say_what_is_kept(ledger, work_dir)
         raise
 
 
@@ -160,25 +179,18 @@ def _write(
     result: SearchResult,
     ledger: Ledger,
 ) -> None:
-    from bosch.heads import HeadMaskFile
+    from stages.searching.live import BEST, mask_file
     from stages.searching.plot import plot_trace
 
     section = config.section
     assert isinstance(section, SearchConfig)
     plot_trace(ledger.trace, result.anchors, work_dir / "search.png")
     (work_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    HeadMaskFile(
-        model=config.model.path,
-        method=section.method,
-        swa_ratio=section.swa_ratio,
-        window_size=section.window_size,
-        sinks=section.sinks,
-        num_layers=result.mask.num_layers,
-        num_key_value_heads=result.mask.num_key_value_heads,
-        swa_kv_heads=result.mask.swa_kv_heads,
-        score=result.evaluation.score,
-        seed=_seed(config),
-    ).save(work_dir / "head_mask.json")
+    found = mask_file(
+        result.mask, result.evaluation.score, section, config.model.path, _seed(config)
+    )
+    found.save(work_dir / "head_mask.json")
+    (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
         "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
         "known from other searches, %.1f full passes computed",
@@ -188,18 +200,22 @@ def _write(
     )  # fmt: skip
 
 
-def _say_what_is_kept(ledger: Ledger) -> None:
-    """Last words of a stopped search."""
+def _say_what_is_kept(ledger: Ledger, work_dir: Path) -> None:
+    """Last words of a stopped search: what its best mask is worth, and where it is."""
+    from stages.searching.live import BEST
+
     kept = f"{ledger.costs()['evaluations']:.0f} evaluations are kept, the same command goes on"
     best = ledger.best_on_budget
     if best is None:
         logger.warning("search stopped before its first mask on budget; %s", kept)
         return
-    mask, score, log_likelihood = best
+    _, score, log_likelihood = best
+    worth = f"{score:.4f} (log-likelihood {log_likelihood:.4f}"
+    ends = {point.unit: point.score for point in ledger.trace if point.stage == "anchors"}
+    worth += "".join(f", {name} {value:.4f}" for name, value in ends.items()) + ")"
     logger.warning(
-        "search stopped; best mask on budget so far scores %.4f (log-likelihood %.4f), "
-        "swa_kv_heads %s; %s",
-        score, log_likelihood, mask.swa_kv_heads, kept,
+        "search stopped; the best mask on budget so far scores %s and is kept in %s; %s",
+        worth, work_dir / BEST, kept,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
@@ -50,7 +51,8 @@ class Ledger:
     """Evaluates masks through the log, and keeps the trace and the notes of the search.
 
     `target`, where set, is the number of sliding units of a finished mask. `fresh_seconds` is what
-    the scorer took in this process, evaluations remembered from an earlier one left out.
+    the scorer took in this process, evaluations remembered from an earlier one left out. `watch`,
+    where set, is called after each evaluation.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Ledger:
         self._best_on_budget: tuple[float, float, HeadMask] | None = None
         self.target: int | None = None
         self.fresh_seconds = 0.0
+        self.watch: Callable[[Ledger], None] | None = None
 
     def evaluate(
         self, mask: HeadMask, stage: StageName, unit: str, shared_layers: int = 0
     ) -> Evaluation:
         """S(z) of `mask`, by the model only if no search has measured it before."""
         evaluation = self.log.recall(mask, stage)
+        free = evaluation is not None
         if evaluation is None:
             evaluation = self.scorer.evaluate(mask, shared_layers)
             self.fresh_seconds += evaluation.seconds
@@ -81,7 +85,7 @@ class Ledger:
         if self.log.reused(mask):
             self._reused.add(mask.key)
         if not (known and stage == "final"):
-            self._record(mask, evaluation, stage, unit)
+            self._record(mask, evaluation, stage, unit, free)
         return evaluation
 
     def anchors(self) -> Anchors:
@@ -110,8 +114,8 @@ class Ledger:
 
         Seconds and full-forward equivalents are those of the masks this search had to measure, in
         all its attempts. What other searches had paid for is counted apart, at what it cost them.
-        `naive_full_forward_equivalents` counts a whole pass for every evaluation a sub-problem
-        asked for, repeated masks of different sub-problems included.
+        `naive_full_forward_equivalents` counts a pass without savings for every evaluation a
+        sub-problem asked for, repeated masks of different sub-problems included.
         """
         paid = [e for key, e in self._used.items() if key not in self._reused]
         reused = [self._used[key] for key in self._reused]
@@ -128,7 +132,9 @@ class Ledger:
         """The trace as JSON-able records."""
         return [asdict(point) for point in self.trace]
 
-    def _record(self, mask: HeadMask, evaluation: Evaluation, stage: StageName, unit: str) -> None:
+    def _record(
+        self, mask: HeadMask, evaluation: Evaluation, stage: StageName, unit: str, free: bool
+    ) -> None:
         best = max(evaluation.score, self._best_in_unit.get((stage, unit), evaluation.score))
         self._best_in_unit[stage, unit] = best
         point = TracePoint(
@@ -146,8 +152,17 @@ class Ledger:
             if self._best_on_budget is None or candidate[:2] > self._best_on_budget[:2]:
                 self._best_on_budget = candidate
         if self._progress is not None:
-            self._progress.update(1, note=f"{unit}, best score {best:.3f}")
+            self._progress.update(1, self._news(unit, best), free=free)
+        if self.watch is not None:
+            self.watch(self)
         logger.debug(
             "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %.4f",
             stage, unit, point.step, point.score, point.log_likelihood, best,
         )  # fmt: skip
+
+    def _news(self, unit: str, best: float) -> str:
+        """What is shown behind the counter of evaluations."""
+        news = f"{unit}: best score {best:.3f}"
+        if self._best_on_budget is not None:
+            news += f", on budget {self._best_on_budget[0]:.3f}"
+        return f"{news}, {len(self._reused)} reused" if self._reused else news

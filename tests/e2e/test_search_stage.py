@@ -123,6 +123,14 @@ def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, capl
     with pytest.raises(error):
         run(inputs, tmp_path)
     assert "evaluations are kept" in caplog.text
+    best = HeadMaskFile.load(tmp_path / "best_so_far.json")
+    assert (~best.mask.is_full).sum() == swa_budget(LAYERS * KV_HEADS, 0.5)
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").open()]
+    scores = {line["mask"]: line["score"] for line in lines}
+    assert best.score == scores[best.mask.key]
+    assert f"scores {best.score:.4f}" in caplog.text
+    assert "all full 1.0000" in caplog.text
+    assert str(tmp_path / "best_so_far.json") in caplog.text
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert not (tmp_path / "head_mask.json").exists()
@@ -160,3 +168,27 @@ def test_searches_share_what_they_have_measured(inputs, tmp_path):
     assert again["model_seconds"] == again["full_forward_equivalents"] == 0
     other = shared("other", method="rand", swa_ratio=0.75)
     assert other["reused_evaluations"] >= 2  # the anchors
+
+
+def test_the_search_can_be_watched(inputs, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):  # the second one finds all its evaluations in the log
+        summary = run(inputs, tmp_path)
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        board = EventAccumulator(str(events), size_guidance={"scalars": 0})
+        board.Reload()
+
+        def values(name, board=board):
+            return [round(event.value, 5) for event in board.Scalars(f"search/{name}")]
+
+        trace = summary["trace"]
+        assert values("score") == [round(point["score"], 5) for point in trace]
+        assert [event.step for event in board.Scalars("search/score")] == list(
+            range(1, len(trace) + 1)
+        )
+        assert values("evaluations")[-1] == summary["evaluations"]
+        best = values("best_score")
+        assert best == sorted(best)
+        assert best[-1] >= round(summary["best_score"], 5)
+        assert not (tmp_path / "best_so_far.json").exists()
