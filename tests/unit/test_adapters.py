@@ -1,0 +1,105 @@
+"""int8 weights and LoRA adapters on a hybrid model, by the libraries' own means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from bosch.cache import HybridCache
+from bosch.configuration import is_hybrid
+from bosch.modeling import layouts_of, materialize
+from tests.hybrid_case import LAYERS, random_mask, small_model, tokens
+
+WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
+MISSING = "the extra 'adapt' is not installed"
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+def _hybrid(folder: Path) -> Any:
+    hybrid = materialize(small_model(hidden_size=64, head_dim=16), random_mask(), WINDOW, SINKS)
+    hybrid.save_pretrained(folder)
+    return hybrid
+
+
+def _torchao() -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason=MISSING)
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig())
+
+
+def _bitsandbytes() -> Any:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def _int8_of(weight: Any) -> torch.Tensor:
+    """The integers a quantised weight holds."""
+    held = getattr(weight, "qdata", weight)
+    return torch.as_tensor(held.data if held is weight else held)
+
+
+@pytest.mark.parametrize("config", [_torchao, _bitsandbytes])
+def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
+    config: Any, tmp_path: Path
+) -> None:
+    hybrid, ids = _hybrid(tmp_path / "plain"), tokens(2, LENGTH)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config())
+    small.save_pretrained(tmp_path / "int8")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+    wanted = _logits(hybrid, ids)
+    full = _logits(small_model(hidden_size=64, head_dim=16), ids)
+    for model in (small, again):
+        assert is_hybrid(model.config) and layouts_of(model) == layouts_of(hybrid)
+        projection = model.model.layers[0].self_attn.q_proj
+        assert _int8_of(projection.weight).dtype == torch.int8
+        error = (_logits(model, ids) - wanted).abs().mean()
+        assert 0 < error < 0.1 * (full - wanted).abs().mean()
+        cache = model.new_cache()
+        made = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        assert made.shape == (2, LENGTH + NEW) and isinstance(cache, HybridCache)
+        for layer, layout in zip(cache.hybrid_layers, layouts_of(hybrid), strict=True):
+            assert layer.full_keys.shape[1:3] == (len(layout.full), LENGTH + NEW - 1)
+            assert layer.recent_keys.shape[1:3] == (len(layout.sliding), WINDOW - 1)
+    assert torch.equal(_logits(small, ids), _logits(again, ids))
+
+
+def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason=MISSING)
+    hybrid, ids = _hybrid(tmp_path / "plain"), torch.arange(4 * LENGTH).reshape(4, -1) % 13 + 3
+    before = {name: weight.clone() for name, weight in hybrid.state_dict().items()}
+    config = peft.LoraConfig(r=8, target_modules="all-linear")
+    model = peft.get_peft_model(hybrid, config)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert len(trained) == 2 * 7 * LAYERS and all("lora_" in name for name in trained)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    model.train()
+    for _ in range(8):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    model.eval()
+    wanted = _logits(model, ids)
+    with model.disable_adapter():
+        assert (_logits(model, ids) - wanted).abs().max() > 0.05
+    model.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(weight, before[name]) for name, weight in plain.state_dict().items())
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert torch.equal(_logits(loaded, ids), wanted)
+
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(_logits(merged, ids), wanted, rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert is_hybrid(again.config) and torch.equal(_logits(again, ids), _logits(merged, ids))
