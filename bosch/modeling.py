@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,8 +57,9 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         return AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot read the model's configuration: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot read the model's configuration: {reason}") from error
 
 
 def load_model(
@@ -88,7 +90,8 @@ def load_model(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch_dtype, revision=revision,
-            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
+            trust_remote_code=trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     except UserError:
         raise
@@ -100,8 +103,8 @@ def load_model(
     missing = sorted({*info["missing_keys"], *(str(k[0]) for k in info["mismatched_keys"])})
     if missing:
         raise UserError(
-            f"{name}: {len(missing)} weights are missing or of another shape, {missing[0]} first; "
-            "get the model again"
+            f"{name}: {len(missing)} weights are missing or of another shape than config.json's, "
+            f"{missing[0]} first; get the model again"
         )
     if device is not None:
         model.to(device)

@@ -8,6 +8,7 @@ shards exist does not change what the others hold.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import multiprocessing
 import os
@@ -56,8 +57,23 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
     except Exception as error:
-        reason = str(error).split("\n")[0]
+        _check_files(spec)
+        reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
+
+
+def _check_files(spec: TokenizerSpec) -> None:
+    """Raise UserError for a file of a model directory that keeps its tokenizer from loading."""
+    folder = Path(spec.path)
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
+    if (folder / "config.json").is_file():
+        from bosch.modeling import load_config
+
+        load_config(spec.path, trust_remote_code=spec.trust_remote_code)
 
 
 @dataclass(frozen=True)

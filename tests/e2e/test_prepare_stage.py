@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,3 +202,25 @@ def test_missing_tokenizer(tmp_path, corpus):
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     with pytest.raises(UserError, match="nothing: no tokenizer could be loaded"):
         run(config(tmp_path / "nothing", sources), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json: damaged, not JSON"),
+        ("tokenizer_config.json", "", r"tokenizer_config\.json: damaged, not JSON"),
+        (
+            "config.json",
+            '{"model_type": "qwen3", "rms_norm_eps": "small"}',
+            "cannot read the model's configuration: .*'rms_norm_eps' expected float",
+        ),
+    ],
+)
+def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, content, said):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / file).write_text(content)
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    with pytest.raises(UserError, match=said) as caught:
+        run(config(damaged, sources), tmp_path / "out")
+    assert "\n" not in str(caught.value)

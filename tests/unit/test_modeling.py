@@ -306,6 +306,19 @@ def test_damaged_directories_are_refused_in_one_sentence(tmp_path: Path) -> None
         load_model(tmp_path)
 
 
+def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "rms_norm_eps": "small"}))
+    with pytest.raises(UserError, match="'rms_norm_eps' expected float, got str") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    path.write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(UserError, match=r"of another shape than config\.json's, .*embed_tokens"):
+        load_model(tmp_path)
+
+
 def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
