@@ -1,0 +1,86 @@
+"""`python -m pipeline measure` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+from tests.pipeline_case import ROOT
+from tests.tiny_data import save_tiny_model
+
+# What a run of the tiny model takes beside its attention, and what eager attention over 6,144
+# tokens does not find: four heads of 6,144 x 6,144 scores in float32 are 604 MB, held twice.
+LIMIT = "1GB"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("measure") / "model")
+
+
+def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Path) -> None:
+    for name in model.iterdir():
+        if name.name != "config.json":
+            name.unlink()  # with random weights nothing else is needed
+    command = [sys.executable, "-m", "pipeline", "measure", str(model), "--random-weights"]
+    command += ["--lengths", "6k", "--ratios", "0.5", "--windows", "32", "--decode-tokens", "2"]
+    command += ["--dtype", "float32", "--original-attention", "eager", "--memory-limit", LIMIT]
+    command += ["--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "out")]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # stacks count as memory, too
+    env = {**os.environ, **threads}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no memory" in done.stdout
+    report = json.loads((tmp_path / "out" / "efficiency.json").read_text())
+    assert report["format"] == 1
+    assert report["model"]["key_value_heads"] == 2
+    assert report["settings"]["memory_limit"] == 10**9
+    assert report["hardware"]["device"] == "cpu"
+    assert {"python", "torch", "transformers"} <= report["versions"].keys()
+    original, hybrid = report["points"]
+    assert (original["model"], original["length"]) == ("original", 6144)
+    assert original["out_of_memory"]
+    assert "allocate memory" in original["out_of_memory_reason"]
+    assert (hybrid["model"], hybrid["length"]) == ("hybrid", 6144)
+    assert not hybrid["out_of_memory"], hybrid
+    assert hybrid["kv_cache_bytes"] == 2 * (6144 + 31) * 2 * 8 * 4
+    assert hybrid["over_original"] is None
+    assert hybrid["prefill_tokens_per_second"] > 0
+    assert len(hybrid["runs"][0]["token_seconds"]) == 2
+    for figure in ("figure_5_ratios", "figure_6_windows"):
+        for kind in (".png", ".svg"):
+            assert (tmp_path / "out" / figure).with_suffix(kind).stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["no/such/model"], "no/such/model"),
+        (["--ratios", "0.5,2"], "--ratios: input should be less than or equal to 1, found '2'"),
+        (["--windows", "64", "--lengths", "32"], "--windows: a window of 64 tokens is longer"),
+        (["--memory-limit", "much"], "--memory-limit: expected a size like 40GB or 512MiB"),
+        (["--attention", "magic"], "attention backend 'magic' is unknown"),
+        (["--original", "elsewhere"], "--original: "),
+        (["--dtype", "int3"], "--dtype: input should be"),
+    ],
+)
+def test_faulty_input_is_one_sentence_and_status_2(
+    options: list[str],
+    sentence: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = options if not options[0].startswith("--") else [str(model), *options]
+    assert main(["measure", *given, "--output", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ")
+    assert sentence in told
+    assert len(told.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
