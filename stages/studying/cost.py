@@ -9,13 +9,12 @@ from statistics import median
 from typing import Any
 
 from bosch.analysis.bootstrap import Interval, bootstrap_mean, paired_difference
-from bosch.method.run import SEARCHES
 from bosch.progress import progress
 from stages.studying import pictures
 from stages.studying.result import StudyResult, Table, shown
-from stages.studying.subject import Results, Search, Subject
+from stages.studying.subject import OURS, Results, Search, Subject, variants
 
-PUBLISHED, OURS = "bosch", "bosch_plus"
+PUBLISHED = "bosch"
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ def measured(subject: Subject, methods: Sequence[str]) -> list[Point]:
     wanted = [
         (ratio, method, budget)
         for ratio in options.ratios
-        for method in methods
-        for budget in (options.budgets if method in SEARCHES else (None,))
+        for method, budget in variants(methods, options.budgets)
     ]
     points = []
     with progress(len(wanted) * options.seeds, "searches", "searches") as bar:
@@ -95,7 +93,7 @@ def _point(
         budget=budget,
         evaluations=median(c["evaluations"] for c in costs),
         passes=median(c["full_forward_equivalents"] for c in costs),
-        seconds=median(c["model_seconds"] + c["solver_seconds"] for c in costs),
+        seconds=median(c["seconds"] for c in costs),
         exact=exact,
         log_likelihood=likelihood,
     )
@@ -201,6 +199,7 @@ def _text(subject: Subject) -> str:
         f"({', '.join(config.calibration.tasks)}). {options.seeds} seeds, each with its own "
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, after exact reuse, without the pass of a static "
-        "ranking, which only the seconds hold. Brackets: 95 % bootstrap intervals over seeds and "
+        "ranking, which only the seconds hold. Seconds are processor time where the model is on a "
+        "CPU. Brackets: 95 % bootstrap intervals over seeds and "
         "examples; differences are paired by example. κ: evaluations per layer."
     )

@@ -18,7 +18,7 @@ from bosch.heads import HeadMask
 from bosch.progress import progress
 from stages.studying import pictures
 from stages.studying.result import StudyResult, Table
-from stages.studying.subject import Subject
+from stages.studying.subject import Subject, variants
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ def study(subject: Subject) -> StudyResult:
             subject, ratio, held_out, _log(subject, "held-out", held_out), "held-out set"
         )
         found = {
-            method: [
-                subject.search(method, ratio, seed, calibration_seed=0, log=log)
+            _label(method, budget): [
+                subject.search(method, ratio, seed, budget=budget, calibration_seed=0, log=log)
                 for seed in range(options.seeds)
             ]
-            for method in options.methods
+            for method, budget in variants(options.methods, options.budgets)
         }
         standings = {
             method: [standing(run.mask, landscape) for run in runs]
@@ -82,6 +82,10 @@ def study(subject: Subject) -> StudyResult:
         "optimality", "Distance to the true optimum", _text(subject), data, tables,
         {"landscape": pictures.landscapes(drawn)},
     )  # fmt: skip
+
+
+def _label(method: str, budget: int | None) -> str:
+    return method if budget is None else f"{method}, κ = {budget}"
 
 
 def _anchor_table(subject: Subject) -> Table:

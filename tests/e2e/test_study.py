@@ -129,7 +129,7 @@ def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
 
 def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
     """The page's optimum is measured again by one plain pass, and no other mask beats it."""
-    options = "--methods", "bosch,bme", "--ratios", "0.25"
+    options = "--methods", "bosch,bme", "--ratios", "0.25", "--budgets", "3"
     assert study("optimality", tmp_path, *options) == 0
     data = read(tmp_path, "optimality")["ratios"]["0.25"]
     optimum = data["optimum"]
@@ -141,7 +141,8 @@ def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
     for _ in range(5):
         bits = rng.permutation(np.arange(12) >= 3).reshape(3, 4)
         assert objective.evaluate(HeadMask(bits)).log_likelihood <= best.log_likelihood + 1e-4
-    for method in ("bosch", "bme"):
+    assert list(data["methods"]) == ["bosch, κ = 3", "bme"]
+    for method in data["methods"]:
         for own in data["methods"][method]["calibration"]:
             better = [ll for ll in optimum["log_likelihoods"] if ll > own["log_likelihood"]]
             assert own["log_likelihood_rank"] == 1 + len(better)
