@@ -53,8 +53,8 @@ def _partial(kind: type[_Section], value: object, faults: Sequence[_Location]) -
     given = value if isinstance(value, Mapping) else {}
     fields: dict[str, Any] = {}
     for name, info in kind.model_fields.items():
-        below = [location[1:] for location in faults if location[:1] == (name,)]
-        if below or () in faults:
+        below = [location[1:] for location in faults if location[:1] in ((name,), ())]
+        if below:
             fields[name] = _salvage_field(info, given.get(name), below)
         elif name in given:
             fields[name] = TypeAdapter(_with_limits(info)).validate_python(given[name])

@@ -77,6 +77,10 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
+        ("materialize.max_shard_size=5", "materialize.max_shard_size: expected text"),
+        ("materialize.max_shard_size=5GiB", "max_shard_size: '5GiB' is not a file size like 5GB"),
+        ("materialize.max_shard_size=0GB", "max_shard_size: '0GB' is not a file size"),
+        ("evaluate=[]", "evaluate: expected keys below it, found []"),
         ("name=store", "name: 'store' is the store's own folder"),
         ("name=a/b", "name: 'a/b' cannot name a folder"),
         ("seed=-1", "seed: expected a whole number"),
@@ -90,6 +94,13 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
     message = fault(case, override)
     assert expected in message
     assert "\n" not in message or "faults" in message.splitlines()[0]
+
+
+def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
+    """The default lengths of the needle tasks are longer than this model's positions."""
+    assert "\n" not in fault(case, "evaluate=[]")
+    assert "\n" not in fault(case, "evaluate.needle=[]")
+    assert "\n" not in fault(case, "prepare.calibration=[]")
 
 
 def test_all_faults_are_told_at_once(case: Case) -> None:
