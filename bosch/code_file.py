@@ -25,6 +25,7 @@ MODULES = (
     "attention/eager.py",
     "attention/sdpa.py",
     "attention/flex.py",
+    "attention/flash.py",
     "attention/__init__.py",
     "interface.py",
     "cache.py",

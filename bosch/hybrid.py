@@ -42,7 +42,6 @@ _BACKEND_OF = {
     "flex_attention": "flex",
     "flash": "flash",
     "flash_attention_2": "flash",
-    "flash_attention_3": "flash",
 }
 
 

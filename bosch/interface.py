@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from bosch.attention import CachedStates, HeadLayout, Span, hybrid_attention
+from bosch.attention import CachedStates, HeadLayout, Span, check_sinks, hybrid_attention
 
 # A model loaded from the code file beside its weights has its own copy of all this, whose spans and
 # states are of other classes; so each copy registers under a name of its own.
@@ -37,6 +37,10 @@ class HeadState:
     layout: HeadLayout
     backend: str
     attend: Attend | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout.sliding:
+            check_sinks(self.backend, self.layout.sinks)
 
 
 def head_state(module: nn.Module) -> HeadState | None:

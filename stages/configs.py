@@ -261,7 +261,7 @@ class Runtime(Section):
     """What does not change results and is no part of any key."""
 
     output_root: str = Field("runs", description="Folder of the store and of runs/<recipe name>.")
-    attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = Field(
         "auto", description="Attention backend; auto takes the best one that is installed."
     )
     processes: CountOrAuto = Field(

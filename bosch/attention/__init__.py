@@ -6,6 +6,7 @@ Every backend gives what `eager` gives, in outputs and gradients.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ __all__ = [
     "CachedStates",
     "HeadLayout",
     "Span",
+    "check_sinks",
     "hybrid_attention",
     "resolve_backend",
 ]
@@ -42,10 +44,15 @@ class Backend(Protocol):
 
 
 class BackendEntry(NamedTuple):
-    """How a backend is loaded, on first use, and whether it can be used here."""
+    """How a backend is loaded, on first use, whether it can be used here, and what it lacks.
+
+    `needs` says what must be there for it to be usable.
+    """
 
     load: Callable[[], Backend]
     usable: Callable[[], bool]
+    needs: str = ""
+    has_sinks: bool = True
 
 
 def _load_eager() -> Backend:
@@ -66,14 +73,27 @@ def _load_flex() -> Backend:
     return flex_kernel_attention
 
 
+def _load_flash() -> Backend:
+    from bosch.attention.flash import flash_kernel_attention
+
+    return flash_kernel_attention
+
+
 def _always() -> bool:
     return True
+
+
+def _has_flash() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
 BACKENDS: dict[str, BackendEntry] = {
     "eager": BackendEntry(_load_eager, _always),
     "sdpa": BackendEntry(_load_sdpa, _always),
-    "flex": BackendEntry(_load_flex, torch.cuda.is_available),
+    "flex": BackendEntry(_load_flex, torch.cuda.is_available, "a GPU"),
+    "flash": BackendEntry(
+        _load_flash, _has_flash, "a GPU and the flash-attn package", has_sinks=False
+    ),
 }
 
 _AUTO_ORDER = ("sdpa",)
@@ -91,9 +111,20 @@ def resolve_backend(name: str = "auto") -> str:
         raise UserError(f"attention backend '{name}' is unknown: choose one of {known}")
     if not BACKENDS[name].usable():
         raise UserError(
-            f"attention backend '{name}' cannot be used here: install what it needs or choose auto"
+            f"attention backend '{name}' cannot be used here: it needs {BACKENDS[name].needs}; "
+            "choose auto"
         )
     return name
+
+
+def check_sinks(backend: str, sinks: int) -> None:
+    """Raise UserError when sliding heads have sinks and the backend cannot compute them."""
+    if sinks and not BACKENDS[backend].has_sinks:
+        able = ", ".join(name for name, entry in BACKENDS.items() if entry.has_sinks)
+        raise UserError(
+            f"attention backend '{backend}' has no sinks, {sinks} are asked for: set sinks to 0 or "
+            f"choose one of {able}"
+        )
 
 
 def hybrid_attention(
@@ -113,7 +144,8 @@ def hybrid_attention(
     slots, or what a HybridCache returned. `span` describes padding, documents and the past; by
     default there is neither padding nor more than one document. `scaling` defaults to D**-0.5.
 
-    Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout.
+    Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
+    UserError for sinks that the backend does not have.
     """
     if span is None:
         if isinstance(key, CachedStates):
@@ -125,6 +157,8 @@ def hybrid_attention(
         raise ValueError(
             f"the layout has {heads} KV heads, got {found} with {query.shape[1]} query heads"
         )
+    if layout.sliding:
+        check_sinks(backend, layout.sinks)
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return BACKENDS[backend].load()(query, key, value, layout, span, scale, dropout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class HeadLayout:
     def num_key_value_heads(self) -> int:
         return len(self.full) + len(self.sliding)
 
-    @cached_property
+    @property
     def is_contiguous(self) -> bool:
         """Whether each kind of heads is one slice, in either order."""
         return all(

@@ -256,10 +256,10 @@ def _banded_row(
     mask, sink_slots = span.memo(name, make)
     if sink_slots is not None:
         if states.sink_key is not None and states.sink_value is not None:
-            extra = (
-                states.sink_key.expand(count, -1, -1, -1),
-                states.sink_value.expand(count, -1, -1, -1),
-            )
+            narrow = span.row(row)  # some sinks may have come with this pass
+            extra_key = gather_sinks(states.key, states.sink_key, narrow, sinks)
+            extra_value = gather_sinks(states.value, states.sink_value, narrow, sinks)
+            extra = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
         else:
             index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
             extra_key, extra_value = (

@@ -1,0 +1,71 @@
+"""What flash-attn's two functions are documented to compute, in plain torch, in any dtype.
+
+Query i of Tq sees key j of Tk where i' - left <= j <= i' + right, with i' = i + Tk - Tq; -1 is no
+bound, and `causal` makes right 0. Shapes: [B, T, H, D]; [total, H, D] with the int32 borders of
+sequences.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert q.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
+    assert q.shape[2] % k.shape[2] == 0 and q.stride(-1) == k.stride(-1) == 1
+    assert dropout_p == 0.0
+    left, right = window_size
+    right = 0 if causal else right
+    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    columns = torch.arange(k.shape[1])[None]
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    if left >= 0:
+        seen &= columns >= rows - left
+    if right >= 0:
+        seen &= columns <= rows + right
+    assert bool(seen.any(1).all())
+    heads = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(heads, dim=2) for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).contiguous()
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert q.ndim == 3 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert len(ends_q) == len(ends_k) and ends_q[0] == ends_k[0] == 0
+    assert ends_q[-1] == q.shape[0] and ends_k[-1] == k.shape[0]
+    outputs = []
+    for sequence in range(len(ends_q) - 1):
+        queries = slice(ends_q[sequence], ends_q[sequence + 1])
+        keys = slice(ends_k[sequence], ends_k[sequence + 1])
+        assert 0 < queries.stop - queries.start <= max_seqlen_q
+        assert 0 < keys.stop - keys.start <= max_seqlen_k
+        part = (q[None, queries], k[None, keys], v[None, keys])
+        outputs.append(flash_attn_func(*part, dropout_p, softmax_scale, causal, window_size)[0])
+    return torch.cat(outputs)

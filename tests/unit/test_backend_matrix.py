@@ -1,0 +1,254 @@
+"""Every backend against the oracle, over shapes that hypothesis draws; with caches and without.
+
+flex runs without a compiler and in small blocks, flash on a stand-in for the flash-attn package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from bosch.attention import (
+    BACKENDS,
+    HeadLayout,
+    Span,
+    flash,
+    flex,
+    hybrid_attention,
+    resolve_backend,
+)
+from bosch.cache import HybridCacheLayer
+from bosch.errors import UserError
+from bosch.interface import span_mask
+from bosch.modeling import apply_head_mask, materialize, prepare_for_search
+from bosch.static_cache import StaticHybridCacheLayer
+from tests import fake_flash
+from tests.attention_case import Case, cases
+from tests.hybrid_case import random_mask, small_model, tokens
+
+_NEAR = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stand_ins() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(flex, "_FLEX_BLOCK", 16)
+    patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = fake_flash.flash_attn_func
+    package.flash_attn_varlen_func = fake_flash.flash_attn_varlen_func
+    patch.setitem(sys.modules, "flash_attn", package)
+    patch.setattr(flash, "_FLASH_DTYPES", (torch.float64, torch.float32))
+    yield
+    patch.undo()
+
+
+def _outputs_and_gradients(case: Case, backend: str, padded: bool = True) -> list[Tensor]:
+    """Output, and gradients of a random sum of it; `padded`: with what padded queries give."""
+    tensors, span = case.tensors(), case.span()
+    out = hybrid_attention(*tensors, case.layout(), span, backend=backend)
+    if span.valid is not None and not padded:
+        out = out * span.valid[:, case.past :, None, None]
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+def _refusal(case: Case, backend: str) -> str | None:
+    """What the backend says to a problem that it cannot compute."""
+    if backend != "flash":
+        return None
+    if case.sinks and not all(case.rows):
+        return "has no sinks"
+    valid = case.span().valid
+    if valid is not None and any("01" in row.lstrip("0") for row in _bits(valid)):
+        return "not between its tokens"
+    return None
+
+
+def _bits(valid: Tensor) -> list[str]:
+    return ["".join(str(int(x)) for x in row) for row in valid.tolist()]
+
+
+def _check(case: Case, backend: str) -> None:
+    refused = _refusal(case, backend)
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            _outputs_and_gradients(case, backend)
+        return
+    padded = backend != "flash"  # it leaves padding behind a row's tokens out
+    wanted = _outputs_and_gradients(case, "eager", padded)
+    found = _outputs_and_gradients(case, backend, padded)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, **_NEAR)
+
+
+_ROWS = [(True, True), (False, False), (True, False), (False, True, True)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=cases())
+@example(case=Case(40, 8, 4, (True, False), padding="documents"))
+@example(case=Case(300, 33, 3, (False, False), padding="left", batch=2))
+@example(case=Case(33, 16, 4, (False,), past=7))
+def test_sdpa_equals_the_oracle(case: Case) -> None:
+    _check(case, "sdpa")
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_flex_equals_the_oracle_on_drawn_shapes(case: Case) -> None:
+    _check(case, "flex")
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases())
+@example(case=Case(40, 8, 0, (True, False), padding="documents"))
+@example(case=Case(5, 8, 0, (True, False), padding="left", batch=2, past=19))
+@example(case=Case(20, 8, 0, (True, False), padding="left", batch=2, past=3, seed=3))
+def test_flash_equals_the_oracle(case: Case) -> None:
+    _check(case, "flash")
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
+@pytest.mark.parametrize("rows", _ROWS, ids=str)
+@pytest.mark.parametrize(("length", "window"), [(18, 19), (19, 19), (20, 19), (95, 19), (95, 1)])
+def test_lengths_at_the_window_for_every_kind_of_mask(
+    backend: str, rows: tuple[bool, ...], length: int, window: int
+) -> None:
+    """The edges that must not be left to chance: T below, at, above and far above W."""
+    for sinks in (0, 4):
+        _check(Case(length, window, sinks, rows, padding="documents" if sinks else "none"), backend)
+
+
+@st.composite
+def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
+    """A sequence in passes: a prompt in chunks, then single tokens; its cache and backend."""
+    window = draw(st.sampled_from([1, 2, 5, 16]))
+    one = st.sampled_from([1, 1, 2, window, window + 1, 19, 40])
+    sizes = draw(st.lists(one, min_size=1, max_size=5))
+    sizes += [1] * draw(st.integers(0, 3))
+    backend = draw(st.sampled_from(["eager", "sdpa", "flash"]))
+    case = Case(
+        sum(sizes),
+        window,
+        0 if backend == "flash" else draw(st.sampled_from([0, 4])),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))),
+        batch=2,
+        padding=draw(st.sampled_from(["none", "left"])),
+        seed=draw(st.integers(0, 9)),
+    )
+    return case, sizes, backend, draw(st.sampled_from(["dynamic", "static"]))
+
+
+@settings(max_examples=120, deadline=None)
+@given(drawn=chunkings())
+@example(drawn=(Case(20, 1, 4, (False,), batch=2), [1, 19], "sdpa", "dynamic"))
+@example(drawn=(Case(59, 5, 4, (False,), batch=2, padding="left"), [19, 40], "sdpa", "dynamic"))
+def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
+    drawn: tuple[Case, list[int], str, str],
+) -> None:
+    case, sizes, backend, kind = drawn
+    query, key, value = (x.detach() for x in case.tensors())
+    layout, span = case.layout(), case.span()
+    wanted = hybrid_attention(query, key, value, layout, span, backend="eager")
+    layer: Any = HybridCacheLayer(layout)
+    if kind == "static":
+        layer = StaticHybridCacheLayer(layout, case.length + 1)
+    outputs, start = [], 0
+    for size in sizes:
+        stop = start + size
+        part = span_mask(
+            case.batch,
+            size,
+            layer.get_mask_sizes(size)[0],
+            layer.get_seq_length(),
+            attention_mask=None if span.valid is None else span.valid[:, :stop],
+        )
+        keys, values = layer.update(key[:, :, start:stop], value[:, :, start:stop])
+        outputs.append(
+            hybrid_attention(query[:, :, start:stop], keys, values, layout, part, backend=backend)
+        )
+        keys.settle(part)
+        if kind == "dynamic":
+            assert layer.recent_keys.shape[2] <= case.window - 1
+        start = stop
+    real = (
+        torch.ones(case.batch, case.length, dtype=torch.bool) if span.valid is None else span.valid
+    )
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[real], wanted[real], **_NEAR)
+
+
+def _patched_flash_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: True))
+
+
+def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed documents, left padding, and generation with either cache."""
+    _patched_flash_is_usable(monkeypatch)
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :11] = 0
+    positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
+    model = small_model()
+    apply_head_mask(model, random_mask(), 7)
+    hybrid = materialize(model, random_mask(), 7)
+    inputs = ({"position_ids": positions}, {"attention_mask": mask})
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        wanted = [model(ids, use_cache=False, **x).logits for x in inputs]
+        text = hybrid.generate(ids, **options)
+        calls = _counted(monkeypatch)
+        prepare_for_search(model, "flash")
+        apply_head_mask(model, random_mask(), 7)
+        hybrid.set_attn_implementation("flash_attention_2")
+        for tried in (model, hybrid):
+            for x, logits in zip(inputs, wanted, strict=True):
+                found = tried(ids, use_cache=False, **x).logits
+                torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+        assert calls == ["flash_attn_varlen_func"] * 24
+        assert torch.equal(hybrid.generate(ids, **options), text)
+        assert torch.equal(hybrid.generate(ids, cache_implementation="static", **options), text)
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the package's functions that are called from now on."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(fake_flash, name)
+        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
+
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        monkeypatch.setattr(sys.modules["flash_attn"], name, counted(name))
+    return calls
+
+
+def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="needs a GPU and the flash-attn package; choose auto"):
+        resolve_backend("flash")
+    _patched_flash_is_usable(monkeypatch)
+    hybrid = materialize(small_model(), random_mask(), 7, sinks=2)
+    with pytest.raises(UserError, match="'flash' has no sinks, 2 are asked for"):
+        hybrid.set_attn_implementation("flash")
+    model = small_model()
+    prepare_for_search(model, "flash")
+    with pytest.raises(UserError, match="'flash' has no sinks, 2 are asked for"):
+        apply_head_mask(model, random_mask(), 7, sinks=2)
+    with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
+        hybrid.set_attn_implementation("flash_attention_3")
+    monkeypatch.setattr(flash, "_FLASH_DTYPES", (torch.float16, torch.bfloat16))
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(UserError, match=r"not in torch\.float32: load the model in bfloat16"):
+        hybrid_attention(states, states, states, HeadLayout.deploy(1, 2, 4), backend="flash")
+    low = states.bfloat16()
+    out = hybrid_attention(low, low, low, HeadLayout.deploy(1, 2, 4), Span(4), backend="flash")
+    assert out.shape == (1, 4, 2, 8)
