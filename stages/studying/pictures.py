@@ -17,6 +17,7 @@ from bosch.heads import HeadMask
 from bosch.method.run import SEARCHES
 
 _MARKERS = "osD^vP<>X*hp"
+_LEAST_NATS = 1e-4
 
 
 def landscapes(
@@ -25,12 +26,12 @@ def landscapes(
     """Log-likelihood of all masks in falling order, and the methods' masks on that curve."""
     figure, axes = _panels(len(drawn), height=4.2)
     for axis, (ratio, (landscape, standings)) in zip(axes, drawn.items(), strict=True):
-        values = np.sort([e.log_likelihood for e in landscape.values()])[::-1]
+        values = np.sort([_missing(e.log_likelihood) for e in landscape.values()])
         axis.plot(np.arange(1, len(values) + 1), values, color="0.75", linewidth=3, zorder=1)
         for number, (method, own) in enumerate(standings.items()):
             axis.plot(
                 [s.log_likelihood_rank for s in own],
-                [s.log_likelihood for s in own],
+                [_missing(s.log_likelihood) for s in own],
                 _MARKERS[number % len(_MARKERS)],
                 color=f"C{number % 10}",
                 markersize=7,
@@ -41,9 +42,11 @@ def landscapes(
             xscale="log",
             title=f"ρ = {ratio:g}, {len(values)} masks",
             xlabel="rank by log-likelihood",
-            ylabel="log-likelihood (nats per example)",
+            ylabel="− log-likelihood (nats)",
+            yscale="log",
         )
-    _legend(figure, axes[0])
+        axis.invert_yaxis()
+    _legend(figure, axes[0], columns=2 * len(drawn))
     return figure
 
 
@@ -54,14 +57,18 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
     for column, ratio in enumerate(ratios):
         for number, method in enumerate(methods):
             own = [p for p in points if p.method == method and p.ratio == ratio]
-            for row, name in enumerate(("score", "likelihood")):
-                intervals = [getattr(p, name) for p in own]
+            scores = [(p.score.low, p.score.mean, p.score.high) for p in own]
+            missing = [
+                tuple(_missing(value) for value in (i.high, i.mean, i.low))
+                for i in (p.likelihood for p in own)
+            ]
+            for row, intervals in enumerate((scores, missing)):
                 axes[row * len(ratios) + column].errorbar(
                     [p.passes for p in own],
-                    [i.mean for i in intervals],
+                    [mean for _, mean, _ in intervals],
                     yerr=[
-                        [i.mean - i.low for i in intervals],
-                        [i.high - i.mean for i in intervals],
+                        [mean - low for low, mean, _ in intervals],
+                        [high - mean for _, mean, high in intervals],
                     ],
                     fmt=_MARKERS[number % len(_MARKERS)] + ("-" if method in SEARCHES else ""),
                     color=f"C{number % 10}",
@@ -72,10 +79,12 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
                     label=method,
                 )
         axes[column].set(xscale="log", ylim=(-0.03, 1.03), title=f"ρ = {ratio:g}")
-        axes[len(ratios) + column].set(xscale="log", xlabel="full passes")
+        below = axes[len(ratios) + column]
+        below.set(xscale="log", yscale="log", xlabel="full passes")
+        below.invert_yaxis()
     axes[0].set_ylabel("held-out score")
-    axes[len(ratios)].set_ylabel("held-out log-likelihood")
-    _legend(figure, axes[0])
+    axes[len(ratios)].set_ylabel("− held-out log-likelihood (nats)")
+    _legend(figure, axes[0], columns=2 * len(ratios))
     return figure
 
 
@@ -138,6 +147,11 @@ def jaccard_maps(
     return figure
 
 
+def _missing(log_likelihood: float) -> float:
+    """What is missing to 0: log-likelihoods span four powers of ten, so they need a log axis."""
+    return max(_LEAST_NATS, -log_likelihood)
+
+
 def _panels(
     columns: int, rows: int = 1, width: float = 4.0, height: float = 3.6
 ) -> tuple[Figure, list[Any]]:
@@ -149,6 +163,8 @@ def _panels(
     return figure, axes
 
 
-def _legend(figure: Figure, axis: Any) -> None:
+def _legend(figure: Figure, axis: Any, columns: int) -> None:
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
