@@ -119,18 +119,21 @@ class Subject:
         return known
 
     def objective(self, examples: CalibrationSet) -> Objective:
-        """Measures masks on `examples`."""
+        """Measures masks on `examples`; what its passes left behind serves later ones."""
         key = examples.fingerprint
         if key not in self._objectives:
-            search = self.config.search
-            self._objectives[key] = Objective(
-                self.model,
-                examples,
-                search.window_size,
-                search.sinks,
-                batch_size=self.config.runtime.eval_batch_size,
-            )
+            self._objectives[key] = self._new_objective(examples)
         return self._objectives[key]
+
+    def _new_objective(self, examples: CalibrationSet) -> Objective:
+        search = self.config.search
+        return Objective(
+            self.model,
+            examples,
+            search.window_size,
+            search.sinks,
+            batch_size=self.config.runtime.eval_batch_size,
+        )
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
         """The calibration set of study seed `seed`; a smaller one is the beginning of a larger."""
@@ -209,9 +212,16 @@ class Subject:
         log: EvaluationLog | None,
         under_way: Path,
     ) -> Record:
-        """Run a search; its evaluations are kept in `under_way`, should it be stopped."""
-        objective = self.objective(calibration)
-        log = log if log is not None else EvaluationLog(under_way, objective.context)
+        """Run a search; its evaluations are kept in `under_way`, should it be stopped.
+
+        Unless its evaluations are shared, it finds nothing that another search left behind: what
+        it costs is its own.
+        """
+        if log is not None:
+            objective = self.objective(calibration)
+        else:
+            objective = self._new_objective(calibration)
+            log = EvaluationLog(under_way, objective.context)
         # Other processes on the machine slow a search down, but do not use its processor time.
         clock = time.process_time if self.model.device.type == "cpu" else time.perf_counter
         started = clock()
