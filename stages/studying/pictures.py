@@ -59,7 +59,7 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
             own = [p for p in points if p.method == method and p.ratio == ratio]
             scores = [(p.score.low, p.score.mean, p.score.high) for p in own]
             missing = [
-                tuple(_missing(value) for value in (i.high, i.mean, i.low))
+                (_missing(i.high), _missing(i.mean), _missing(i.low))
                 for i in (p.likelihood for p in own)
             ]
             for row, intervals in enumerate((scores, missing)):
