@@ -1,0 +1,177 @@
+"""Cost of hybrid attention on the CPU over that of all-full attention, measured side by side.
+
+    python -m tests.benchmarks.attention_speed
+
+One thread; processor time, so that other work on the machine counts little. What is compared takes
+turns, and the least of some runs counts. bf16, 16 query heads, 8 KV heads, D = 64, W = 256,
+rho = 0.75; T = 8,192 unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+from bosch.attention import HeadLayout, Span, hybrid_attention
+from bosch.cache import HybridCache
+from bosch.windows import cached_keys
+
+LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64
+DECODE_LENGTH = 16384
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+RATIO = 1 - FULL / KV_HEADS
+
+Work = Callable[[], object]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A single thread for the block, in which processor time is time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ideal_ratio(length: int, window: int, ratio: float) -> float:
+    """Share of the query-key pairs that is left: 1 - rho + rho W (2T - W) / T^2."""
+    return 1 - ratio + ratio * window * (2 * length - window) / length**2
+
+
+def forward_ratios(repeats: int = 4) -> dict[str, float]:
+    """Forward passes of deploy mode, search mode and sliding heads alone, over all-full."""
+    tensors = _tensors(LENGTH)
+    rows = [True, False, False, False, True, False, False, False]
+    layouts = {"deploy": _deploy(), "search": HeadLayout.search(rows, WINDOW)}
+    works: dict[str, Work] = {"full": lambda: _all_full(*tensors)}
+    for name, layout in layouts.items():
+        works[name] = lambda layout=layout: hybrid_attention(*tensors, layout)
+    seconds = _least(works, repeats)
+    return {name: seconds[name] / seconds["full"] for name in layouts}
+
+
+def training_ratio(repeats: int = 3) -> float:
+    """Forward and backward pass of deploy mode over all-full."""
+    tensors = _tensors(LENGTH, grad=True)
+    weight = torch.randn(1, LENGTH, QUERY_HEADS, DIM, dtype=torch.bfloat16)
+
+    def step(attend: Callable[..., Tensor], *more: HeadLayout) -> None:
+        torch.autograd.grad(attend(*tensors, *more), tensors, weight)
+
+    works: dict[str, Work] = {
+        "full": lambda: step(_all_full),
+        "hybrid": lambda: step(hybrid_attention, _deploy()),
+    }
+    seconds = _least(works, repeats)
+    return seconds["hybrid"] / seconds["full"]
+
+
+def sliding_exponent(repeats: int = 3) -> float:
+    """Exponent b of the cost T^b of a layer of sliding heads, fitted over `LENGTHS`."""
+    layout = HeadLayout.deploy(0, KV_HEADS, WINDOW)
+    inputs = {length: _tensors(length) for length in LENGTHS}
+    works: dict[str, Work] = {
+        str(length): lambda tensors=tensors: hybrid_attention(*tensors, layout)
+        for length, tensors in inputs.items()
+    }
+    seconds = list(_least(works, repeats).values())
+    return float(np.polyfit(np.log(LENGTHS), np.log(seconds), 1)[0])
+
+
+def decode_ratio(repeats: int = 40) -> tuple[float, int, int]:
+    """Cache update and attention of one layer for one token after 16,384, over the original's.
+
+    With it the bytes that the hybrid's cache holds before, and what the formula says.
+    """
+    _, key, value = _tensors(DECODE_LENGTH)
+    query, new_key, new_value = _tensors(1)
+    original, hybrid, layout = DynamicCache(), HybridCache([_deploy()]), _deploy()
+    original.update(key, value, 0)
+    hybrid.update(key, value, 0)[0].settle(Span(DECODE_LENGTH))
+    held = hybrid.num_bytes
+    entries = FULL * DECODE_LENGTH + (KV_HEADS - FULL) * cached_keys(WINDOW)
+
+    def original_step() -> None:
+        _all_full(query, *original.update(new_key, new_value, 0))
+
+    def hybrid_step() -> None:
+        keys, values = hybrid.update(new_key, new_value, 0)
+        span = Span(1, hybrid.get_seq_length() - 1)
+        hybrid_attention(query, keys, values, layout, span)
+        keys.settle(span)
+
+    seconds = _least({"original": original_step, "hybrid": hybrid_step}, repeats)
+    return seconds["hybrid"] / seconds["original"], held, 2 * DIM * 2 * entries
+
+
+def _tensors(length: int, grad: bool = False) -> list[Tensor]:
+    """Query [1, 16, T, 64], key and value [1, 8, T, 64]."""
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "requires_grad": grad}
+    heads = (QUERY_HEADS, KV_HEADS, KV_HEADS)
+    return [torch.randn(1, count, length, DIM, **options) for count in heads]
+
+
+def _all_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    causal = query.shape[2] > 1
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _deploy() -> HeadLayout:
+    return HeadLayout.deploy(FULL, KV_HEADS, WINDOW)
+
+
+def _least(works: dict[str, Work], repeats: int) -> dict[str, float]:
+    """Least processor time of each, in seconds; they take turns, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats + 1):
+        for name, work in works.items():
+            start = time.process_time()
+            work()
+            times[name].append(time.process_time() - start)
+    return {name: min(spent[1:]) for name, spent in times.items()}
+
+
+def machine() -> str:
+    """Processor and versions; no name of the machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "CPU")
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    kinds = [kind for kind in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if kind in flags]
+    return (
+        f"{model} ({', '.join(kinds)}), {os.cpu_count()} cores, one thread; torch "
+        f"{torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def main() -> None:
+    """Print a row for each figure, as docs/benchmarks.md has them."""
+    print(machine())
+    with one_thread():
+        forward = forward_ratios()
+        ideal = ideal_ratio(LENGTH, WINDOW, RATIO)
+        print(f"| forward, deploy mode, over all-full | {forward['deploy']:.3f} | {ideal:.3f} |")
+        print(f"| forward, search mode, over all-full | {forward['search']:.3f} | {ideal:.3f} |")
+        print(f"| forward and backward, over all-full | {training_ratio():.3f} | {ideal:.3f} |")
+        print(f"| sliding heads alone, exponent of T | {sliding_exponent():.2f} | 1 |")
+        ratio, held, formula = decode_ratio()
+        share = formula / (2 * DIM * 2 * KV_HEADS * DECODE_LENGTH)
+        print(f"| a token after 16k, over the original | {ratio:.3f} | {share:.3f} |")
+        print(f"| bytes of the layer's cache | {held:,} | {formula:,} |")
+
+
+if __name__ == "__main__":
+    main()
