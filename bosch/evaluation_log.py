@@ -38,6 +38,15 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class GateGradient:
+    """Derivative of the mean log-likelihood with respect to each unit's gate, [L, H], at a mask."""
+
+    values: list[list[float]]
+    seconds: float = 0.0
+    full_forward_equivalents: float = 0.0
+
+
+@dataclass(frozen=True)
 class EvaluationContext:
     """All that S(z) depends on besides the mask; evaluations of another context are not reused.
 
@@ -85,6 +94,7 @@ class EvaluationLog:
         self._pooled: dict[str, Evaluation] = {}
         self._has_pool = pool is not None
         self._known: dict[str, _Entry] = {}
+        self._gradients: dict[str, GateGradient] = {}
         if path is not None and path.exists():
             self._read(path)
         if pool is not None:
@@ -103,7 +113,7 @@ class EvaluationLog:
             if pool_folder is not None:
                 pool = SharedLines(pool_folder, "evaluations", context.exact)
             log = cls(path, context, pool)
-        log._known = ranks.from_first(log._known)
+        log._known, log._gradients = ranks.from_first((log._known, log._gradients))
         log._ranks, log._has_pool = ranks, pool_folder is not None
         return log
 
@@ -111,9 +121,24 @@ class EvaluationLog:
         return len(self._known)
 
     def get(self, mask: HeadMask) -> Evaluation | None:
-        """This search's evaluation of `mask`."""
+        """This search's evaluation of `mask`, made to its end."""
         entry = self._known.get(mask.key)
-        return entry.evaluation if entry is not None else None
+        return None if entry is None or entry.evaluation.is_bound else entry.evaluation
+
+    def bound(self, mask: HeadMask) -> Evaluation | None:
+        """Upper bounds from an evaluation of `mask` that ended early."""
+        entry = self._known.get(mask.key)
+        return entry.evaluation if entry is not None and entry.evaluation.is_bound else None
+
+    def gradient(self, mask: HeadMask, share: str) -> GateGradient | None:
+        """This search's gradient at `mask` over a share of the examples."""
+        return self._gradients.get(_gradient_key(mask, share))
+
+    def append_gradient(self, mask: HeadMask, share: str, gradient: GateGradient) -> None:
+        """Remember a gradient; returns when the line is on disk."""
+        self._gradients[_gradient_key(mask, share)] = gradient
+        line = {"mask": mask.key, "share": share, **asdict(self.context)}
+        self._write({**line, "gradient": asdict(gradient)})
 
     def reused(self, mask: HeadMask) -> bool:
         """Whether the evaluation of `mask` was paid for by another search."""
@@ -146,9 +171,11 @@ class EvaluationLog:
 
     def _keep(self, key: str, entry: _Entry, stage: str) -> None:
         self._known[key] = entry
+        self._write({**_line(key, entry, stage), "reused": entry.reused})
+
+    def _write(self, line: dict[str, object]) -> None:
         if self.path is None:
             return
-        line = {**_line(key, entry, stage), "reused": entry.reused}
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -167,7 +194,11 @@ class EvaluationLog:
             os.truncate(path, whole)
         others = 0
         for number, line in enumerate(content[:whole].splitlines(), start=1):
-            found = _parse(_json(line))
+            record = _json(line)
+            if isinstance(record, dict) and "gradient" in record:
+                others += not self._read_gradient(record)
+                continue
+            found = _parse(record)
             if found is None:
                 logger.warning("%s: line %d is damaged and not used", path, number)
                 continue
@@ -181,6 +212,18 @@ class EvaluationLog:
                 "%s: %d evaluations are of another model, calibration set or window: not used",
                 path, others,
             )  # fmt: skip
+
+    def _read_gradient(self, record: dict[str, Any]) -> bool:
+        """Whether a gradient in the file is usable here."""
+        try:
+            context = _context(record)
+            gradient = GateGradient(**record["gradient"])
+            key = _gradient_key(HeadMask.from_key(record["mask"]), str(record["share"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if context == self.context:
+            self._gradients[key] = gradient
+        return context == self.context
 
     def _use_pooled(self, record: dict[str, Any]) -> None:
         found = _parse(record)
@@ -199,15 +242,23 @@ def _line(key: str, entry: _Entry, stage: str) -> dict[str, object]:
     return {"mask": key, **asdict(entry.context), "stage": stage, **asdict(entry.evaluation)}
 
 
+def _gradient_key(mask: HeadMask, share: str) -> str:
+    return f"{mask.key} {share}"
+
+
+def _context(record: Any) -> EvaluationContext:
+    return EvaluationContext(
+        calibration=str(record["calibration"]),
+        model=str(record["model"]),
+        window_size=int(record["window_size"]),
+        sinks=int(record["sinks"]),
+        numerics=str(record.get("numerics", "")),
+    )
+
+
 def _parse(record: Any) -> tuple[str, _Entry] | None:
     try:
-        context = EvaluationContext(
-            calibration=str(record["calibration"]),
-            model=str(record["model"]),
-            window_size=int(record["window_size"]),
-            sinks=int(record["sinks"]),
-            numerics=str(record.get("numerics", "")),
-        )
+        context = _context(record)
         evaluation = Evaluation(
             score=float(record["score"]),
             log_likelihood=float(record["log_likelihood"]),

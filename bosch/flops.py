@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from bosch.attention.sdpa import block_size
+from bosch.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,18 @@ class Flops:
         linear = sum(layer.linear for layer in self.layers) * positions
         attention = sum(self.attention(row, rows, length) for row in is_full)
         return linear + attention + self.head * answers
+
+    def gradient(self, batch: Batch) -> int:
+        """Forward and backward pass for the gates: both kinds of attention, no weight gradients.
+
+        Backward through a linear map costs as much as the map, through attention 2.5 times that.
+        """
+        rows, length = batch.input_ids.shape
+        both = self.full_heads(self.num_key_value_heads, rows, length)
+        both += self.sliding_heads(self.num_key_value_heads, rows, length)
+        linear = sum(layer.linear for layer in self.layers) * batch.size
+        linear += self.head * len(batch.answers)
+        return 2 * linear + len(self.layers) * (7 * both // 2)
 
 
 def sliding_pairs(length: int, window: int, sinks: int) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor
 from bosch.batches import Batch, batch_of, cut, dealt
 from bosch.calibration import CalibrationExample, CalibrationSet
 from bosch.errors import RunError, UserError
-from bosch.evaluation_log import Evaluation, EvaluationContext
+from bosch.evaluation_log import Evaluation, EvaluationContext, GateGradient
+from bosch.gate_gradients import gate_gradients
 from bosch.heads import HeadMask
 from bosch.kept_states import KeptStates
 from bosch.layer_pass import LayerPass
@@ -46,8 +47,8 @@ class Objective:
     `reuse_bytes` bounds the memory of what is kept between passes (0: nothing); `answers_only` off
     computes the last layer at every position. Neither changes a result. With several `ranks` each
     computes its share of the set, and all of them must ask for the same masks in the same order;
-    every rank gets the same evaluations. The set has up to 8 `parts` of consecutive examples, which
-    can be measured alone.
+    every rank gets the same evaluations. The set has up to 8 parts of consecutive examples, between
+    which an evaluation can end early.
     Raises UserError when a sliding head would see every token of every example.
     """
 
@@ -108,10 +109,9 @@ class Objective:
         mask: HeadMask,
         shared_layers: int = 0,
         *,
-        part: int | None = None,
         can_win: CanWin | None = None,
     ) -> Evaluation:
-        """One pass over the calibration set, or one `part` of it; no token is generated.
+        """One pass over the calibration set; no token is generated.
 
         The masks that follow will agree with this one below layer `shared_layers`: what is known of
         that layer is kept first. `can_win` is asked with what score and log-likelihood the mask can
@@ -124,7 +124,7 @@ class Objective:
         self._begin(mask, shared_layers)
         results, spent = self._empty()
         seen: list[int] = []
-        for stage in self._stages(part, can_win):
+        for stage in self._stages(can_win):
             self._measure(mask, stage, results, spent)
             seen += stage
             if can_win is None:
@@ -133,10 +133,7 @@ class Objective:
             if not can_win(score, likelihood):
                 break
         results, spent, seconds = self._merged(mask, results, spent, time.perf_counter() - started)
-        examples = self._examples(seen)
-        total = examples if part is not None else len(self.calibration)
-        is_bound = examples < total
-        score, likelihood = self._at_most(results, seen, total)
+        score, likelihood = self._at_most(results, seen)
         if not math.isfinite(likelihood):
             raise RunError(
                 f"the model's logits are not finite under head mask {mask.key}: "
@@ -150,8 +147,36 @@ class Objective:
             seconds=seconds,
             full_forward_equivalents=float(spent.sum()) / sum(whole),
             whole_pass_equivalents=sum(self._operations(mask)) / sum(whole),
-            is_bound=is_bound,
+            is_bound=len(seen) < len(self._batches),
         )
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        """What each KV head's gate is worth at `mask`, from one of `shares` shares of the parts.
+
+        The derivative of the share's mean log-likelihood. Raises RunError as `evaluate` does.
+        """
+        started = time.perf_counter()
+        apply_head_mask(self.model, mask, self.window_size, self.sinks)
+        self._check_model(mask)
+        seen = [i for i, part in enumerate(self._part_of) if part % shares == share]
+        found = torch.zeros(len(self._batches), *mask.is_full.shape, dtype=torch.float64)
+        spent = torch.zeros(len(self._batches), dtype=torch.float64)
+        for index in sorted(set(seen) & set(self._mine)):
+            batch = self._batches[index]
+            found[index] = gate_gradients(
+                self.model, self._head, batch, mask,
+                self._passes.all_full, self._passes.all_sliding,
+            )  # fmt: skip
+            spent[index] = self._passes.flops.gradient(batch)
+        found, spent, seconds = self._merged(mask, found, spent, time.perf_counter() - started)
+        values = found[seen].sum(dim=0) / self._examples(seen)
+        if not bool(values.isfinite().all()):
+            raise RunError(
+                f"the model's gradients are not finite under head mask {mask.key}: "
+                "try model.dtype float32"
+            )
+        whole = self._operations(HeadMask.all_full(*mask.is_full.shape))
+        return GateGradient(values.tolist(), seconds, float(spent.sum()) / sum(whole))
 
     def example_results(self, mask: HeadMask) -> Tensor:
         """Exact match and log-likelihood of each example in the set's order, [N, 2] float64.
@@ -177,11 +202,9 @@ class Objective:
         results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
         return results, torch.zeros(len(self._batches), dtype=torch.float64)
 
-    def _stages(self, part: int | None, can_win: CanWin | None) -> list[list[int]]:
+    def _stages(self, can_win: CanWin | None) -> list[list[int]]:
         """Batches in the order in which they are measured, between two decisions."""
         everything = range(len(self._batches))
-        if part is not None:
-            return [[i for i in everything if self._part_of[i] == part]]
         if can_win is None:
             return [list(everything)]
         # What other masks found hard comes first: a losing mask shows there.
@@ -199,11 +222,9 @@ class Objective:
             results[batch.examples] = _match(self._head(hidden), batch)
             spent[index] += operations + self._passes.flops.head * len(batch.answers)
 
-    def _at_most(
-        self, results: Tensor, seen: Sequence[int], total: int | None = None
-    ) -> tuple[float, float]:
-        """Score and log-likelihood over `total` examples, if the model knew all it has not seen."""
-        total = total or len(self.calibration)
+    def _at_most(self, results: Tensor, seen: Sequence[int]) -> tuple[float, float]:
+        """Score and log-likelihood, if the model knew all that it has not seen."""
+        total = len(self.calibration)
         exact, likelihood = (sum(column) for column in results.T.tolist())
         return (exact + total - self._examples(seen)) / total, likelihood / total
 

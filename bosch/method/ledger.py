@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from bosch.evaluation_log import Evaluation, EvaluationLog
+import numpy as np
+import numpy.typing as npt
+
+from bosch.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.heads import HeadMask
 from bosch.loss import Anchors
 from bosch.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-StageName = Literal["anchors", "layer_importance", "head_selection", "repair", "final"]
+StageName = Literal[
+    "anchors", "layer_importance", "head_selection", "repair", "start", "swaps", "final"
+]
+CanWin = Callable[[float, float], bool]
 
 
 class Scorer(Protocol):
@@ -34,9 +40,24 @@ class Scorer(Protocol):
         """S(z); the masks that follow will agree with this one below layer `shared_layers`."""
 
 
+class GradientScorer(Scorer, Protocol):
+    """A scorer that can end a losing evaluation early, and knows what each unit is worth."""
+
+    def evaluate(
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
+    ) -> Evaluation:
+        """As `Scorer.evaluate`; bounds as soon as `can_win(score, log_likelihood)` is False."""
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        """Gradient at `mask` over one of `shares` equal shares of the examples."""
+
+
 @dataclass(frozen=True)
 class TracePoint:
-    """One evaluation in the order of the search; `best_score` is the best within its unit."""
+    """One evaluation in the order of the search; `best_score` is the best within its unit.
+
+    Where `is_bound` is set the evaluation ended early, and score and log-likelihood are bounds.
+    """
 
     stage: StageName
     step: int
@@ -45,6 +66,7 @@ class TracePoint:
     log_likelihood: float
     best_score: float
     mask: str
+    is_bound: bool = False
 
 
 class Ledger:
@@ -64,29 +86,57 @@ class Ledger:
         self._progress = progress
         self._used: dict[str, Evaluation] = {}
         self._reused: set[str] = set()
+        self._gradients: dict[tuple[str, str], GateGradient] = {}
         self._best_in_unit: dict[tuple[str, str], float] = {}
         self._best_on_budget: tuple[float, float, HeadMask] | None = None
         self.target: int | None = None
         self.fresh_seconds = 0.0
+        self._naive = 0.0
         self.watch: Callable[[Ledger], None] | None = None
 
     def evaluate(
-        self, mask: HeadMask, stage: StageName, unit: str, shared_layers: int = 0
+        self,
+        mask: HeadMask,
+        stage: StageName,
+        unit: str,
+        shared_layers: int = 0,
+        can_win: CanWin | None = None,
     ) -> Evaluation:
-        """S(z) of `mask`, by the model only if no search has measured it before."""
+        """S(z) of `mask`, by the model only if no search has measured it before.
+
+        With `can_win`, which the scorer must then understand, it may end early with bounds.
+        """
         evaluation = self.log.recall(mask, stage)
+        if evaluation is None and can_win is not None:
+            bound = self.log.bound(mask)
+            if bound is not None and not can_win(bound.score, bound.log_likelihood):
+                evaluation = bound
         free = evaluation is not None
         if evaluation is None:
-            evaluation = self.scorer.evaluate(mask, shared_layers)
+            scorer: Any = self.scorer
+            options = {} if can_win is None else {"can_win": can_win}
+            evaluation = scorer.evaluate(mask, shared_layers, **options)
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, stage)
         known = mask.key in self._used
-        self._used[mask.key] = evaluation
+        self._used[mask.key + "<" * evaluation.is_bound] = evaluation
         if self.log.reused(mask):
             self._reused.add(mask.key)
         if not (known and stage == "final"):
             self._record(mask, evaluation, stage, unit, free)
         return evaluation
+
+    def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> npt.NDArray[np.float64]:
+        """Gradient [L, H] at `mask`, by the model only if this search does not know it."""
+        name = f"{share}/{shares}"
+        found = self.log.gradient(mask, name)
+        if found is None:
+            scorer: Any = self.scorer
+            found = scorer.gate_gradient(mask, share, shares)
+            self.fresh_seconds += found.seconds
+            self.log.append_gradient(mask, name, found)
+        self._gradients[mask.key, name] = found
+        return np.array(found.values)
 
     def anchors(self) -> Anchors:
         """S(all sliding) and S(all full), the anchors of Eq. 2."""
@@ -119,13 +169,15 @@ class Ledger:
         """
         paid = [e for key, e in self._used.items() if key not in self._reused]
         reused = [self._used[key] for key in self._reused]
+        work: list[Evaluation | GateGradient] = [*paid, *self._gradients.values()]
         return {
-            "evaluations": len(self._used),
+            "evaluations": len({key.rstrip("<") for key in self._used}),
             "reused_evaluations": len(reused),
-            "model_seconds": sum(e.seconds for e in paid),
-            "full_forward_equivalents": sum(e.full_forward_equivalents for e in paid),
+            "gradients": len(self._gradients),
+            "model_seconds": sum(e.seconds for e in work),
+            "full_forward_equivalents": sum(e.full_forward_equivalents for e in work),
             "reused_full_forward_equivalents": sum(e.full_forward_equivalents for e in reused),
-            "naive_full_forward_equivalents": float(len(self.trace)),
+            "naive_full_forward_equivalents": self._naive,
         }
 
     def trace_records(self) -> list[dict[str, object]]:
@@ -135,8 +187,10 @@ class Ledger:
     def _record(
         self, mask: HeadMask, evaluation: Evaluation, stage: StageName, unit: str, free: bool
     ) -> None:
-        best = max(evaluation.score, self._best_in_unit.get((stage, unit), evaluation.score))
+        lowest = 0.0 if evaluation.is_bound else evaluation.score
+        best = max(lowest, self._best_in_unit.get((stage, unit), lowest))
         self._best_in_unit[stage, unit] = best
+        self._naive += evaluation.whole_pass_equivalents
         point = TracePoint(
             stage=stage,
             step=len(self.trace) + 1,
@@ -145,9 +199,10 @@ class Ledger:
             log_likelihood=evaluation.log_likelihood,
             best_score=best,
             mask=mask.key,
+            is_bound=evaluation.is_bound,
         )
         self.trace.append(point)
-        if int((~mask.is_full).sum()) == self.target:
+        if int((~mask.is_full).sum()) == self.target and not evaluation.is_bound:
             candidate = (evaluation.score, evaluation.log_likelihood, mask)
             if self._best_on_budget is None or candidate[:2] > self._best_on_budget[:2]:
                 self._best_on_budget = candidate
