@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.configs import EvaluateConfig, NeedleEvaluation
 from stages.context import StageConfig
+from stages.output import write_json
 
 if TYPE_CHECKING:
     from stages.evaluating.original import SharedAnswers
@@ -52,7 +52,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             if state.is_main_process:
                 _add_needle_scores(scores, section.needle, corpus, answers, work_dir)
         if state.is_main_process:
-            _write_json(scores_file, scores)
+            write_json(scores_file, scores)
         state.wait_for_everyone()
     if state.is_main_process:
         shutil.rmtree(answers, ignore_errors=True)
@@ -171,9 +171,3 @@ def _add_needle_scores(
         logger.info("%s: needle average %.1f", name, suites["needle"]["average"])
     write_samples(work_dir / "samples.jsonl", answers, list(scores["checkpoints"]), section)
     scores["corpus"] = corpus
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)

@@ -13,6 +13,7 @@ from typing import Any
 
 from stages.configs import PrepareConfig
 from stages.context import StageConfig
+from stages.output import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         calibration = _calibration(config, section, tokenizer, work_dir)
         statistics = _training_data(config, section, spec, work_dir)
         tokenizer.save_pretrained(work_dir / "tokenizer")
-        _write_json(statistics_file, {**statistics, "calibration": calibration})
+        write_json(statistics_file, {**statistics, "calibration": calibration})
     shutil.rmtree(work_dir / "tokens", ignore_errors=True)
     statistics = json.loads(statistics_file.read_text())
     return {
@@ -143,9 +144,3 @@ def _workers(wanted: int | str, tokens: int) -> int:
     if isinstance(wanted, int):
         return max(1, wanted)
     return max(1, min(len(os.sched_getaffinity(0)), tokens // _TOKENS_PER_WORKER))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stages.configs import MaterializeConfig, TrainConfig
 from stages.context import StageConfig
+from stages.output import write_json
 
 if TYPE_CHECKING:
     from stages.training.metrics import MetricsLog
@@ -124,6 +124,4 @@ def _write_summary(
         "sharding": trainer.runtime.sharding,
         "checkpoints": {f"tokens-{n}": step for n, step in schedule.checkpoint_steps.items()},
     }
-    partial = summary_file.with_suffix(".partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, summary_file)
+    write_json(summary_file, summary)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from bosch.errors import RunError
+from stages.output import write_text
 from stages.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -18,33 +19,40 @@ def read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     """The records of steps up to `last_step`, less what a killed process left half written."""
     if not path.exists():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[:last_step]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             break
-        if record["step"] > last_step:
+        if not isinstance(record, dict) or record.get("step") != len(records) + 1:
             break
         records.append(record)
     return records
 
 
 class MetricsLog:
-    """One record per step on disk, in tensorboard and in the log."""
+    """One record per step on disk, in tensorboard and in the log.
+
+    Raises:
+        RunError: metrics.jsonl has lost steps that the restart point counts as done.
+    """
 
     def __init__(self, work_dir: Path, schedule: Schedule, done_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         path = work_dir / "metrics.jsonl"
         self.records = read_metrics(path, done_steps)
+        if len(self.records) < done_steps:
+            raise RunError(
+                f"{path}: damaged, it holds {len(self.records)} of the {done_steps} steps done; "
+                "train again from the start with --force train"
+            )
         self._schedule = schedule
         self._done_steps = done_steps
         self._seconds_before = self.records[-1]["seconds"] if self.records else 0.0
         self._started = time.monotonic()
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in self.records), encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, "".join(json.dumps(r) + "\n" for r in self.records))
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(work_dir / "tensorboard"), purge_step=done_steps + 1)
 

@@ -84,6 +84,14 @@ def test_metrics_behind_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"]
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"step": 1}\n\xff\n', b'{"step": 2}\n', b"[1]\n{"])
+def test_metrics_that_lost_steps_are_not_continued(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(damage)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: damaged, it holds [01] of the 3 steps"):
+        MetricsLog(tmp_path, schedule(), 3)
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(damage[:11])
+
+
 def test_only_the_latest_complete_restart_point_counts(tmp_path: Path) -> None:
     points = RestartPoints(tmp_path)
     assert points.latest() is None
