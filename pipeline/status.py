@@ -102,7 +102,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
     if old.get("version") != new.get("version"):
         yield f"the code of {section} changed: version {old.get('version')} → {new.get('version')}"
     for path, before, after in _leaves(old.get("config"), new.get("config"), section):
-        yield f"{path} changed {_show(before)} → {_show(after)}"
+        yield _value_change(path, before, after)
     if old.get("seed") != new.get("seed"):
         yield f"seed changed {old.get('seed')} → {new.get('seed')}"
     for path, before, after in _leaves(old.get("model"), new.get("model"), "model"):
@@ -132,19 +132,24 @@ def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         yield path, old, new
 
 
-def _file_change(path: str, before: Any, after: Any) -> str:
-    """A hash says nothing to a reader; a version, a name or a precision does."""
+def _value_change(path: str, before: Any, after: Any) -> str:
     if before is _Missing:
         return f"{path} is new"
     if after is _Missing:
         return f"{path} is gone"
-    if any(isinstance(one, str) and len(one) == 64 for one in (before, after)):
-        return f"{path} has other content"
     return f"{path} changed {_show(before)} → {_show(after)}"
 
 
+def _file_change(path: str, before: Any, after: Any) -> str:
+    """A hash says nothing to a reader; a version, a name or a precision does."""
+    hashes = [isinstance(one, str) and len(one) == 64 for one in (before, after)]
+    if any(hashes) and _Missing not in (before, after):
+        return f"{path} has other content"
+    return _value_change(path, before, after)
+
+
 def _show(value: Any) -> str:
-    if value is _Missing or value is None:
+    if value is None:
         return "nothing"
     if isinstance(value, float):
         return f"{value:g}"

@@ -115,7 +115,7 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        free = shutil.disk_usage(directory).free
+        free, reason = shutil.disk_usage(directory).free, " ".join(str(error).split())
         raise RunError(
-            f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {error}"
+            f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {reason}"
         ) from error

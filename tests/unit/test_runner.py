@@ -15,6 +15,7 @@ from pipeline.graph import STAGES, Stage, resolve
 from pipeline.locks import hold
 from pipeline.recipe import load_recipe
 from pipeline.runner import Choice, Runner
+from pipeline.status import differences
 from pipeline.worker import execute
 from pipeline.world import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
@@ -325,3 +326,13 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of(force=("search",)) is None
     write_safetensors(case.model / "model.safetensors", value=7)
     assert shared_of() not in (first, None)
+
+
+def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
+    old = {"stage": "search", "config": {"gone": 1, "same": None, "value": None}}
+    new = {"stage": "search", "config": {"same": None, "seed": None, "value": 2}}
+    assert list(differences(old, new)) == [
+        "search.seed is new",
+        "search.value changed nothing → 2",
+        "search.gone is gone",
+    ]
