@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from bosch.errors import UserError
 from pipeline import log
@@ -65,8 +66,9 @@ def run(options: argparse.Namespace) -> int:
     from stages.measuring.settings import checked_settings
 
     log.configure("info")
-    given = {name.replace("-", "_"): None for name in (*_LISTS, *_PLAIN)}
-    given = {name: value for name in given if (value := getattr(options, name)) is not None}
+    names = (name.replace("-", "_") for name in (*_LISTS, *_PLAIN))
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given = {name: text for name, text in given.items() if text is not None}
     for name in _LISTS:
         if name in given:
             given[name] = [part for part in given[name].split(",") if part.strip()]
