@@ -79,7 +79,7 @@ def hybrid_config_class(family: Family) -> Any:
     module = importlib.import_module(
         f"transformers.models.{family.module}.configuration_{family.module}"
     )
-    base = getattr(module, f"{family.prefix}Config")
+    base = getattr(module, family.base_config_class)
     body = {
         "model_type": family.hybrid_type,
         "hybrid_attention": None,

@@ -14,7 +14,8 @@ class Family:
 
     `fused`: query, key and value projections are the rows of one weight, in this order.
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
-    dimensions, instead of sharing one head's among all.
+    dimensions, instead of sharing one head's among all. `base_config`: its config class, where that
+    is not named as the model class is.
     """
 
     model_type: str
@@ -22,11 +23,17 @@ class Family:
     prefix: str
     fused: bool = False
     norms_over_heads: bool = False
+    base_config: str = ""
 
     @property
     def hybrid_type(self) -> str:
         """model_type of the hybrid form: a plain load without bosch does not know it."""
         return f"hybrid_{self.model_type}"
+
+    @property
+    def base_config_class(self) -> str:
+        """Name of the config class of the family itself."""
+        return self.base_config or f"{self.prefix}Config"
 
     @property
     def config_class(self) -> str:
@@ -39,6 +46,8 @@ class Family:
         return f"Hybrid{self.prefix}ForCausalLM"
 
 
+_SLIDING = "sliding_attention"
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -46,14 +55,40 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_moe", "qwen3_moe", "Qwen3Moe"),
         Family("llama", "llama", "Llama"),
         Family("qwen2", "qwen2", "Qwen2"),
+        Family("qwen2_moe", "qwen2_moe", "Qwen2Moe"),
         Family("mistral", "mistral", "Mistral"),
+        Family("ministral", "ministral", "Ministral"),
+        Family("ministral3", "ministral3", "Ministral3"),
         Family("mixtral", "mixtral", "Mixtral"),
         Family("olmo", "olmo", "Olmo"),
         Family("olmo2", "olmo2", "Olmo2", norms_over_heads=True),
+        Family("olmo3", "olmo3", "Olmo3", norms_over_heads=True),
         Family("olmoe", "olmoe", "Olmoe", norms_over_heads=True),
+        Family("flex_olmo", "flex_olmo", "FlexOlmo", norms_over_heads=True),
         Family("phi3", "phi3", "Phi3", fused=True),
+        Family("phimoe", "phimoe", "Phimoe"),
         Family("gemma", "gemma", "Gemma"),
+        Family("gemma3_text", "gemma3", "Gemma3", base_config="Gemma3TextConfig"),
         Family("granite", "granite", "Granite"),
+        Family("granitemoe", "granitemoe", "GraniteMoe"),
+        Family("granitemoeshared", "granitemoeshared", "GraniteMoeShared"),
+        Family("cohere", "cohere", "Cohere", norms_over_heads=True),
+        Family("cohere2", "cohere2", "Cohere2"),
+        Family("glm", "glm", "Glm"),
+        Family("glm4", "glm4", "Glm4"),
+        Family("glm4_moe", "glm4_moe", "Glm4Moe"),
+        Family("nemotron", "nemotron", "Nemotron"),
+        Family("exaone4", "exaone4", "Exaone4"),
+        Family("hunyuan_v1_dense", "hunyuan_v1_dense", "HunYuanDenseV1"),
+        Family("hunyuan_v1_moe", "hunyuan_v1_moe", "HunYuanMoEV1"),
+        Family("ernie4_5", "ernie4_5", "Ernie4_5"),
+        Family("ernie4_5_moe", "ernie4_5_moe", "Ernie4_5_Moe"),
+        Family("apertus", "apertus", "Apertus"),
+        Family("arcee", "arcee", "Arcee"),
+        Family("helium", "helium", "Helium"),
+        Family("minimax_m2", "minimax_m2", "MiniMaxM2", norms_over_heads=True),
+        Family("solar_open", "solar_open", "SolarOpen"),
+        Family("jais2", "jais2", "Jais2"),
         Family("seed_oss", "seed_oss", "SeedOss"),
         Family("smollm3", "smollm3", "SmolLM3"),
         Family("starcoder2", "starcoder2", "Starcoder2"),
@@ -61,30 +96,71 @@ FAMILIES: dict[str, Family] = {
 }
 
 _REASONS = {
-    "gemma2": "it caps attention scores and has sliding layers of its own",
-    "gemma3": "it has sliding layers of its own",
-    "gemma3_text": "it has sliding layers of its own",
-    "gpt_oss": "its attention sinks are logits and it has sliding layers of its own",
-    "olmo3": "it has sliding layers of its own",
+    "gemma2": "it caps attention scores",
+    "gpt_oss": "its softmax has a learned logit for each head beside those of the keys",
+    "granite_swa": "its softmax has a learned logit for each head beside those of the keys",
+    "bitnet": "its output projection quantises all heads by one scale",
 }
 
 
 def family_of(config: Any) -> Family:
     """The family of an ordinary model; raises UserError when it cannot be made hybrid."""
-    model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES:
-        reason = _REASONS.get(str(model_type))
+    model_type = str(getattr(config, "model_type", None))
+    reason = _reason(config)
+    if model_type not in FAMILIES or reason:
         because = f": {reason}" if reason else ""
         raise UserError(
             f"model.path: models of type '{model_type}' are not supported{because}; "
             f"supported are {', '.join(FAMILIES)}"
         )
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    own_window = getattr(config, "sliding_window", None)
-    if sliding or (own_window is not None and getattr(config, "use_sliding_window", True)):
+    own = base_windows(config)
+    if None not in own:
         raise UserError(
-            f"model.path: the model has a sliding window of its own ({own_window} tokens), so its "
-            "heads are not full attention; set sliding_window to null in its config.json to start "
-            "from full attention"
+            f"model.path: the model has a sliding window of its own ({own[0]} tokens) in every "
+            "layer, so its heads are not full attention; set sliding_window to null in its "
+            "config.json to start from full attention"
         )
-    return FAMILIES[str(model_type)]
+    return FAMILIES[model_type]
+
+
+def _reason(config: Any) -> str | None:
+    """Why a model cannot be made hybrid, as far as its configuration tells."""
+    named = _REASONS.get(str(getattr(config, "model_type", None)))
+    if named is not None:
+        return named
+    others = set(getattr(config, "layer_types", None) or []) - {"full_attention", _SLIDING}
+    if others:
+        return f"it has layers of another kind ({', '.join(sorted(others))})"
+    if getattr(config, "text_config", None) is not None:
+        return "it takes more than text; take its text model by itself"
+    if getattr(config, "kv_lora_rank", None):
+        return "its heads share compressed keys and values (multi-head latent attention)"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "it caps attention scores"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    return None
+
+
+def base_windows(config: Any) -> list[int | None]:
+    """The window of each layer that slides in the base model too, None for full attention.
+
+    transformers counts a window as bosch does, the query's own position included. Such a layer
+    keeps its window whatever a head mask says of it.
+    """
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
+    return [window if kind == _SLIDING else None for kind in types]
+
+
+def check_all_full(config: Any) -> None:
+    """Raise UserError for a model whose layers slide in part: no search is made in it."""
+    own = [layer for layer, window in enumerate(base_windows(config)) if window is not None]
+    if own:
+        raise UserError(
+            f"model.path: {len(own)} layers of the model, layer {own[0]} first, slide by "
+            "themselves, and heads are searched only in models with full attention in every layer; "
+            "bosch.materialize makes such a model hybrid by a head mask that is given to it"
+        )

@@ -18,7 +18,7 @@ from bosch.attention import HeadLayout, resolve_backend
 from bosch.cache import HybridCache
 from bosch.configuration import hybrid_config_class
 from bosch.errors import UserError
-from bosch.families import Family
+from bosch.families import Family, base_windows
 from bosch.interface import (
     NAME,
     HeadState,
@@ -68,7 +68,15 @@ def deploy_layouts(config: Any) -> list[HeadLayout]:
             f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {layers} numbers from 0 "
             f"to {heads}, found {counts!r}"
         )
-    return [HeadLayout.deploy(count, heads, window, sinks) for count in counts]
+    layouts = []
+    for layer, (count, own) in enumerate(zip(counts, base_windows(config), strict=True)):
+        if own is not None and count:
+            raise UserError(
+                f"{where}: hybrid_attention.full_kv_heads_per_layer is {count} for layer {layer}, "
+                "which slides in the base model too: expected 0"
+            )
+        layouts.append(HeadLayout.deploy(count, heads, own or window, 0 if own else sinks))
+    return layouts
 
 
 class HybridModelMixin:

@@ -90,17 +90,21 @@ def attention_forward(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
+    own, layout = kwargs.get("sliding_window"), state.layout
+    if own is not None and (layout.full or layout.sinks or layout.window_size != own):
+        raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if attention_mask is not None and not isinstance(attention_mask, Span):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
     span = attention_mask
     if span is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        if key.shape[2] < span.kv_length:
+        seen = layout.window_size - 1 + span.q_length if not layout.full else span.kv_length
+        if key.shape[2] < min(seen, span.kv_length):
             raise ValueError(
                 f"attention_mask covers {span.kv_length} tokens, there are keys of {key.shape[2]}"
             )
         key, value = key[:, :, : span.kv_length], value[:, :, : span.kv_length]
     out = hybrid_attention(
-        query, key, value, state.layout, span,
+        query, key, value, layout, span,
         scaling=scaling, dropout=dropout, backend=state.backend,
     )  # fmt: skip
     if isinstance(key, CachedStates) and span is not None:
@@ -126,14 +130,14 @@ def span_mask(
     `attention_mask` is the 2-D padding mask [B, Tk]. Documents packed by position_ids are found by
     asking `mask_function` whether a token sees the one before it.
     """
-    if use_vmap or kv_offset:
+    if use_vmap:
         raise ValueError("hybrid attention does not support custom mask functions")
     fixed = isinstance(q_offset, Tensor)  # as caches of a fixed size have it
     if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return Span(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    whole = attention_mask is not None and kv_length == attention_mask.shape[1]
+    whole = attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
     if whole and offset == 0 and not fixed:
         offset = kv_length - q_length
     valid = None

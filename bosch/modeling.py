@@ -20,7 +20,13 @@ from bosch.errors import UserError
 from bosch.families import FAMILIES, family_of
 from bosch.heads import HeadMask
 from bosch.interface import attention_modules, layouts_of
-from bosch.search_mode import apply_head_mask, check_mask, mask_shape, prepare_for_search
+from bosch.search_mode import (
+    apply_head_mask,
+    check_mask,
+    effective_mask,
+    mask_shape,
+    prepare_for_search,
+)
 from bosch.windows import check_window
 
 __all__ = [
@@ -159,13 +165,16 @@ def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
         if family.fused:
             fused = [query, key + len(query), key + len(query) + len(key)]
             moves = {"qkv_proj": torch.cat(fused)}
-        if family.norms_over_heads:
-            moves |= {"q_norm": query, "k_norm": key}
         prefix = names[id(module)]
         for part, index in moves.items():
             for name in (f"{prefix}.{part}.weight", f"{prefix}.{part}.bias"):
                 if name in weights:
                     weights[name] = weights[name].index_select(0, index.to(weights[name].device))
+        for part, index in (("q_norm", query), ("k_norm", key)):
+            name = f"{prefix}.{part}.weight"
+            if family.norms_over_heads and name in weights:
+                norm = weights[name]  # [heads * D], or [heads, D] in some families
+                weights[name] = norm.flatten()[index.to(norm.device)].view_as(norm)
         name = f"{prefix}.o_proj.weight"
         weights[name] = weights[name].index_select(1, query.to(weights[name].device))
     return weights
@@ -185,7 +194,7 @@ def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) ->
     """
     check_window(window_size, sinks)
     family = family_of(model.config)
-    check_mask(model.config, mask)
+    mask = effective_mask(model.config, mask, window_size)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bosch.attention import HeadLayout, resolve_backend
 from bosch.errors import UserError
-from bosch.families import family_of
+from bosch.families import base_windows, family_of
 from bosch.heads import HeadMask
 from bosch.interface import (
     NAME,
@@ -35,6 +35,25 @@ def check_mask(config: Any, mask: HeadMask) -> None:
         )
 
 
+def effective_mask(config: Any, mask: HeadMask, window_size: int) -> HeadMask:
+    """`mask` with every head sliding in the layers that slide in the base model too.
+
+    Raises UserError when the mask does not fit, or when those layers' own window is larger than
+    `window_size`, so that their heads would see more than a sliding head may.
+    """
+    check_mask(config, mask)
+    for layer, own in enumerate(base_windows(config)):
+        if own is None:
+            continue
+        if own > window_size:
+            raise UserError(
+                f"window_size is {window_size}, and layer {layer} of the model slides by itself "
+                f"with a window of {own}: choose a window_size of at least {own}"
+            )
+        mask = mask.with_layer(layer, [False] * mask.num_key_value_heads)
+    return mask
+
+
 def prepare_for_search(model: Any, backend: str = "auto") -> None:
     """Switch a loaded decoder to hybrid attention, every head full: the same function as before.
 
@@ -45,10 +64,7 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     register_attention()
     model.set_attn_implementation(NAME)
     model.create_masks_for_generate = masks_for_generate
-    _, heads = mask_shape(model.config)
-    layout = HeadLayout.search([True] * heads, window_size=1)
-    for module in attention_modules(model):
-        set_head_state(module, HeadState(layout, name))
+    _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), 1, 0, name)
 
 
 def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) -> None:
@@ -62,12 +78,19 @@ def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0
         prepare_for_search(model)
     if hasattr(model.config, "hybrid_attention"):
         raise UserError("the model is hybrid already: apply head masks to the base model")
-    check_mask(model.config, mask)
-    for module, row in zip(modules, mask.is_full, strict=True):
-        state = head_state(module)
-        assert state is not None
-        layout = _layout(tuple(row.tolist()), window_size, sinks)
-        set_head_state(module, HeadState(layout, state.backend))
+    mask = effective_mask(model.config, mask, window_size)
+    state = head_state(modules[0])
+    assert state is not None
+    _set_layouts(model, mask, window_size, sinks, state.backend)
+
+
+def _set_layouts(model: Any, mask: HeadMask, window_size: int, sinks: int, backend: str) -> None:
+    """Give each layer its row of `mask`, or its own window where it has one in the base model."""
+    windows = base_windows(model.config)
+    for module, row, own in zip(attention_modules(model), mask.is_full, windows, strict=True):
+        heads = row.tolist() if own is None else [False] * len(row)
+        size, kept = (window_size, sinks) if own is None else (own, 0)
+        set_head_state(module, HeadState(_layout(tuple(heads), size, kept), backend))
 
 
 @functools.lru_cache(maxsize=1024)

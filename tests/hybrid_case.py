@@ -24,21 +24,58 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+OWN_WINDOW: dict[str, Any] = {
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+# What differs from _SIZES, so that each family's peculiarities are at work.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    },
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS},
     "llama": {"attention_bias": True},
     "qwen2": {},
+    "qwen2_moe": {
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **_EXPERTS,
+    },
     "mistral": {"sliding_window": None, "head_dim": 8},
+    "ministral": {"head_dim": 8, **OWN_WINDOW},
+    "ministral3": {"sliding_window": None, "head_dim": 8},
     "mixtral": {"sliding_window": None, "num_local_experts": 3, "head_dim": 8},
     "olmo": {"clip_qkv": 1.5},
     "olmo2": {},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": OWN_WINDOW,
+    "olmoe": _EXPERTS,
+    "flex_olmo": _EXPERTS,
     "phi3": {"partial_rotary_factor": 0.5},
+    "phimoe": {"sliding_window": None, **_LOCAL_EXPERTS},
     "gemma": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 12, **OWN_WINDOW},
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "granitemoe": _LOCAL_EXPERTS,
+    "granitemoeshared": {"shared_intermediate_size": 16, **_LOCAL_EXPERTS},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
+    "cohere2": {"head_dim": 8, "logit_scale": 1.0, **OWN_WINDOW},
+    "glm": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {"head_dim": 8, "use_qk_norm": True, **_ROUTED_EXPERTS},
+    "nemotron": {},
+    "exaone4": {"head_dim": 8, **OWN_WINDOW},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "ernie4_5": {"head_dim": 8, "use_bias": True},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "apertus": {},
+    "arcee": {"head_dim": 8},
+    "helium": {"head_dim": 6},
+    "minimax_m2": {"head_dim": 8, **_LOCAL_EXPERTS},
+    "solar_open": {"head_dim": 8, **_ROUTED_EXPERTS},
+    "jais2": {"head_dim": 8},
     "seed_oss": {"head_dim": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": {},
@@ -56,7 +93,7 @@ def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(small_config(family, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "self_attn" in name:
                 parameter.mul_(8.0)  # sharp attention: what a head sees must matter

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.calibration import CalibrationExample
-from bosch.families import family_of
+from bosch.families import check_all_full, family_of
 from bosch.modeling import attention_modules
 
 _NAME = "bosch_capture"
@@ -81,6 +81,7 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
     family_of(model.config)
+    check_all_full(model.config)
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _no_mask)
     before = model.config._attn_implementation
