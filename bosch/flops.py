@@ -121,5 +121,6 @@ def _of(module: nn.Module, config: Any) -> int:
         if weight.ndim == 2:
             total += 2 * weight.numel()
         elif weight.ndim == 3:
-            total += 2 * weight[0].numel() * int(config.num_experts_per_tok)
+            each = weight.numel() // weight.shape[0]
+            total += 2 * each * int(config.num_experts_per_tok)
     return total

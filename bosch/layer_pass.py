@@ -25,6 +25,7 @@ from bosch.flops import Flops
 from bosch.heads import HeadMask
 from bosch.interface import Attend, HeadState, head_state, set_head_state
 from bosch.kept_states import Kept, KeptStates
+from bosch.search_mode import own_row
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 class LayerPass:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
-    With `answers_only` off the last layer is computed everywhere, like the others.
+    With `answers_only` off the last layer is computed everywhere, like the others. `agree` makes a
+    decision the same in all processes that share one model.
     """
 
     def __init__(
@@ -43,16 +45,19 @@ class LayerPass:
         kept: KeptStates,
         *,
         answers_only: bool = True,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
         self.device = model.device
         self.flops = Flops(model, window_size, sinks)
-        self.kept, self.answers_only = kept, answers_only
+        self.kept, self.answers_only, self.agree = kept, answers_only, agree
         heads = self.flops.num_key_value_heads
         self.q_per_kv = model.config.num_attention_heads // heads
-        self.all_full = HeadLayout.search([True] * heads, window_size, sinks)
-        self.all_sliding = HeadLayout.search([False] * heads, window_size, sinks)
+        self.mine = partial(own_row, model)
+        mine = len(self.mine([True] * heads))
+        self.all_full = HeadLayout.search([True] * mine, window_size, sinks)
+        self.all_sliding = HeadLayout.search([False] * mine, window_size, sinks)
         self._trusted: set[str] = set()
 
     def hidden(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
@@ -67,7 +72,7 @@ class LayerPass:
             plain = _Run(self, index, batch, mask, reuse=False)
             whole = plain.hidden()
             run.spent += plain.spent
-            if not torch.equal(whole, hidden):
+            if not self.agree(torch.equal(whole, hidden)):
                 logger.warning("reuse of earlier passes is not exact for this model: switched off")
                 self.kept.disable()
                 return whole, run.spent
@@ -180,7 +185,9 @@ class _Run:
         return self._mix(row, kept.full, kept.sliding)
 
     def _mix(self, row: Any, full: Tensor, sliding: Tensor) -> Tensor:
-        chosen = torch.tensor(row, device=full.device).repeat_interleave(self.owner.q_per_kv)
+        chosen = torch.tensor(self.owner.mine(row), device=full.device).repeat_interleave(
+            self.owner.q_per_kv
+        )
         return torch.where(chosen[:, None], full, sliding)
 
     def _last_layer(

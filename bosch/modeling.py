@@ -77,18 +77,22 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     config: Any = None,
+    distributed_config: Any = None,
 ) -> Any:
     """An ordinary or a hybrid causal language model, in eval mode.
 
     `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
     `config` takes the place of the directory's own: its weights, under another head layout.
+    `distributed_config` is transformers' own; `bosch.sharding` makes it.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
     if config is None:
         config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {}
+    if distributed_config is not None:
+        options["distributed_config"] = distributed_config
     if is_hybrid(config):
         hybrid.deploy_layouts(config)
         options["attn_implementation"] = resolve_backend(backend)

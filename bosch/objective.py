@@ -30,6 +30,7 @@ from bosch.kept_states import KeptStates
 from bosch.layer_pass import LayerPass
 from bosch.modeling import apply_head_mask, mask_shape
 from bosch.ranks import Ranks
+from bosch.sharding import whole_weight
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,10 @@ class Objective:
         self._part_of = [number for number, part in enumerate(parts) for _ in part]
         self._mine = dealt([batch.size for batch in self._batches], self.ranks)
         self.kept = KeptStates(self.num_layers, reuse_bytes)
-        self._passes = LayerPass(model, window_size, sinks, self.kept, answers_only=answers_only)
+        self._passes = LayerPass(
+            model, window_size, sinks, self.kept,
+            answers_only=answers_only, agree=self.ranks.agree,
+        )  # fmt: skip
         self._likelihood_of_part = [0.0] * self.parts
         self._checked = False
 
@@ -288,7 +292,7 @@ class Objective:
         nothing = KeptStates(self.num_layers, 0)
         passes = LayerPass(
             self.model, self.window_size, self.sinks, nothing,
-            answers_only=self._passes.answers_only,
+            answers_only=self._passes.answers_only, agree=self.ranks.agree,
         )  # fmt: skip
         ours = self._head(passes.hidden(0, batch, mask)[0])
         if not torch.allclose(own[:-1].float(), ours, rtol=1e-3, atol=1e-3, equal_nan=True):
@@ -320,7 +324,7 @@ def model_fingerprint(model: Any) -> str:
     """Identity of a loaded model: SHA-256 of names, types, shapes and a sample of every weight."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
+        flat = whole_weight(weight.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(sample.tobytes())

@@ -19,6 +19,8 @@ from bosch.interface import (
     set_head_state,
 )
 
+_OWN_HEADS = "bosch_own_kv_heads"
+
 
 def mask_shape(config: Any) -> tuple[int, int]:
     """(L, HKV) of a model's configuration."""
@@ -33,6 +35,22 @@ def check_mask(config: Any, mask: HeadMask) -> None:
             f"the head mask is for {mask.num_layers} layers of {mask.num_key_value_heads} KV heads,"
             f" the model has {layers} of {heads}: search again with this model"
         )
+
+
+def set_own_kv_heads(model: Any, heads: slice) -> None:
+    """Say which KV heads of each layer this process computes, of a model that is sharded."""
+    setattr(model, _OWN_HEADS, heads)
+
+
+def own_kv_heads(model: Any) -> slice | None:
+    """The KV heads of each layer that this process computes; None where these are all."""
+    return getattr(model, _OWN_HEADS, None)
+
+
+def own_row(model: Any, row: Any) -> Any:
+    """The part of a row [HKV] of a mask that this process computes."""
+    heads = own_kv_heads(model)
+    return row if heads is None else row[heads]
 
 
 def effective_mask(config: Any, mask: HeadMask, window_size: int) -> HeadMask:
@@ -88,7 +106,7 @@ def _set_layouts(model: Any, mask: HeadMask, window_size: int, sinks: int, backe
     """Give each layer its row of `mask`, or its own window where it has one in the base model."""
     windows = base_windows(model.config)
     for module, row, own in zip(attention_modules(model), mask.is_full, windows, strict=True):
-        heads = row.tolist() if own is None else [False] * len(row)
+        heads = own_row(model, row.tolist() if own is None else [False] * len(row))
         size, kept = (window_size, sinks) if own is None else (own, 0)
         set_head_state(module, HeadState(_layout(tuple(heads), size, kept), backend))
 

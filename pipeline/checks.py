@@ -227,6 +227,22 @@ def _source_tokenizer(where: str, source: SourceConfig) -> Iterator[str]:
         yield f"{where}: tokenizer is needed by kind mds and by no other kind"
 
 
+def _shards(parts: Parts) -> Iterator[str]:
+    world = parts.world
+    if parts.runtime.search_parallel != "tensor" or world is None:
+        return
+    if world.nodes > 1:
+        yield (
+            f"runtime.search_parallel: tensor shards the model over the processes of one node, "
+            f"NNODES asks for {world.nodes}"
+        )
+    elif world.size == 1:
+        yield (
+            "runtime.search_parallel: tensor needs several processes, there is one "
+            "(runtime.processes)"
+        )
+
+
 def _output_root(parts: Parts) -> Iterator[str]:
     root = Path(parts.runtime.output_root)
     if root.exists() and not root.is_dir():
@@ -251,5 +267,6 @@ _CHECKS: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _calibration_positions,
     _training_positions,
     _needle_positions,
+    _shards,
     _output_root,
 )

@@ -267,6 +267,13 @@ class Runtime(Section):
     processes: CountOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
     )
+    search_parallel: Literal["data", "tensor"] = Field(
+        "data",
+        description=(
+            "How the search uses its processes: data deals batches to them, each with the whole "
+            "model; tensor shards one model over the processes of a node."
+        ),
+    )
     data_workers: CountOrAuto = Field("auto", description="Tokenising processes.")
     micro_batch_size: CountOrAuto = Field(
         "auto", description="Sequences per forward pass and process in training; auto: 1 on a GPU."

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 
-def numerics(device: torch.device, attention: str, batch_size: int, version: int) -> str:
-    """Device, kernels, batches and code as one line; `version` is that of the stage."""
+def numerics(
+    device: torch.device, attention: str, batch_size: int, version: int, *, shards: int = 1
+) -> str:
+    """Device, kernels, batches and code as one line; `version` is that of the stage.
+
+    `shards` is the number of processes that share one model.
+    """
     where = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     return (
         f"torch {torch.__version__}, {device.type}, {where}, {attention} attention, "
-        f"batches of {batch_size}, version {version}"
+        f"batches of {batch_size}, version {version}" + (f", {shards} shards" if shards > 1 else "")
     )

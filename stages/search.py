@@ -45,11 +45,12 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     from stages.numerics import numerics
     from stages.searching.processes import joined
 
-    with joined() as ranks:
+    with joined(config.runtime.search_parallel) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
         backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
         context = replace(
-            objective.context, numerics=numerics(ranks.device, backend, batch, VERSION)
+            objective.context,
+            numerics=numerics(ranks.device, backend, batch, VERSION, shards=ranks.shards),
         )
         log = EvaluationLog.shared(work_dir / "evaluations.jsonl", context, ranks, config.shared)
         if ranks.is_first and ranks.size > objective.batches:
@@ -133,17 +134,20 @@ def _objective(config: StageConfig, prepared: Path, ranks: Ranks) -> Objective:
     from bosch.calibration import CalibrationSet
     from bosch.modeling import load_model, prepare_for_search
     from bosch.objective import Objective
+    from bosch.sharding import load_sharded
 
     section = config.section
     assert isinstance(section, SearchConfig)
     calibration = CalibrationSet.load(prepared / "calibration")
-    model = load_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=ranks.device,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    options: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    if ranks.shards > 1:
+        model = load_sharded(config.model.path, ranks, **options)
+    else:
+        model = load_model(config.model.path, device=ranks.device, **options)
     prepare_for_search(model, config.runtime.attention)
     return Objective(
         model,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bosch.calibration import CalibrationSet
+from stages.context import StageConfig
 from tests.hybrid_case import small_model, tokens
 
 WINDOW = 8
@@ -47,3 +48,28 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
     ]
     (calibration / "calibration.jsonl").write_text("\n".join(lines) + "\n")
     return folder / "base", folder / "prepare"
+
+
+def order(
+    config: StageConfig, inputs: dict[str, Path], work: Path, function: str
+) -> dict[str, Any]:
+    """What `pipeline.worker` is to do for a search."""
+
+    def typed(section: Any) -> dict[str, Any]:
+        return {
+            "type": f"stages.configs:{type(section).__name__}",
+            "values": section.model_dump(mode="json"),
+        }
+
+    return {
+        "stage": "search",
+        "function": function,
+        "section": typed(config.section),
+        "model": typed(config.model),
+        "seed": config.seed,
+        "runtime": typed(config.runtime),
+        "upstream": {},
+        "inputs": {name: str(path) for name, path in inputs.items()},
+        "work_dir": str(work),
+        "log_level": "info",
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from bosch.calibration import CalibrationExample
 from bosch.families import check_all_full, family_of
 from bosch.modeling import attention_modules
+from bosch.sharding import gather_heads
 
 _NAME = "bosch_capture"
 _VISIT = "bosch_visit"
+_GATHER = "bosch_gather"
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,13 @@ def _captured(model: Any, visit: Visit) -> Iterator[None]:
     try:
         for layer, module in enumerate(modules):
             setattr(module, _VISIT, _bound(visit, layer))
+            setattr(module, _GATHER, partial(gather_heads, model))
         yield
     finally:
         model.set_attn_implementation(before)
         for module in modules:
             module.__dict__.pop(_VISIT, None)
+            module.__dict__.pop(_GATHER, None)
 
 
 def _bound(visit: Visit, layer: int) -> Callable[[LayerStates], None]:
@@ -120,11 +125,12 @@ def _attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=True
     )
     visit: Callable[[LayerStates], None] = getattr(module, _VISIT)
-    seen = (query[0].detach(), key[0].detach(), value[0].detach(), scale)
+    gather: Callable[[Tensor], Tensor] = getattr(module, _GATHER)
+    seen = (*(gather(part.detach())[0] for part in (query, key, value)), scale)
     if out.requires_grad:
 
         def show(gradient: Tensor) -> None:
-            visit(LayerStates(*seen, gradient[0].detach()))
+            visit(LayerStates(*seen, gather(gradient.detach())[0]))
 
         out.register_hook(show)  # type: ignore[no-untyped-call]
     else:

@@ -19,8 +19,10 @@ _PATIENCE = timedelta(hours=6)
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(parallel: str = "data") -> Iterator[Ranks]:
     """Join the process group that torchrun's variables describe, if they do; leave it at the end.
+
+    With `parallel` "tensor" the processes hold the shards of one model.
 
     After a failure the group is left to the end of the process: parting from ranks that are gone
     can hang.
@@ -35,6 +37,8 @@ def joined() -> Iterator[Ranks]:
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     ranks = Ranks(dist.get_rank(), size, device)
+    if parallel == "tensor":
+        ranks = Ranks(device=device, shard=dist.get_rank(), shards=size)
     if not ranks.is_first:
         # All ranks run the same search: one of them tells about it.
         logging.getLogger("bosch.method").setLevel(logging.ERROR)

@@ -5,58 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from bosch.errors import RunError
-from bosch.evaluation_log import EvaluationLog
 from bosch.heads import HeadMaskFile
 from pipeline.elastic import first_reason
-from pipeline.launch import launch
 from pipeline.worker import LOST_RANK_STATUS
-from pipeline.world import World
 from stages import search
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
 from tests.search_case import WINDOW, write_inputs
 
+ROOT = Path(__file__).resolve().parents[2]
+SEARCH = SearchConfig(
+    swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4, tie_break="log_likelihood"
+)
 _KILLED_AT = 9
-
-
-def dying(config, inputs, work_dir):
-    """The search with a second rank that dies as soon as it knows some evaluations."""
-    append = EvaluationLog.append
-
-    def append_or_die(self, mask, evaluation, stage):
-        append(self, mask, evaluation, stage)
-        if os.environ["RANK"] == "1" and len(self) == _KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    EvaluationLog.append = append_or_die
-    return search.run(config, inputs, work_dir)
-
-
-def order(config: StageConfig, inputs: dict[str, Path], work: Path, function: str) -> dict:
-    def typed(section):
-        return {
-            "type": f"stages.configs:{type(section).__name__}",
-            "values": section.model_dump(mode="json"),
-        }
-
-    return {
-        "stage": "search",
-        "function": function,
-        "section": typed(config.section),
-        "model": typed(config.model),
-        "seed": config.seed,
-        "runtime": typed(config.runtime),
-        "upstream": {},
-        "inputs": {name: str(path) for name, path in inputs.items()},
-        "work_dir": str(work),
-        "log_level": "info",
-    }
 
 
 @pytest.fixture
@@ -68,40 +37,79 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def recipe_of(folder: Path, base: Path) -> Path:
+    """A recipe whose search runs on two processes."""
+    (base / "tokenizer.json").write_text("{}")
+    (folder / "corpus.txt").write_text("some text")
+    content = {
+        "seed": 5,
+        "model": {"path": str(base), "dtype": "float32"},
+        "prepare": {
+            "sequence_length": 128,
+            "train_tokens": 128,
+            "sources": [{"name": "a", "kind": "text", "path": str(folder / "corpus.txt")}],
+            "calibration": {"length": 256, "examples": 6},
+        },
+        "search": SEARCH.model_dump(mode="json"),
+        "runtime": {
+            "output_root": str(folder / "runs"), "processes": 2, "eval_batch_size": 2,
+        },
+    }  # fmt: skip
+    file = folder / "two.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def command_line(recipe: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m pipeline run RECIPE --until search`, with the stages of tests/rank_stages.py."""
+    code = (
+        "import sys; from dataclasses import replace; from pipeline.cli import main;"
+        "from pipeline.graph import STAGES;"
+        "table = [replace(s, function=f'tests.rank_stages:{s.name}') for s in STAGES[:2]];"
+        "sys.exit(main(sys.argv[1:], table))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "run", str(recipe), "--until", "search"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
     base, prepared = write_inputs(tmp_path)
     config = StageConfig(
-        section=SearchConfig(
-            swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4, tie_break="log_likelihood"
-        ),
+        section=SEARCH,
         model=ModelConfig(path=str(base), dtype="float32"),
         seed=5,
         runtime=Runtime(eval_batch_size=2),
     )
-    inputs, world = {"prepare": prepared}, World(processes_per_node=2)
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone, recipe = tmp_path / "alone", recipe_of(tmp_path, base)
     alone.mkdir()
-    shared.mkdir()
-    search.run(config, inputs, alone)
+    search.run(config, {"prepare": prepared}, alone)
 
-    with pytest.raises(RunError, match="killed"):
-        launch(order(config, inputs, shared, "tests.distributed.test_search_ranks:dying"), world)
-    assert not (shared / "head_mask.json").exists()
-    log = shared / "evaluations.jsonl"
+    killed = command_line(recipe, PREPARED=str(prepared), KILL_AT=str(_KILLED_AT))
+    assert killed.returncode == 1
+    (told,) = [line for line in killed.stderr.splitlines() if line.startswith("error:")]
+    assert told.startswith("error: search: its process was killed (signal 9)")
+    assert "Traceback" not in killed.stderr
+    (log,) = (tmp_path / "runs" / "work" / "search").glob("*/evaluations.jsonl")
     assert len(log.read_text().splitlines()) in (_KILLED_AT - 1, _KILLED_AT)
+    assert not (log.parent / "head_mask.json").exists()
     with log.open("a") as file:
         file.write('{"mask": "3x4')
 
-    summary = launch(order(config, inputs, shared, "stages.search:run"), world)
+    resumed = command_line(recipe, PREPARED=str(prepared))
+    assert resumed.returncode == 0, resumed.stderr
+    shared = tmp_path / "runs" / "two" / "search"
     assert "going on from" in (shared / "stage.log").read_text()
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (alone, shared)]
     assert masks[0] == masks[1]
     summaries = [json.loads((f / "summary.json").read_text()) for f in (alone, shared)]
-    assert summaries[0]["trace"] == summaries[1]["trace"]
-    assert summaries[0]["notes"] == summaries[1]["notes"]
-    assert summary["best_log_likelihood"] == summaries[0]["best_log_likelihood"]
-    keys = [json.loads(line)["mask"] for line in log.open()]
+    for name in ("trace", "notes", "best_log_likelihood", "evaluations", "reused_evaluations"):
+        assert summaries[0][name] == summaries[1][name]
+    keys = [json.loads(line)["mask"] for line in (shared / "evaluations.jsonl").open()]
     assert len(keys) == len(set(keys)) == summaries[0]["evaluations"]
 
 

@@ -303,6 +303,16 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
         load_recipe(case.file, env={"NNODES": "2"})
 
 
+def test_a_model_is_sharded_over_several_processes_of_one_node(case: Case) -> None:
+    tensor = ["runtime.search_parallel=tensor"]
+    several = {"NNODES": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9", "NPROC_PER_NODE": "2"}
+    with pytest.raises(UserError, match="needs several processes, there is one"):
+        load_recipe(case.file, tensor, env={})
+    with pytest.raises(UserError, match="over the processes of one node, NNODES asks for 2"):
+        load_recipe(case.file, tensor, env=several)
+    load_recipe(case.file, tensor, env={"NPROC_PER_NODE": "2"})
+
+
 def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
     recipe = load_recipe(case.file, ["train=null", "evaluate=null"]).recipe
     assert recipe.train is None
