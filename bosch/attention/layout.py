@@ -101,14 +101,20 @@ class HeadLayout:
         return torch.cat(parts, dim=2).index_select(2, order)
 
     def _index(self, kind: str, q_per_kv: int, device: torch.device) -> Tensor:
-        """Head indices on `device`, made once: of a kind, or where merged heads are found."""
-        found = self._indices.get((kind, q_per_kv, device))
+        """Head indices on `device`: of a kind, or where merged heads are found.
+
+        Made once, except in a compiled pass, which would depend on what was made before.
+        """
+        found = None
+        if not torch.compiler.is_compiling():
+            found = self._indices.get((kind, q_per_kv, device))
         if found is None:
             heads = {"full": self.full, "sliding": self.sliding}.get(kind, self.full + self.sliding)
             index = torch.tensor(heads, device=device)[:, None] * q_per_kv
             index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
             found = torch.argsort(index) if kind == "inverse" else index
-            self._indices[kind, q_per_kv, device] = found
+            if not torch.compiler.is_compiling():
+                self._indices[kind, q_per_kv, device] = found
         return found
 
 

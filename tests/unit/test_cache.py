@@ -90,12 +90,31 @@ def test_prefill_is_freed_not_only_sliced_off() -> None:
     assert layer.recent_keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
 
 
+def test_chunked_prefill_needs_no_more_for_a_longer_prompt() -> None:
+    """At no time do sliding heads hold more than the window, the sinks and one chunk."""
+    layout, chunk, sinks = HeadLayout.deploy(0, 4, 16, 3), 32, 3
+    entry = 2 * 4 * 8 * 4  # bytes of keys and values: heads, dimensions, float32
+    peaks = []
+    for length in (128, 1024):
+        layer, seen = HybridCacheLayer(layout), []
+        for start in range(0, length, chunk):
+            states = torch.zeros(1, 4, chunk, 8)
+            keys, _ = layer.update(states, states.clone())
+            seen.append(layer.num_bytes)
+            keys.settle(Span(chunk, start))
+            seen.append(layer.num_bytes)
+        assert seen[-1] == entry * (16 - 1 + sinks)
+        peaks.append(max(seen))
+    assert peaks == [entry * (16 - 1 + sinks + chunk)] * 2
+
+
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_generate_equals_generate_without_cache(sinks: int) -> None:
     model = _hybrid(sinks)
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
-    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+    chunked = {"prefill_chunk_size": 6}
+    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, chunked):
         made = [
             model.generate(
                 ids,
@@ -103,7 +122,7 @@ def test_generate_equals_generate_without_cache(sinks: int) -> None:
                 max_new_tokens=12,
                 do_sample=False,
                 use_cache=use,
-                **options,
+                **(options if use or options is not chunked else {}),
             )
             for use in (True, False)
         ]
@@ -126,16 +145,22 @@ def test_caches_of_others_are_exact_or_refused() -> None:
     parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 20))]
     whole = model(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="static"):
-        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(UserError, match="'offloaded' has no hybrid form: choose dynamic or static"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="offloaded")
 
 
-def test_assisted_generation_is_exact() -> None:
-    """The draft is taken back by `crop` at almost every step."""
-    model, assistant = _hybrid(4), small_model(seed=5)
-    ids = tokens(1, 20)
-    alone = model.generate(ids, max_new_tokens=15, do_sample=False)
-    assisted = model.generate(ids, max_new_tokens=15, do_sample=False, assistant_model=assistant)
+@pytest.mark.parametrize("draft", ["model", "hybrid", "prompt"])
+def test_assisted_generation_is_exact(draft: str) -> None:
+    """The draft is taken back by `crop` at almost every step, from its writer's cache too."""
+    model, ids = _hybrid(4), tokens(1, 20)
+    alone = model.generate(ids, max_new_tokens=12, do_sample=False)
+    other = small_model(seed=5)
+    drafts: dict[str, Any] = {
+        "model": {"assistant_model": other},
+        "hybrid": {"assistant_model": materialize(other, random_mask(1), WINDOW, 2)},
+        "prompt": {"prompt_lookup_num_tokens": 3},
+    }
+    assisted = model.generate(ids, max_new_tokens=12, do_sample=False, **drafts[draft])
     assert torch.equal(alone, assisted)
 
 
@@ -151,7 +176,11 @@ def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
     rest = model(ids[:, 20:], past_key_values=cache).logits
     torch.testing.assert_close(rest, whole[:, 20:], rtol=1e-4, atol=1e-5)
     forgetful = model.new_cache()
-    model(ids, past_key_values=forgetful)
+    model(ids[:, : WINDOW - 2], past_key_values=forgetful)
+    model(tokens(1, 1, seed=9), past_key_values=forgetful)
+    forgetful.crop(-1)  # nothing has left the window yet
+    rest = model(ids[:, WINDOW - 2 :], past_key_values=forgetful).logits
+    torch.testing.assert_close(rest, whole[:, WINDOW - 2 :], rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         forgetful.crop(-3)
 
