@@ -162,11 +162,15 @@ def _search(loaded: LoadedRecipe, info: ModelInfo, shape: Shape) -> Cost:
     tokens = calibration.examples * calibration.length
     one = shape.forward(tokens, calibration.length)
     batches = math.ceil(calibration.examples / loaded.recipe.runtime.eval_batch_size)
+    sharded = loaded.recipe.runtime.search_parallel == "tensor"
     facts = [
         f"at most {evaluations:,} evaluations of {tokens:,} tokens in {batches} batches",
         f"{_flops(one)} each with every head full and nothing reused",
     ]
-    return Cost("search", evaluations * one, 1e6, facts, parts=batches)
+    if sharded:
+        facts.append(f"one model sharded over {loaded.world.size} processes")
+    parts = loaded.world.size if sharded else batches
+    return Cost("search", evaluations * one, 1e6, facts, parts=parts)
 
 
 def _materialize(loaded: LoadedRecipe, shape: Shape) -> Cost:
