@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +34,15 @@ SMALL = [
 ]
 
 
-def start(root: Path, *options: str) -> subprocess.Popen[str]:
-    """The command a user types, in a process group of its own."""
+def start(root: Path, *options: str, processes: int = 1) -> subprocess.Popen[str]:
+    """The command a user types, in a process group of its own.
+
+    One thread each: how many there are decides the last bits of a matrix product.
+    """
     return subprocess.Popen(
         ["launch/torchrun.sh", RECIPE, *SMALL, f"runtime.output_root={root}", *options],
         cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(processes)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -45,14 +50,14 @@ def start(root: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(root: Path, *options: str) -> str:
-    child = start(root, *options)
+def finish(root: Path, *options: str, processes: int = 1) -> str:
+    child = start(root, *options, processes=processes)
     text, _ = child.communicate(timeout=600)
     assert child.returncode == 0, text[-3000:]
     return text
 
 
-def results(root: Path) -> dict[str, object]:
+def results(root: Path) -> dict[str, Any]:
     """What has to be the same however often a run was killed."""
     output = root / "quickstart"
     metrics = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
@@ -105,6 +110,21 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
             child.communicate()
     finish(tmp_path)
     assert results(tmp_path) == results(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_end_where_one_does(undisturbed: Path, tmp_path: Path) -> None:
+    """Search and scores to the bit; in training, gradients are summed in another order."""
+    finish(tmp_path, processes=2)
+    one, two = results(undisturbed), results(tmp_path)
+    assert two["mask"] == one["mask"]
+    assert two["losses"] == pytest.approx(one["losses"], rel=5e-3)
+    for name in ("original", "hybrid"):
+        assert two["scores"][name] == one["scores"][name]
+    for stage, processes in (("prepare", 1), ("search", 2), ("train", 2), ("evaluate", 2)):
+        manifest = json.loads((tmp_path / "quickstart" / stage / "manifest.json").read_text())
+        assert manifest["processes"] == processes
 
 
 @pytest.mark.slow
