@@ -72,6 +72,13 @@ def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, 
     return found
 
 
+def _named(settings: SearchSettings) -> Record:
+    """Settings that differ from the defaults: a cell outlives the arrival of new options."""
+    usual = asdict(SearchSettings(swa_ratio=settings.swa_ratio))
+    given = {name: value for name, value in asdict(settings).items() if value != usual[name]}
+    return {**given, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
+
+
 class Subject:
     """Searches and measures one model; what `cells` knows is not done again.
 
@@ -170,7 +177,7 @@ class Subject:
         key = {
             "kind": "search",
             "method": method,
-            "settings": asdict(settings),
+            "settings": _named(settings),
             "shared_log": log is not None,
             **self._context(calibration),
         }
