@@ -194,11 +194,17 @@ def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) ->
 
     `model` is left as it is. The result has its dtype, device and generation settings; it is saved
     by `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
-    Raises UserError when the family is not supported or the mask does not fit.
+    Raises UserError when the family is not supported, or mask or window do not fit the model.
     """
     check_window(window_size, sinks)
     family = family_of(model.config)
     mask = effective_mask(model.config, mask, window_size)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and window_size >= longest:
+        raise UserError(
+            f"window_size is {window_size}, and the model takes no more than {longest} tokens, so "
+            "that no head would ever slide: choose a smaller window_size"
+        )
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)

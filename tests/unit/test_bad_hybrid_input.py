@@ -1,0 +1,109 @@
+"""Bad input about hybrid models ends in one clear sentence, and nothing falls back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bosch.attention import BACKENDS
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.modeling import apply_head_mask, load_model, materialize, prepare_for_search
+from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_model
+
+WINDOW = 7
+ABSENT = [name for name, entry in BACKENDS.items() if not entry.usable()]
+
+
+def _said(call: Callable[[], Any]) -> str:
+    """The one sentence of the UserError that `call` ends with."""
+    with pytest.raises(UserError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and ". " not in text and not text.endswith("."), text
+    return text
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return small_model()
+
+
+@pytest.fixture
+def folder(base: Any, tmp_path: Path) -> Path:
+    materialize(base, random_mask(), WINDOW).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(LAYERS - 1, KV_HEADS), (LAYERS, 2 * KV_HEADS)])
+def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
+    mask = HeadMask.all_sliding(layers, heads)
+    for use in (apply_head_mask, materialize):
+        said = _said(lambda use=use: use(base, mask, WINDOW))
+        assert f"{layers} layers of {heads} KV heads" in said
+        assert f"has {LAYERS} of {KV_HEADS}" in said
+
+
+def test_a_window_larger_than_any_sequence(base: Any) -> None:
+    said = _said(lambda: materialize(base, random_mask(), 512))
+    assert "window_size is 512" in said and "no more than 512 tokens" in said
+
+
+_LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ("gone", "hybrid_attention must hold"),
+        (None, "hybrid_attention must hold"),
+        ({"window_size": WINDOW, "sinks": 0}, "full_kv_heads_per_layer"),
+        (_LAYOUT | {"window_size": 0}, "window_size must be an integer of at least 1"),
+        (_LAYOUT | {"window_size": "7"}, "found '7'"),
+        (_LAYOUT | {"sinks": -1}, "sinks"),
+        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2]}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 5]}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"full_kv_heads_per_layer": "123"}, "3 numbers from 0 to 4"),
+    ],
+)
+def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["hybrid_attention"] = layout
+    if layout == "gone":
+        del content["hybrid_attention"]
+    path.write_text(json.dumps(content))
+    for load in (load_model, AutoModelForCausalLM.from_pretrained):
+        said = _said(lambda load=load: load(folder))
+        assert named in said and str(folder) in said
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "mamba"])
+def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        model_type, vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=16, head_dim=8, state_size=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    for use in (
+        lambda: prepare_for_search(model),
+        lambda: materialize(model, HeadMask.all_full(1, 1), WINDOW),
+    ):
+        assert f"'{model_type}' are not supported" in _said(use)
+
+
+@pytest.mark.parametrize("name", [*ABSENT, "triton"])
+def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
+    for use in (
+        lambda: prepare_for_search(base, name),
+        lambda: load_model(folder, backend=name),
+        lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name),
+    ):
+        assert f"'{name}" in _said(use)
