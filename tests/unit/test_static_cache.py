@@ -162,6 +162,14 @@ def test_generate_asks_for_it_as_for_transformers_own(sinks: int, options: Any) 
     assert isinstance(found.past_key_values, StaticHybridCache)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3_text", "minimax_m2"])
+def test_families_with_other_masks_and_heads_generate_the_same(family: str) -> None:
+    model, ids = materialize(small_model(family), random_mask(), WINDOW, 2), tokens(2, 20)
+    options = {"attention_mask": _left_padded(2, 20)[0], "max_new_tokens": 6, "do_sample": False}
+    found = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(found, model.generate(ids, **options))
+
+
 def test_generate_compiles_each_kind_of_pass_once() -> None:
     """Over two calls of different lengths, the first of them the longer one."""
     model = _few_layers(1, 4)
