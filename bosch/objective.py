@@ -194,7 +194,7 @@ class Objective:
         self._measure(mask, range(len(self._batches)), results, spent)
         return self._merged(mask, results, spent, 0.0)[0]
 
-    def costs(self) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """Memory of kept states on this rank: what they may take and what they took at most."""
         return {"kept_bytes_limit": self.kept.max_bytes, "kept_bytes": self.kept.peak_bytes}
 

@@ -145,14 +145,15 @@ class SearchConfig(Section):
     """Which KV heads become sliding-window attention (BOSCH Algorithms 1 to 3)."""
 
     method: Literal[
-        "bosch", "b_single", "b_multi", "b_layer",
+        "bosch", "bosch_plus", "b_single", "b_multi", "b_layer",
         "rand", "bme", "intr",
         "dcam", "apl", "proxy", "qada", "razor", "fisher",
     ] = Field(
         "bosch",
         description=(
-            "How the head mask is found: bosch searches; b_single, b_multi and b_layer are its "
-            "first stage's own masks, by layers, groups of layers and whole layers; "
+            "How the head mask is found: bosch searches as published; bosch_plus spends a tenth "
+            "of its evaluations, on swaps that gradients propose; b_single, b_multi and b_layer "
+            "are bosch's first stage's own masks, by layers, groups of layers and whole layers; "
             "rand, bme and intr choose layers by their place; the others rank the heads once."
         ),
     )  # fmt: skip
@@ -179,6 +180,13 @@ class SearchConfig(Section):
     tie_break: Literal["none", "log_likelihood"] = Field(
         "none",
         description="Whether masks of equal score are told apart by the answer's log-likelihood.",
+    )
+    race: bool = Field(
+        False,
+        description=(
+            "Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus "
+            "always does."
+        ),
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 
 def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             with _live(config, ledger, work_dir, ranks):
                 result = _found(config, ledger, work_dir)
         summary = _summary(ledger, result, time.perf_counter() - started)
+        summary |= objective.memory()
         if ranks.is_first:
             _write(work_dir, config, summary, result, ledger)
     return {

@@ -16,6 +16,7 @@ from bosch.heads import HeadMask, swa_budget
 from bosch.method.ablations import b_layer, b_multi, b_single
 from bosch.method.bosch import SearchResult, bosch, finished
 from bosch.method.ledger import Ledger, Scorer, TracePoint
+from bosch.method.plus import bosch_plus, evaluations_of_plus
 from bosch.method.settings import SearchSettings
 from bosch.objective import Objective
 from bosch.progress import Progress
@@ -26,6 +27,7 @@ Search = Callable[[Ledger, SearchSettings], SearchResult]
 
 SEARCHES: dict[str, Search] = {
     "bosch": bosch,
+    "bosch_plus": bosch_plus,
     "b_single": b_single,
     "b_multi": b_multi,
     "b_layer": b_layer,
@@ -138,5 +140,7 @@ def most_evaluations(name: str, settings: SearchSettings, num_layers: int) -> in
     """Upper bound of the evaluations of a method, for its progress."""
     if name not in SEARCHES:
         return 3
+    if name == "bosch_plus":
+        return 3 + evaluations_of_plus(settings, num_layers)
     stages = 2 if name == "bosch" else 1
     return 3 + stages * num_layers * settings.budget_per_layer

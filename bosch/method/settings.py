@@ -21,6 +21,7 @@ class SearchSettings:
     buckets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     max_group_variables: int = 50
     break_ties: bool = False
+    race: bool = False
     seed: int = 0
 
     def seed_for(self, *parts: int) -> int:

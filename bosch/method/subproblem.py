@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bosch.evaluation_log import Evaluation
 from bosch.heads import HeadMask
 from bosch.loss import Loss
-from bosch.method.ledger import Ledger, StageName
+from bosch.method.ledger import CanWin, Ledger, StageName
 from bosch.method.settings import SearchSettings
 from bosch.solvers import Problem, solve
 from bosch.solvers.problem import Bits
@@ -50,8 +50,9 @@ def optimise_layers(
         is_full[rows] = ~bits.reshape(len(rows), units)
         return HeadMask(is_full)
 
-    def measure(bits: Bits) -> Evaluation:
-        return ledger.evaluate(with_bits(bits), stage, unit, shared_layers=rows[0])
+    def measure(bits: Bits, can_win: CanWin | None = None) -> Evaluation:
+        mask = with_bits(bits)
+        return ledger.evaluate(mask, stage, unit, shared_layers=rows[0], can_win=can_win)
 
     problem = Problem(
         size=len(rows) * units,
@@ -60,6 +61,7 @@ def optimise_layers(
         measure=measure,
         loss=loss,
         break_ties=settings.break_ties,
+        race=settings.race,
         quantum=ledger.scorer.quantum,
     )
     stage_number = ("layer_importance", "head_selection").index(stage)

@@ -44,17 +44,22 @@ class Candidate:
 
 
 class Problem:
-    """Choose `quota` of `size` units with at most `budget` calls of `measure`."""
+    """Choose `quota` of `size` units with at most `budget` calls of `measure`.
+
+    With `race` a second argument of `measure` says whether a score and log-likelihood that can
+    still be reached would be no worse than the best ones; if not, bounds are good enough.
+    """
 
     def __init__(
         self,
         size: int,
         quota: int,
         budget: int,
-        measure: Callable[[Bits], Evaluation],
+        measure: Callable[..., Evaluation],
         loss: Loss,
         *,
         break_ties: bool = False,
+        race: bool = False,
         quantum: float = 0.0,
     ) -> None:
         if not 0 <= quota <= size:
@@ -63,6 +68,7 @@ class Problem:
             raise ValueError("a sub-problem needs at least one evaluation")
         self.size, self.quota, self.budget = size, quota, budget
         self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
+        self.race = race
         self.spent = self.bounded = 0
         self.best: Candidate | None = None
         self._measure = measure
@@ -97,15 +103,24 @@ class Problem:
                 return Value(bound, float("inf"))
         if self.left <= 0:
             raise BudgetSpent
-        evaluation = self._measure(bits)
+        if self.race and self.best is not None:
+            best = self.best.value
+
+            def can_win(score: float, log_likelihood: float) -> bool:
+                return self._value(score, log_likelihood, sliding) <= best
+
+            evaluation = self._measure(bits, can_win)
+        else:
+            evaluation = self._measure(bits)
         self.spent += 1
-        value = Value(
-            self.loss.value(evaluation.score, sliding, self.quota, self.size),
-            -evaluation.log_likelihood if self.break_ties else 0.0,
-        )
+        value = self._value(evaluation.score, evaluation.log_likelihood, sliding)
         self._values[key] = value
         self._remember(bits, value, evaluation, sliding)
         return value
+
+    def _value(self, score: float, log_likelihood: float, sliding: int) -> Value:
+        loss = self.loss.value(score, sliding, self.quota, self.size)
+        return Value(loss, -log_likelihood if self.break_ties else 0.0)
 
     def scalar(self, value: Value) -> float:
         """One number in the order of `value`, for solvers that take no pairs.
@@ -136,7 +151,9 @@ class Problem:
         if sliding != self.quota:
             self._lowest_off_budget = min(self._lowest_off_budget, value.loss)
             return
-        self._scores.add(evaluation.score)
+        # The score behind a bound is not known, only that it is no better than the best one.
+        if not evaluation.is_bound or evaluation.score < max(self._scores):
+            self._scores.add(evaluation.score)
         if self.best is None or value < self.best.value:
             self.best = Candidate(bits.copy(), value, evaluation)
 

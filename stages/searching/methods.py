@@ -20,6 +20,7 @@ def search_settings(section: SearchConfig, seed: int) -> SearchSettings:
         buckets=tuple(section.buckets),
         max_group_variables=section.max_group_variables,
         break_ties=section.tie_break == "log_likelihood",
+        race=section.race,
         seed=seed,
     )
 

@@ -13,6 +13,7 @@ from bosch.method.ledger import TracePoint
 _TITLES = {
     "layer_importance": "Stage 1: layer importance",
     "head_selection": "Stage 3: head selection",
+    "swaps": "Swaps",
 }
 
 
@@ -45,6 +46,8 @@ def _draw(axis: Any, points: list[TracePoint]) -> None:
         members = list(group)
         steps = [point.step for point in members]
         color = f"C{number % 10}"
-        axis.plot(steps, [p.score for p in members], ".", color=color, alpha=0.45, markersize=4)
+        whole = [(p.step, p.score) for p in members if not p.is_bound]
+        if whole:
+            axis.plot(*zip(*whole, strict=True), ".", color=color, alpha=0.45, markersize=4)
         axis.plot(steps, [p.best_score for p in members], color=color, drawstyle="steps-post")
         axis.annotate(unit, (steps[0], 1.04), fontsize=7, color=color)
