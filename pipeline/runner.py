@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -184,7 +185,8 @@ class Runner:
             summary = self.launcher(self._order(node, work), self._world(node))
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
-            self.store.fail(node.name, key, reason)
+            with contextlib.suppress(OSError):  # on a full disk the reason is still told
+                self.store.fail(node.name, key, reason)
             raise
         facts = {
             "version": node.stage.version,

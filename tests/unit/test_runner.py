@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pipeline.locks import hold
 from pipeline.recipe import load_recipe
 from pipeline.runner import Choice, Runner
 from pipeline.status import differences
+from pipeline.store import Store
 from pipeline.worker import execute
 from pipeline.world import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
@@ -230,6 +232,20 @@ def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.Mon
     assert runner(case).run() == 5
     assert case.calls("search") == 2
     assert to_run(case) == []
+
+
+def test_a_failure_that_cannot_be_noted_is_told(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk the note of what happened fails too."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("FAKE_FAIL", "search=run")
+    monkeypatch.setattr(Store, "fail", full)
+    with pytest.raises(RunError, match="the loss diverged"):
+        runner(case).run()
 
 
 def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
