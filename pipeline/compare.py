@@ -27,7 +27,7 @@ METHODS: tuple[str, ...] = get_args(SearchConfig.model_fields["method"].annotati
 _RATIOS = "0.25,0.5,0.75,0.875"
 # The paper averages random layers over three runs; these methods do not depend on the seed.
 _RANDOM, _RANDOM_RUNS = "rand", 3
-_SEEDLESS = ("bme", "intr", "dcam", "apl", "proxy", "qada", "fisher")
+_SEEDLESS = ("bme", "intr", "dcam", "apl", "proxy", "qada", "fisher", "bosch_plus")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

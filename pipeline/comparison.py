@@ -27,6 +27,7 @@ _GROUPS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 _OTHERS = "Not in the paper"
 _LABELS = {name: label for group in _GROUPS.values() for name, label in group.items()}
+_LABELS["bosch_plus"] = "BOSCH+"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
 
 Models = Literal["untrained", "trained"]

@@ -121,6 +121,8 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
 
     if search.method == "bosch":
         return 2 + probes(1, heads) + kappa * layers
+    if search.method == "bosch_plus":
+        return 3 + max(4, round(kappa * layers / 10))
     first_stage = {"b_single": (1, heads), "b_multi": (joint, heads), "b_layer": (layers, 1)}
     if search.method in first_stage:
         return 2 + probes(*first_stage[search.method])

@@ -56,6 +56,7 @@ def test_parameters_are_counted_as_the_model_has_them(tied: bool, experts: int) 
     [
         ("bosch", 0.75, 100, 2 + 28 * 28 + 2800),
         ("bosch", 0.5, 20, 2 + 28 * 20 + 560),
+        ("bosch_plus", 0.5, 100, 3 + 280),
         ("b_single", 0.5, 100, 2 + 28 * 70),
         ("b_multi", 0.75, 100, 2 + 7 * 400),
         ("b_layer", 0.5, 100, 2 + 2800),
