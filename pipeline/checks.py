@@ -243,6 +243,14 @@ def _shards(parts: Parts) -> Iterator[str]:
         )
 
 
+def _attention_sinks(parts: Parts) -> Iterator[str]:
+    if parts.runtime.attention == "flash" and parts.search.sinks:
+        yield (
+            f"runtime.attention: flash has no sinks, search.sinks asks for {parts.search.sinks}; "
+            "choose sdpa or flex"
+        )
+
+
 def _output_root(parts: Parts) -> Iterator[str]:
     root = Path(parts.runtime.output_root)
     if root.exists() and not root.is_dir():
@@ -268,5 +276,6 @@ _CHECKS: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _training_positions,
     _needle_positions,
     _shards,
+    _attention_sinks,
     _output_root,
 )

@@ -313,6 +313,13 @@ def test_a_model_is_sharded_over_several_processes_of_one_node(case: Case) -> No
     load_recipe(case.file, tensor, env={"NPROC_PER_NODE": "2"})
 
 
+def test_sinks_need_a_backend_that_has_them(case: Case) -> None:
+    flash = ["runtime.attention=flash", "search.sinks=4"]
+    with pytest.raises(UserError, match=r"flash has no sinks, search\.sinks asks for 4"):
+        load_recipe(case.file, flash)
+    load_recipe(case.file, ["runtime.attention=flash", "search.sinks=0"])
+
+
 def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
     recipe = load_recipe(case.file, ["train=null", "evaluate=null"]).recipe
     assert recipe.train is None
