@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bosch.calibration import CalibrationSet
 from bosch.evaluation_log import EvaluationLog
@@ -97,6 +98,7 @@ class Subject:
         loaded = load_model(
             model.path,
             dtype=model.dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
         )
