@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
+from stages.measuring.kept_runs import KeptRuns
 from stages.measuring.processes import run_point
 from stages.measuring.settings import MeasureSettings, Variant, planned_variants
 
@@ -28,7 +29,8 @@ def measure(
     `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
     original, which is otherwise the hybrid's own weights with every head full. Models take turns at
     each length, each run in a process of its own; a length at which one has no memory left is a
-    result. Raises UserError for faulty input, RunError when a run fails otherwise.
+    result. An interrupted measurement goes on where it was. Raises UserError for faulty input,
+    RunError when a run fails otherwise.
     """
     from bosch.progress import progress
     from stages.measuring.figures import draw_figures
@@ -38,15 +40,19 @@ def measure(
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
     output = _made(output)
+    kept = KeptRuns(output / "runs.partial.jsonl")
+    if len(kept):
+        logger.info("%d runs are kept from an interrupted measurement", len(kept))
     points, facts = [], {}
     total = len(settings.lengths) * len(variants) * settings.repeats
     with progress(total, "measure", "runs") as bar:
         for length in sorted(set(settings.lengths)):
             runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
-            for _ in range(settings.repeats):
+            for repeat in range(settings.repeats):
                 for variant in variants:
+                    request = _request(model, original, variant, settings, length, repeat)
                     if not any("out_of_memory" in run for run in runs[variant]):
-                        runs[variant].append(_run(model, original, variant, settings, length))
+                        runs[variant].append(kept.run(request, _run))
                     bar.update(1, f"{variant.name} at {length:,}")
             for variant in variants:
                 facts = next((run for run in runs[variant] if "hardware" in run), facts)
@@ -56,6 +62,7 @@ def measure(
     (output / "efficiency.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_table(points)
     draw_figures(points, output, _title(report))
+    kept.forget()
     return report
 
 
@@ -96,17 +103,27 @@ def _made(output: Path) -> Path:
     return output
 
 
-def _run(
-    model: str, original: str | None, variant: Variant, settings: MeasureSettings, length: int
+def _request(
+    model: str,
+    original: str | None,
+    variant: Variant,
+    settings: MeasureSettings,
+    length: int,
+    repeat: int,
 ) -> dict[str, Any]:
-    request = {
+    return {
         "model": model,
         "original": original,
         "variant": variant.model_dump(mode="json"),
         "settings": settings.model_dump(mode="json"),
         "length": length,
+        "repeat": repeat,
     }
-    return run_point(request, f"{variant.name} at {length:,} tokens")
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    variant = Variant(**request["variant"])
+    return run_point(request, f"{variant.name} at {request['length']:,} tokens")
 
 
 def _report(

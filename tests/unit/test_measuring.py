@@ -13,6 +13,7 @@ import torch
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask, swa_budget
 from bosch.modeling import full_attention_config, load_config, load_model, materialize
+from stages import measure as measure_stage
 from stages.measuring import memory, point, processes
 from stages.measuring.figures import draw_figures
 from stages.measuring.kernels import check_kernels
@@ -194,6 +195,33 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[2]["out_of_memory"]
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
+
+
+def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def stopped_at_the_fourth(request: dict[str, Any], what: str) -> dict[str, Any]:
+        if len(asked) == 3:
+            asked.append(("stop", 0))
+            raise KeyboardInterrupt
+        asked.append((request["variant"]["kind"], request["repeat"]))
+        return run(1.0)
+
+    monkeypatch.setattr(measure_stage, "run_point", stopped_at_the_fourth)
+    settings = MeasureSettings(lengths=(64,), ratios=(0.5,), windows=(8,), repeats=3)
+    arguments = (str(folder / "model"), None, settings, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        measure_stage.measure(*arguments)
+    report = measure_stage.measure(*arguments)
+    turns = [("original", 0), ("hybrid", 0), ("original", 1)]
+    assert asked == [*turns, ("stop", 0), ("hybrid", 1), ("original", 2), ("hybrid", 2)]
+    assert [len(p["runs"]) for p in report["points"]] == [3, 3]
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        measure_stage.measure(*arguments)
+    assert asked == [*turns, ("stop", 0)]
 
 
 def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
