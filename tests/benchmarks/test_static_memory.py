@@ -1,0 +1,81 @@
+"""Peak memory of scoring all heads by each static ranking, by the length of the example.
+
+    pytest -s tests/benchmarks/test_static_memory.py
+
+Each figure is of a process of its own: the most memory it held while it scored, less what it held
+before, on a random model of one layer (4 query heads, 2 KV heads, D = 16), W = 1,024, one thread.
+The columns printed are 2k, 4k, 8k, 16k and 32k tokens, the figures MiB. One figure alone, in bytes:
+
+    python -m tests.benchmarks.test_static_memory dcam 2048
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+METHODS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+_ROOT = Path(__file__).resolve().parents[2]
+_MATRIX_BYTES = 4  # of one attention probability in float32
+
+
+def peak_bytes(method: str, length: int) -> int:
+    """Memory that scoring one example of `length` tokens takes on top, in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.test_static_memory", method, str(length)],
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> None:
+    peaks = [peak_bytes(method, length) for length in LENGTHS]
+    figures = " | ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
+    print(f"\n| {method} | {figures} |")
+    # Four times the length: four times the memory where it is linear, 16 times with a T x T matrix.
+    assert peaks[-1] < 5.5 * max(peaks[-3], 2**20)
+    assert peaks[-1] < LENGTHS[-1] ** 2 * _MATRIX_BYTES / 8
+
+
+def _measure(method: str, length: int) -> int:
+    import resource
+
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from bosch.baselines.static import STATIC_RANKINGS
+    from bosch.calibration import CalibrationSet
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTHS[-1],
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    score = STATIC_RANKINGS[method].score  # type: ignore[index]
+
+    def scored(tokens: int) -> None:
+        ids = torch.randint(64, (tokens,)).tolist()
+        score(model, CalibrationSet.from_records([(ids, 4)]), 1024, 0)
+
+    scored(64)  # what is loaded once is no part of it
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scored(length)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+if __name__ == "__main__":
+    print(_measure(sys.argv[1], int(sys.argv[2])))
