@@ -60,10 +60,6 @@ def run_comparison(
     Raises UserError listing everything that is wrong with the options, or what a stage raises.
     """
     cells = _cells(loaded, options)
-    choice = Choice(until="evaluate", wait=options.wait)
-    runners = [
-        Runner(_recipe_of(loaded, cell, options), choice, stages, launcher) for cell in cells
-    ]
     comparison = Comparison(
         recipe=loaded.recipe.name,
         model=loaded.recipe.model.path,
@@ -71,16 +67,30 @@ def run_comparison(
         cells=tuple(cells),
         with_training=options.with_training,
     )
+
+    def runner_of(cell: Cell) -> Runner:
+        """Made anew for each use: it knows the hashes that others have computed meanwhile."""
+        choice = Choice(until="evaluate", wait=options.wait)
+        runner = Runner(_recipe_of(loaded, cell, options), choice, stages, launcher)
+        runner.hasher.save()
+        return runner
+
+    pending = {cell: _pending(runner_of(cell)) for cell in cells}
     if options.dry_run:
-        for cell, runner in zip(cells, runners, strict=True):
-            print(f"{cell}: {'; '.join(_pending(runner)) or 'cached'}")
+        for cell, stages_to_run in pending.items():
+            print(f"{cell}: {'; '.join(stages_to_run) or 'cached'}")
         return comparison
     results: dict[Cell, Result] = {}
-    for cell, runner, left in _with_work_left(cells, runners):
+    left = _Left(len(cells), sum(bool(one) for one in pending.values()), time.monotonic())
+    for number, cell in enumerate(cells, start=1):
+        runner = runner_of(cell)
+        if pending[cell]:
+            print(f"compare: {cell} (cell {number} of {left})", flush=True)
         try:
-            ran = _bring_up(cell, runner, left)
+            ran = runner.run() > 0
         except (UserError, RunError) as error:
             raise type(error)(f"{cell}: {error}") from error
+        left.done += bool(pending[cell])
         if loaded.world.node_rank == 0:
             results[cell] = read_result(runner)
             if ran or len(results) == len(cells):
@@ -90,40 +100,18 @@ def run_comparison(
 
 @dataclass
 class _Left:
-    """What is still to do when a cell's turn comes."""
+    """How far a comparison is, and how long the rest will take at the pace so far."""
 
-    number: int
     cells: int
     to_run: int
     started: float
-    done: int
+    done: int = 0
 
     def __str__(self) -> str:
-        place = f"cell {self.number} of {self.cells}"
         if not self.done:
-            return place
-        each = (time.monotonic() - self.started) / self.done
-        return f"{place}, about {duration(each * self.to_run)} left for {self.to_run} cells"
-
-
-def _with_work_left(
-    cells: Sequence[Cell], runners: Sequence[Runner]
-) -> Iterator[tuple[Cell, Runner, _Left]]:
-    to_run = sum(bool(_pending(runner)) for runner in runners)
-    left = _Left(0, len(cells), to_run, time.monotonic(), 0)
-    for number, (cell, runner) in enumerate(zip(cells, runners, strict=True), start=1):
-        left.number = number
-        pending = bool(_pending(runner))
-        yield cell, runner, left
-        if pending:
-            left.to_run, left.done = left.to_run - 1, left.done + 1
-
-
-def _bring_up(cell: Cell, runner: Runner, left: _Left) -> bool:
-    """Run what is missing of a cell; whether anything was."""
-    if _pending(runner):
-        print(f"compare: {cell} ({left})", flush=True)
-    return runner.run() > 0
+            return str(self.cells)
+        each, rest = (time.monotonic() - self.started) / self.done, self.to_run - self.done
+        return f"{self.cells}, about {duration(each * rest)} left for {rest} cells"
 
 
 def _pending(runner: Runner) -> list[str]:
