@@ -129,7 +129,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     The form is that of the RULER tasks, so that a small base model can answer them.
     """
     what = "uuids" if rng.random() < 0.1 else "numbers"
-    questions = max(1, min(rng.randint(1, 6), characters // 500))
+    questions = max(1, min(rng.randint(1, 12), characters // 500))
     room = characters - questions * len(question("a" * 12, what) + answer_prefix("a" * 12, what))
     haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
     needles: dict[str, str] = {}
