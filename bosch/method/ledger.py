@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bosch.errors import RunError
 from bosch.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.heads import HeadMask
 from bosch.loss import Anchors
@@ -116,6 +118,11 @@ class Ledger:
             scorer: Any = self.scorer
             options = {} if can_win is None else {"can_win": can_win}
             evaluation = scorer.evaluate(mask, shared_layers, **options)
+            if not math.isfinite(evaluation.score + evaluation.log_likelihood):
+                raise RunError(
+                    f"head mask {mask.key} scored {evaluation.score} with log-likelihood "
+                    f"{evaluation.log_likelihood}: no search can go by numbers that are not finite"
+                )
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, stage)
         known = mask.key in self._used

@@ -91,22 +91,19 @@ class _Search:
         return best
 
     def swapped(self, best: _Incumbent) -> HeadMask:
-        """`best` after all the swaps that pay."""
+        """`best` after swaps, until the budget is spent or no swap is left."""
         tried = {best.mask.key}
-        improved = True
-        while improved and self.left > 0:
-            improved = False
-            for candidate in self._swaps(best.mask):
-                if self.left <= 0:
-                    break
-                if candidate.key in tried:
-                    continue
-                tried.add(candidate.key)
-                found = self._measured(candidate, best)
-                if found.mask != best.mask:
-                    best, improved = found, True
-                    self.learn(best.mask)
-                    break
+        candidates = self._swaps(best.mask)
+        while self.left > 0:
+            candidate = next((c for c in candidates if c.key not in tried), None)
+            if candidate is None:
+                break
+            tried.add(candidate.key)
+            found = self._measured(candidate, best)
+            if found is not best:
+                best = found
+                self.learn(best.mask)
+                candidates = self._swaps(best.mask)
         return best.mask
 
     def learn(self, mask: HeadMask) -> None:
@@ -130,7 +127,8 @@ class _Search:
         if best is None:
             return _Incumbent(mask, self.ledger.evaluate(mask, "start", "gradients"))
         evaluation = self.ledger.evaluate(mask, "swaps", "swaps", can_win=best.beaten_by)
-        if best.beaten_by(evaluation.score, evaluation.log_likelihood):
+        won = best.beaten_by(evaluation.score, evaluation.log_likelihood)
+        if won and not evaluation.is_bound:
             return _Incumbent(mask, evaluation)
         return best
 

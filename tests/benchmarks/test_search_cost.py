@@ -1,0 +1,133 @@
+"""Cost of the searches on the quickstart's base model, side by side on the same calibration sets.
+
+    pytest tests/benchmarks/test_search_cost.py -s --override-ini addopts= \
+        [BOSCH_SEEDS=5 BOSCH_RATIOS=0.25,0.5,0.75,0.875 BOSCH_KAPPA=16 in the environment]
+
+Work is counted in full-forward equivalents, time is the processor time of one thread. Held-out
+examples have needles that no calibration set has. One published search takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer
+
+from bosch.calibration import CalibrationSet
+from bosch.method.run import MethodRun, run_method
+from bosch.method.settings import SearchSettings
+from bosch.modeling import load_model, prepare_for_search
+from bosch.objective import Objective
+from data_prep.calibration import forced_examples
+from data_prep.essays import haystack_words
+
+pytestmark = pytest.mark.slow
+
+_MODEL = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "base_model"
+_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2")
+_LENGTH, _WINDOW, _EXAMPLES, _HELD_OUT = 512, 128, 16, 48
+SEEDS = int(os.environ.get("BOSCH_SEEDS", "5"))
+RATIOS = [float(r) for r in os.environ.get("BOSCH_RATIOS", "0.25,0.5,0.75,0.875").split(",")]
+KAPPA = int(os.environ.get("BOSCH_KAPPA", "16"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One search: held-out score and log-likelihood, what it cost, the solver's share of it."""
+
+    held_out: tuple[float, float]
+    passes: float
+    seconds: float
+    solver_share: float
+
+
+@cache
+def _model() -> Any:
+    torch.set_num_threads(1)
+    model = load_model(str(_MODEL), dtype="float32")
+    prepare_for_search(model)
+    return model
+
+
+@cache
+def _examples(space: Any, seed: int, count: int) -> CalibrationSet:
+    tokenizer = AutoTokenizer.from_pretrained(_MODEL)
+    words = haystack_words(None)
+    made = forced_examples(_TASKS, count, _LENGTH, space, seed, tokenizer, words)
+    return CalibrationSet.from_records((p + a, len(a)) for _, p, a in made)
+
+
+def _objective(seed: int, **options: Any) -> Objective:
+    return Objective(_model(), _examples("calibration", seed, _EXAMPLES), _WINDOW, **options)
+
+
+@cache
+def _held_out() -> Objective:
+    return Objective(_model(), _examples("evaluation", 0, _HELD_OUT), _WINDOW)
+
+
+@cache
+def _outcome(method: str, ratio: float, seed: int) -> Outcome:
+    objective = _objective(seed)
+    settings = SearchSettings(ratio, budget_per_layer=KAPPA, seed=seed, break_ties=True)
+    started = time.process_time()
+    run: MethodRun = run_method(method, objective, settings)
+    seconds = time.process_time() - started
+    held_out = _held_out().evaluate(run.mask)
+    wall = run.costs["model_seconds"] + run.costs["solver_seconds"]
+    return Outcome(
+        (held_out.score, held_out.log_likelihood),
+        run.costs["full_forward_equivalents"],
+        seconds,
+        run.costs["solver_seconds"] / wall,
+    )
+
+
+def _medians(method: str, ratio: float) -> Outcome:
+    runs = [_outcome(method, ratio, seed) for seed in range(SEEDS)]
+    return Outcome(
+        (median(r.held_out[0] for r in runs), median(r.held_out[1] for r in runs)),
+        median(r.passes for r in runs),
+        median(r.seconds for r in runs),
+        max(r.solver_share for r in runs),
+    )
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bosch_plus_reaches_the_published_score_for_a_tenth(ratio: float) -> None:
+    ours, theirs = _medians("bosch_plus", ratio), _medians("bosch", ratio)
+    for name, found in (("bosch_plus", ours), ("bosch", theirs)):
+        print(
+            f"ratio {ratio} {name}: held-out score {found.held_out[0]:.3f}, log-likelihood "
+            f"{found.held_out[1]:.3f}, {found.passes:.1f} passes, {found.seconds:.1f} s, "
+            f"solver {found.solver_share:.1%}"
+        )
+    assert ours.held_out[0] >= theirs.held_out[0]
+    assert ours.passes <= 0.1 * theirs.passes
+    assert ours.seconds <= 0.2 * theirs.seconds
+    assert max(ours.solver_share, theirs.solver_share) <= 0.05
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_reuse_halves_the_published_search_and_changes_no_mask(ratio: float) -> None:
+    settings = SearchSettings(ratio, budget_per_layer=KAPPA, break_ties=True)
+    found = []
+    for options in ({}, {"reuse_bytes": 0, "answers_only": False}):
+        with FlopCounterMode(display=False) as counter:
+            run = run_method("bosch", _objective(0, **options), settings)
+        work = run.costs["full_forward_equivalents"]
+        found.append((run.mask, work, counter.get_total_flops()))
+    (mask, work, linear), (plain_mask, plain_work, plain_linear) = found
+    print(f"ratio {ratio}: {work / plain_work:.3f} of the work, {linear / plain_linear:.3f} linear")
+    assert mask == plain_mask
+    assert work <= 0.5 * plain_work
+    assert linear <= 0.5 * plain_linear

@@ -1,0 +1,188 @@
+"""bosch_plus: budgets, the optimum of separable scores, early ends, resuming; gates' gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from bosch.errors import RunError, UserError
+from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog, GateGradient
+from bosch.heads import HeadMask, swa_budget
+from bosch.method.bosch import bosch
+from bosch.method.ledger import Ledger
+from bosch.method.plus import bosch_plus, evaluations_of_plus
+from bosch.method.settings import SearchSettings
+from bosch.objective import Objective
+from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
+from tests.search_case import WINDOW, searchable
+
+FULL = HeadMask.all_full(LAYERS, KV_HEADS)
+CONTEXT = EvaluationContext("data", "model", 16, 0)
+
+
+class Layered:
+    """A model in small: sliding units cost their weight, and two of a kind more than their sum.
+
+    Its gradients are those of its log-likelihood, with `noise` on top.
+    """
+
+    def __init__(self, layers, heads, seed, noise=0.0):
+        rng = np.random.default_rng(seed)
+        self.num_layers, self.num_key_value_heads = layers, heads
+        self.quantum = 1 / 16
+        self.costs = rng.exponential(size=layers * heads) ** 2
+        self.costs /= self.costs.sum()
+        self.pairs = np.triu(rng.exponential(size=(layers * heads,) * 2), 1) / (layers * heads) ** 2
+        self.noise = noise * rng.normal(size=layers * heads)
+        self.evaluated: list[str] = []
+        self.ended_early = 0
+
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+        self.evaluated.append(mask.key)
+        sliding = (~mask.is_full).reshape(-1).astype(float)
+        lost = float(self.costs @ sliding + sliding @ self.pairs @ sliding)
+        score = max(0, round((1 - lost) * 16)) / 16
+        bound = Evaluation(min(1.0, score + 1 / 16), -0.9 * lost, is_bound=True)
+        if can_win is not None and not can_win(bound.score, bound.log_likelihood):
+            self.ended_early += 1
+            return bound
+        return Evaluation(score, -lost)
+
+    def gate_gradient(self, mask, share=0, shares=1):
+        sliding = (~mask.is_full).reshape(-1).astype(float)
+        gradient = self.costs + (self.pairs + self.pairs.T) @ sliding + self.noise
+        return GateGradient(gradient.reshape(mask.is_full.shape).tolist(), 0.0, 1.0)
+
+
+def found(scorer, ratio, budget=100, log=None):
+    ledger = Ledger(scorer, EvaluationLog(None, CONTEXT) if log is None else log)
+    return bosch_plus(ledger, SearchSettings(ratio, budget_per_layer=budget)), ledger
+
+
+@given(
+    layers=st.integers(1, 6),
+    heads=st.integers(1, 6),
+    ratio=st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1)),
+    seed=st.integers(0, 50),
+    budget=st.integers(1, 40),
+    noise=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_mask_is_on_budget_and_no_more_are_measured_than_allowed(
+    layers, heads, ratio, seed, budget, noise
+):
+    scorer = Layered(layers, heads, seed, noise)
+    result, ledger = found(scorer, ratio, budget)
+    wanted = swa_budget(layers * heads, ratio)
+    assert (~result.mask.is_full).sum() == wanted
+    for point in ledger.trace:
+        sliding = (~HeadMask.from_key(point.mask).is_full).sum()
+        assert sliding == wanted or point.stage == "anchors"
+    limit = evaluations_of_plus(SearchSettings(ratio, budget_per_layer=budget), layers)
+    assert len(scorer.evaluated) <= limit + 3
+    assert result.evaluation == ledger.log.get(result.mask)
+    assert not result.evaluation.is_bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.875])
+def test_it_is_no_worse_than_the_published_search_for_less(seed, ratio):
+    scorer = Layered(6, 8, seed, noise=0.001)
+    plus, ours = found(scorer, ratio)
+    published = Ledger(Layered(6, 8, seed), EvaluationLog(None, CONTEXT))
+    options = SearchSettings(ratio, "one_plus_one", seed=seed, break_ties=True)
+    theirs = bosch(published, options)
+    assert plus.evaluation.log_likelihood >= theirs.evaluation.log_likelihood
+    assert len(ours.trace) + 3.5 * ours.costs()["gradients"] / 4 <= 60 + 4
+    assert len(published.trace) > 2 * len(ours.trace)
+    assert scorer.ended_early == sum(point.is_bound for point in ours.trace)
+    assert scorer.ended_early > 0 or ratio < 0.75
+
+
+def test_a_stopped_search_ends_with_the_same_mask(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    whole, _ = found(Layered(3, 8, 4, noise=0.1), 0.5, log=EvaluationLog(path, CONTEXT))
+    lines = path.read_text().splitlines(keepends=True)
+    assert any("gradient" in line for line in lines)
+    for kept in (5, len(lines) // 2, len(lines) - 1):
+        path.write_text("".join(lines[:kept]) + lines[kept][:20])
+        scorer = Layered(3, 8, 4, noise=0.1)
+        again, _ = found(scorer, 0.5, log=EvaluationLog(path, CONTEXT))
+        assert again == whole
+        assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
+        assert len(scorer.evaluated) <= len(lines) - kept
+
+
+def test_gradients_of_another_model_are_not_used(tmp_path, caplog):
+    path = tmp_path / "evaluations.jsonl"
+    log = EvaluationLog(path, CONTEXT)
+    log.append_gradient(FULL, "0/4", GateGradient([[1.0]]))
+    assert EvaluationLog(path, CONTEXT).gradient(FULL, "0/4") == GateGradient([[1.0]])
+    assert EvaluationLog(path, CONTEXT).gradient(FULL, "1/4") is None
+    stranger = EvaluationLog(path, EvaluationContext("data", "another model", 16, 0))
+    assert stranger.gradient(FULL, "0/4") is None
+    assert "another model" in caplog.text
+
+
+def test_nothing_to_search_for_is_said():
+    flat = Layered(2, 4, 0)
+    flat.costs, flat.pairs = flat.costs * 0, flat.pairs * 0
+    with pytest.raises(UserError, match="nothing to search for"):
+        found(flat, 0.5)
+
+
+def blended_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Both kinds of attention in full, mixed by the module's gates."""
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    slots = torch.arange(query.shape[2])
+    distance = slots[:, None] - slots
+    full, sliding = (
+        scores.masked_fill(~seen, float("-inf")).softmax(dim=-1) @ value
+        for seen in (distance >= 0, (distance >= 0) & (distance < WINDOW))
+    )
+    gate = module.gate.repeat_interleave(2)[:, None, None]
+    return (gate * full + (1 - gate) * sliding).transpose(1, 2), None
+
+
+def test_gradients_are_the_slopes_of_the_blend_of_both_kinds_of_heads():
+    model, calibration = searchable(examples=3)
+    objective = Objective(model, calibration, WINDOW, batch_size=2)
+    mask = random_mask(0)
+    ours = [objective.gate_gradient(mask, share, 2) for share in (0, 1)]
+    whole = np.array(objective.gate_gradient(mask).values)
+    np.testing.assert_allclose(
+        (2 * np.array(ours[0].values) + np.array(ours[1].values)) / 3, whole, rtol=1e-4, atol=1e-5
+    )
+    plain, _ = searchable(examples=3)
+    AttentionInterface.register("blended", blended_attention)
+    AttentionMaskInterface.register("blended", lambda *args, **kwargs: None)
+    plain.set_attn_implementation("blended")
+    gates = torch.tensor(mask.is_full, dtype=torch.float32, requires_grad=True)
+    for layer, gate in zip(plain.get_decoder().layers, gates, strict=True):
+        layer.self_attn.gate = gate
+    total = 0.0
+    for example in calibration.examples:
+        ids = torch.tensor([example.input_ids])
+        logits = plain(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        for position in range(ids.shape[1] - example.answer_length, ids.shape[1]):
+            total = total + logits[position - 1, ids[0, position]]
+    (expected,) = torch.autograd.grad(total / 3, gates)
+    np.testing.assert_allclose(whole, expected.numpy(), rtol=1e-3, atol=1e-4)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert np.abs(whole).max() > 0.01
+
+
+def test_gradients_that_are_not_finite_end_the_search():
+    model, calibration = searchable(examples=2)
+    objective = Objective(model, calibration, WINDOW)
+    objective.evaluate(FULL)
+    with torch.no_grad():
+        model.get_decoder().norm.weight[0] = float("nan")
+    with pytest.raises(RunError, match="gradients are not finite"):
+        objective.gate_gradient(FULL)
