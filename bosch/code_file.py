@@ -22,6 +22,7 @@ MODULES = (
     "attention/span.py",
     "attention/layout.py",
     "attention/bands.py",
+    "attention/scores.py",
     "attention/eager.py",
     "attention/sdpa.py",
     "attention/flex.py",

@@ -14,8 +14,9 @@ class Family:
 
     `fused`: query, key and value projections are the rows of one weight, in this order.
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
-    dimensions, instead of sharing one head's among all. `base_config`: its config class, where that
-    is not named as the model class is.
+    dimensions, instead of sharing one head's among all. `head_logits`: the parameter with a logit
+    of each query head, if there is one. `caps_scores`: attention scores are capped.
+    `base_config`: its config class, where that is not named as the model class is.
     """
 
     model_type: str
@@ -23,6 +24,8 @@ class Family:
     prefix: str
     fused: bool = False
     norms_over_heads: bool = False
+    head_logits: str = ""
+    caps_scores: bool = False
     base_config: str = ""
 
     @property
@@ -68,7 +71,9 @@ FAMILIES: dict[str, Family] = {
         Family("phi3", "phi3", "Phi3", fused=True),
         Family("phimoe", "phimoe", "Phimoe"),
         Family("gemma", "gemma", "Gemma"),
+        Family("gemma2", "gemma2", "Gemma2", caps_scores=True),
         Family("gemma3_text", "gemma3", "Gemma3", base_config="Gemma3TextConfig"),
+        Family("gpt_oss", "gpt_oss", "GptOss", head_logits="sinks"),
         Family("granite", "granite", "Granite"),
         Family("granitemoe", "granitemoe", "GraniteMoe"),
         Family("granitemoeshared", "granitemoeshared", "GraniteMoeShared"),
@@ -96,8 +101,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 _REASONS = {
-    "gemma2": "it caps attention scores",
-    "gpt_oss": "its softmax has a learned logit for each head beside those of the keys",
     "granite_swa": "its softmax has a learned logit for each head beside those of the keys",
     "bitnet": "its output projection quantises all heads by one scale",
 }
@@ -125,9 +128,9 @@ def family_of(config: Any) -> Family:
 
 def _reason(config: Any) -> str | None:
     """Why a model cannot be made hybrid, as far as its configuration tells."""
-    named = _REASONS.get(str(getattr(config, "model_type", None)))
-    if named is not None:
-        return named
+    model_type = str(getattr(config, "model_type", None))
+    if model_type in _REASONS:
+        return _REASONS[model_type]
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", _SLIDING}
     if others:
         return f"it has layers of another kind ({', '.join(sorted(others))})"
@@ -135,7 +138,8 @@ def _reason(config: Any) -> str | None:
         return "it takes more than text; take its text model by itself"
     if getattr(config, "kv_lora_rank", None):
         return "its heads share compressed keys and values (multi-head latent attention)"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if capped and not (model_type in FAMILIES and FAMILIES[model_type].caps_scores):
         return "it caps attention scores"
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
@@ -155,12 +159,17 @@ def base_windows(config: Any) -> list[int | None]:
     return [window if kind == _SLIDING else None for kind in types]
 
 
-def check_all_full(config: Any) -> None:
-    """Raise UserError for a model whose layers slide in part: no search is made in it."""
+def check_searchable(config: Any) -> None:
+    """Raise UserError for a model that can be hybrid, but in which no search is made."""
+    family = family_of(config)
     own = [layer for layer, window in enumerate(base_windows(config)) if window is not None]
+    reason = None
     if own:
+        reason = f"{len(own)} of its layers, layer {own[0]} first, slide by themselves"
+    elif family.caps_scores or family.head_logits:
+        reason = "it caps attention scores or adds logits to them"
+    if reason:
         raise UserError(
-            f"model.path: {len(own)} layers of the model, layer {own[0]} first, slide by "
-            "themselves, and heads are searched only in models with full attention in every layer; "
-            "bosch.materialize makes such a model hybrid by a head mask that is given to it"
+            f"model.path: heads are not searched in this model of type '{family.model_type}', "
+            f"because {reason}; bosch.materialize makes it hybrid by a head mask that is given"
         )

@@ -23,7 +23,7 @@ from bosch.attention import CachedStates, HeadLayout, Span, check_sinks, hybrid_
 NAME = "bosch" if __name__ == "bosch.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 _STATE = "bosch_heads"
 Attend: TypeAlias = Callable[[nn.Module, Tensor, Any, Any, Span | None, float], Tensor]
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("position_bias",)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ def attention_forward(
     state = head_state(module)
     if state is None:
         raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    softcap, head_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     if state.attend is not None:
+        if softcap is not None or head_logits is not None:
+            raise ValueError("the passes of a search know only plain attention scores")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return state.attend(module, query, key, value, attention_mask, scale), None
     for name in _REFUSED:
@@ -105,7 +108,8 @@ def attention_forward(
         key, value = key[:, :, : span.kv_length], value[:, :, : span.kv_length]
     out = hybrid_attention(
         query, key, value, layout, span,
-        scaling=scaling, dropout=dropout, backend=state.backend,
+        scaling=scaling, softcap=softcap, head_logits=head_logits, dropout=dropout,
+        backend=state.backend,
     )  # fmt: skip
     if isinstance(key, CachedStates) and span is not None:
         key.settle(span)

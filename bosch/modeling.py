@@ -179,6 +179,10 @@ def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
             if family.norms_over_heads and name in weights:
                 norm = weights[name]  # [heads * D], or [heads, D] in some families
                 weights[name] = norm.flatten()[index.to(norm.device)].view_as(norm)
+        if family.head_logits:
+            name = f"{prefix}.{family.head_logits}"
+            heads = _entries(order, per_kv).to(weights[name].device)
+            weights[name] = weights[name].index_select(0, heads)
         name = f"{prefix}.o_proj.weight"
         weights[name] = weights[name].index_select(1, query.to(weights[name].device))
     return weights

@@ -23,7 +23,7 @@ from bosch.batches import Batch, batch_of, cut, dealt
 from bosch.calibration import CalibrationExample, CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, GateGradient
-from bosch.families import check_all_full
+from bosch.families import check_searchable
 from bosch.gate_gradients import gate_gradients
 from bosch.heads import HeadMask
 from bosch.kept_states import KeptStates
@@ -72,7 +72,7 @@ class Objective:
                 f"example ({calibration.max_length} tokens): lower it or raise "
                 "prepare.calibration.length"
             )
-        check_all_full(model.config)
+        check_searchable(model.config)
         self.model, self.calibration = model, calibration
         self.window_size, self.sinks = window_size, sinks
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)

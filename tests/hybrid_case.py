@@ -55,7 +55,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
     "phimoe": {"sliding_window": None, **_LOCAL_EXPERTS},
     "gemma": {"head_dim": 8},
+    "gemma2": {
+        "head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.5, **OWN_WINDOW,
+    },
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 12, **OWN_WINDOW},
+    "gpt_oss": {"head_dim": 8, "rope_parameters": None, **_LOCAL_EXPERTS, **OWN_WINDOW},
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
     "granitemoe": _LOCAL_EXPERTS,
     "granitemoeshared": {"shared_intermediate_size": 16, **_LOCAL_EXPERTS},

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.scores import Scores
 from bosch.attention.span import Span
 from bosch.errors import UserError
 
@@ -38,7 +39,7 @@ class Backend(Protocol):
         value: Tensor | CachedStates,
         layout: HeadLayout,
         span: Span,
-        scaling: float,
+        scores: Scores,
         dropout: float = 0.0,
     ) -> Tensor: ...
 
@@ -53,6 +54,7 @@ class BackendEntry(NamedTuple):
     usable: Callable[[], bool]
     needs: str = ""
     has_sinks: bool = True
+    only_plain_scores: bool = False
 
 
 def _load_eager() -> Backend:
@@ -90,9 +92,13 @@ def _has_flash() -> bool:
 BACKENDS: dict[str, BackendEntry] = {
     "eager": BackendEntry(_load_eager, _always),
     "sdpa": BackendEntry(_load_sdpa, _always),
-    "flex": BackendEntry(_load_flex, torch.cuda.is_available, "a GPU"),
+    "flex": BackendEntry(_load_flex, torch.cuda.is_available, "a GPU", only_plain_scores=True),
     "flash": BackendEntry(
-        _load_flash, _has_flash, "a GPU and the flash-attn package", has_sinks=False
+        _load_flash,
+        _has_flash,
+        "a GPU and the flash-attn package",
+        has_sinks=False,
+        only_plain_scores=True,
     ),
 }
 
@@ -135,6 +141,8 @@ def hybrid_attention(
     span: Span | None = None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    head_logits: Tensor | None = None,
     dropout: float = 0.0,
     backend: str = "sdpa",
 ) -> Tensor:
@@ -142,10 +150,11 @@ def hybrid_attention(
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, the queries being the last T
     slots, or what a HybridCache returned. `span` describes padding, documents and the past; by
-    default there is neither padding nor more than one document. `scaling` defaults to D**-0.5.
+    default there is neither padding nor more than one document. `scaling` defaults to D**-0.5;
+    `softcap` and `head_logits` [HQ] are as in `Scores`.
 
     Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
-    UserError for sinks that the backend does not have.
+    UserError for sinks or scores that the backend does not have.
     """
     if span is None:
         if isinstance(key, CachedStates):
@@ -161,7 +170,13 @@ def hybrid_attention(
         check_sinks(backend, layout.sinks)
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return BACKENDS[backend].load()(query, key, value, layout, span, scale, dropout)
+    scores = Scores(scale, softcap, head_logits)
+    if BACKENDS[backend].only_plain_scores and not scores.is_plain:
+        raise UserError(
+            f"the {backend} backend caps no attention scores and adds no logits to them, as this "
+            "model does: choose sdpa"
+        )
+    return BACKENDS[backend].load()(query, key, value, layout, span, scores, dropout)
 
 
 def _autocast(query: Tensor, *states: Any) -> tuple[Any, ...]:

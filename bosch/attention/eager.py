@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
+from bosch.attention.scores import Scores, dense_attention
 from bosch.attention.span import Span
 
 
@@ -18,7 +19,7 @@ def eager_attention(
     value: Tensor | CachedStates,
     layout: HeadLayout,
     span: Span,
-    scaling: float,
+    scores: Scores,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of both kinds of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
@@ -28,29 +29,14 @@ def eager_attention(
     out_full = out_sliding = None
     if full is not None:
         keys = torch.arange(full.key.shape[2], device=query.device)[None]
-        out_full = _dense(
-            layout.heads_of(query, "full", q_per_kv),
-            full.key, full.value, span.visible(queries, keys), scaling, dropout,
+        out_full = dense_attention(
+            layout.heads_of(query, "full", q_per_kv), full.key, full.value,
+            span.visible(queries, keys)[:, None], scores.of(layout, "full", q_per_kv), dropout,
         )  # fmt: skip
     if sliding is not None:
         key, value, keys = sliding.with_slots(span)
         seen = span.visible(queries, keys, layout.window_size, layout.sinks)
         query = layout.heads_of(query, "sliding", q_per_kv)
-        out_sliding = _dense(query, key, value, seen, scaling, dropout)
+        sliding_scores = scores.of(layout, "sliding", q_per_kv)
+        out_sliding = dense_attention(query, key, value, seen[:, None], sliding_scores, dropout)
     return layout.merge(out_full, out_sliding, q_per_kv)
-
-
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, dropout: float
-) -> Tensor:
-    """Softmax attention under `seen` [B or 1, T, Tk]: [B, HQ, T, D]."""
-    q_per_kv = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(q_per_kv, dim=1) for x in (key, value))
-    scores = (query @ key.transpose(2, 3)).float() * scaling
-    if query.dtype == torch.float64:
-        scores = (query @ key.transpose(2, 3)) * scaling
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    weights = scores.softmax(dim=-1).to(value.dtype)
-    if dropout:
-        weights = torch.nn.functional.dropout(weights, p=dropout)
-    return weights @ value

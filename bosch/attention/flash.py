@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
+from bosch.attention.scores import Scores
 from bosch.attention.sdpa import sdpa_attention
 from bosch.attention.span import Span
 from bosch.errors import UserError
@@ -29,7 +30,7 @@ def flash_kernel_attention(
     value: Tensor | CachedStates,
     layout: HeadLayout,
     span: Span,
-    scaling: float,
+    scores: Scores,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of both kinds of heads: [B, T, HQ, D].
@@ -44,19 +45,19 @@ def flash_kernel_attention(
         )
     ring = isinstance(key, CachedStates) and key.slots is not None
     if span.start is not None or ring:
-        return sdpa_attention(query, key, value, layout, span, scaling, dropout)
+        return sdpa_attention(query, key, value, layout, span, scores, dropout)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     full, sliding = split_states(key, value, layout)
     out_full = out_sliding = None
     if full is not None:
         heads = layout.heads_of(query, "full", q_per_kv)
-        out_full = _flash(heads, full.key, full.value, span, _NO_WINDOW, scaling, dropout)
+        out_full = _flash(heads, full.key, full.value, span, _NO_WINDOW, scores, dropout)
     if sliding is not None:
         heads, window = (
             layout.heads_of(query, "sliding", q_per_kv),
             flash_window(layout.window_size),
         )
-        out_sliding = _flash(heads, sliding.key, sliding.value, span, window, scaling, dropout)
+        out_sliding = _flash(heads, sliding.key, sliding.value, span, window, scores, dropout)
     return layout.merge(out_full, out_sliding, q_per_kv)
 
 
@@ -66,14 +67,15 @@ def _flash(
     value: Tensor,
     span: Span,
     window: tuple[int, int],
-    scaling: float,
+    scores: Scores,
     dropout: float,
 ) -> Tensor:
     """Causal attention to the last keys given, [B, HQ, T, D]; flash-attn aligns them likewise."""
     # By name: an import statement would make transformers ask for the package in the code file.
     kernels = importlib.import_module("flash_attn")
     options: dict[str, Any] = {
-        "dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": window,
+        "dropout_p": dropout, "softmax_scale": scores.scaling, "causal": True,
+        "window_size": window,
     }  # fmt: skip
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.scores import Scores
 from bosch.attention.sdpa import sdpa_attention
 from bosch.attention.span import Span
 
@@ -28,7 +29,7 @@ def flex_kernel_attention(
     value: Tensor | CachedStates,
     layout: HeadLayout,
     span: Span,
-    scaling: float,
+    scores: Scores,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of both kinds of heads: [B, T, HQ, D].
@@ -37,16 +38,16 @@ def flex_kernel_attention(
     less than a block go the way of the sdpa backend. Raises ValueError for attention dropout.
     """
     if isinstance(key, CachedStates) or isinstance(value, CachedStates):
-        return sdpa_attention(query, key, value, layout, span, scaling, dropout)
+        return sdpa_attention(query, key, value, layout, span, scores, dropout)
     if span.q_length < _FLEX_BLOCK or span.start is not None:
-        return sdpa_attention(query, key, value, layout, span, scaling, dropout)
+        return sdpa_attention(query, key, value, layout, span, scores, dropout)
     if dropout:
         raise ValueError("the flex backend has no attention dropout: set it to 0 or use sdpa")
     name = ("flex", layout.full, layout.sliding, layout.window_size, layout.sinks)
     heads = query.shape[1]
     mask = span.memo((*name, heads), lambda: flex_block_mask(layout, span, heads, query.device))
     out = _kernel(query.device.type)(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=heads != key.shape[1]
+        query, key, value, block_mask=mask, scale=scores.scaling, enable_gqa=heads != key.shape[1]
     )
     return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
 

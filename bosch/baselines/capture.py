@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.calibration import CalibrationExample
-from bosch.families import check_all_full, family_of
+from bosch.families import check_searchable
 from bosch.modeling import attention_modules
 from bosch.sharding import gather_heads
 
@@ -83,8 +83,7 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
 
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
-    family_of(model.config)
-    check_all_full(model.config)
+    check_searchable(model.config)
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _no_mask)
     before = model.config._attn_implementation
@@ -126,15 +125,15 @@ def _attention(
     )
     visit: Callable[[LayerStates], None] = getattr(module, _VISIT)
     gather: Callable[[Tensor], Tensor] = getattr(module, _GATHER)
-    seen = (*(gather(part.detach())[0] for part in (query, key, value)), scale)
+    queries, keys, values = (gather(part.detach())[0] for part in (query, key, value))
     if out.requires_grad:
 
         def show(gradient: Tensor) -> None:
-            visit(LayerStates(*seen, gather(gradient.detach())[0]))
+            visit(LayerStates(queries, keys, values, scale, gather(gradient.detach())[0]))
 
         out.register_hook(show)  # type: ignore[no-untyped-call]
     else:
-        visit(LayerStates(*seen))
+        visit(LayerStates(queries, keys, values, scale))
     return out.transpose(1, 2).contiguous(), None
 
 
