@@ -3,10 +3,10 @@
     python -m recipes.study.make_enumerable_model --output recipes/study/enumerable_model
 
 A Qwen3 of 3 layers with 4 KV heads each, trained from nothing to find needles in 256 tokens, with
-the text, the synthetic documents and the tokenizer of the quickstart's base model. In training,
-random KV groups see only the latest eighth of a sequence, so that retrieval settles in several
-heads and the choice of a head mask matters. Everything is seeded; `training_log.jsonl` and
-`training.json` are written beside the weights.
+the text and the synthetic documents of the quickstart's base model; the tokenizer is the one that
+stands beside the model. In training, random KV groups see only the latest eighth of a sequence, so
+that retrieval settles in several heads and the choice of a head mask matters. Everything is seeded;
+`training_log.jsonl` and `training.json` are written beside the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +32,14 @@ from transformers import (
 from data_prep.retrieval import retrieval_document
 from recipes.quickstart.make_base_model import (
     Rows,
+    local_heads_attention,
     look_back_one,
     prose_words,
     python_text,
     token_losses,
 )
 
-TOKENIZER = Path(__file__).parent.parent / "quickstart" / "base_model"
+TOKENIZER = Path(__file__).parent / "enumerable_model"
 SEED = 11
 BATCH_TOKENS = 4096
 LOCAL_REACH = 8  # a local head sees one in so many of a sequence's tokens
@@ -88,21 +88,6 @@ def model_config() -> Qwen3Config:
     )
 
 
-def local_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options: Any
-) -> tuple[Tensor, None]:
-    """Causal attention in which each row's KV groups reach back `module.reach` [B, HKV] tokens."""
-    per_group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(per_group, 1), value.repeat_interleave(per_group, 1)
-    scores = query @ key.transpose(2, 3) * options["scaling"]
-    position = torch.arange(query.shape[2])
-    back = position[:, None] - position
-    reach = module.reach.repeat_interleave(per_group, 1)[:, :, None, None]
-    scores = scores.masked_fill((back < 0) | (back >= reach), torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).transpose(1, 2), None
-
-
 def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
     """ids and loss weights, [B, T], a function of the step alone."""
     rng = Random(f"{SEED}-{step}")
@@ -148,9 +133,9 @@ def rate_at(step: int, rate: float, total: int) -> float:
 
 
 def fresh_model() -> Qwen3ForCausalLM:
-    AttentionInterface.register("study_local", local_attention)
+    AttentionInterface.register("local_heads", local_heads_attention)
     torch.manual_seed(SEED)
-    model = Qwen3ForCausalLM._from_config(model_config(), attn_implementation="study_local")
+    model = Qwen3ForCausalLM._from_config(model_config(), attn_implementation="local_heads")
     look_back_one(model, groups=2)
     return model.train()
 
