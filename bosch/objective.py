@@ -276,6 +276,7 @@ class Objective:
         config = self.model.config
         logits: Tensor = self.model.get_output_embeddings()(hidden).float()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+        logits = logits * (getattr(config, "logit_scale", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

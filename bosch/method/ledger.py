@@ -184,7 +184,8 @@ class Ledger:
             "model_seconds": sum(e.seconds for e in work),
             "full_forward_equivalents": sum(e.full_forward_equivalents for e in work),
             "reused_full_forward_equivalents": sum(e.full_forward_equivalents for e in reused),
-            "naive_full_forward_equivalents": self._naive,
+            "naive_full_forward_equivalents": self._naive
+            + sum(g.full_forward_equivalents for g in self._gradients.values()),
         }
 
     def trace_records(self) -> list[dict[str, object]]:

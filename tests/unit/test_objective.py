@@ -118,8 +118,11 @@ def test_operations_are_counted_as_torch_counts_them(family):
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in records
     )
+    try:
+        ours = Objective(model, calibration, WINDOW, sinks)
+    except UserError as refused:
+        pytest.skip(str(refused))
     whole = Objective(model, calibration, WINDOW, sinks, reuse_bytes=0, answers_only=False)
-    ours = Objective(model, calibration, WINDOW, sinks)
     other = FULL.with_layer(1, [True, False] * 2)
     masks = [FULL, other, other.with_layer(2, [False] * 4)]
     expected = [whole.evaluate(mask) for mask in masks]
@@ -131,7 +134,7 @@ def test_operations_are_counted_as_torch_counts_them(family):
         assert plain.full_forward_equivalents == plain.whole_pass_equivalents
         assert mine.score == plain.score
         assert mine.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-4)
-    if "moe" in family or family == "mixtral":
+    if any(parameter.ndim == 3 for parameter in model.parameters()):
         return  # torch does not count what experts compute
     reported = sum(e.full_forward_equivalents for e in found)
     assert round(reported * sum(whole._operations(FULL))) == counter.get_total_flops()
