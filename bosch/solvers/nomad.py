@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -69,49 +70,71 @@ def completed(bits: Bits, quota: int, order: np.ndarray) -> Bits:
 
 
 class _Run:
-    """One call of NOMAD. Its callback may not raise: NOMAD swallows exceptions and goes on."""
+    """One call of NOMAD, in a thread of its own: it asks for losses, the caller's thread answers.
+
+    NOMAD calls back from inside an OpenMP region, where torch's kernels would find no threads but
+    their own. The callback may not raise either: NOMAD swallows exceptions and goes on.
+    """
 
     def __init__(self, problem: Problem, order: np.ndarray | None) -> None:
         self.problem, self.order = problem, order
         self.failure: BaseException | None = None
+        self.run_flag = 0
+        self._asked: queue.SimpleQueue[Bits | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def optimise(self, start: Bits, seed: int) -> None:
-        import PyNomad
-
-        points = _POINTS_PER_VARIABLE * self.problem.size
-        limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
-        size = self.problem.size
-        PyNomad.setSeed(0)  # a SEED equal to that of the run before would be passed over
         with _restored_interrupt(), contextlib.redirect_stdout(io.StringIO()):
+            thread = threading.Thread(target=self._search, args=(start, seed), daemon=True)
+            thread.start()
+            while (bits := self._asked.get()) is not None:
+                self._answers.put(self._answer(bits))
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        if self.run_flag == -5:
+            raise KeyboardInterrupt
+
+    def _search(self, start: Bits, seed: int) -> None:
+        """NOMAD's thread."""
+        try:
+            import PyNomad
+
+            size = self.problem.size
+            points = _POINTS_PER_VARIABLE * size
+            limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
+            PyNomad.setSeed(0)  # a SEED equal to that of the run before would be passed over
             result = PyNomad.optimize(
-                self._answer,
+                self._ask,
                 start.astype(float).tolist(),
                 [0.0] * size,
                 [1.0] * size,
                 _PARAMETERS + limits,
             )
-        if self.failure is not None:
-            raise self.failure
-        if result["run_flag"] == -5:
-            raise KeyboardInterrupt
+            self.run_flag = result["run_flag"]
+        except BaseException as failure:
+            self.failure = self.failure or failure
+        finally:
+            self._asked.put(None)
 
-    def _answer(self, point: Any) -> int:
-        loss = _WORST
-        if self.failure is None:
-            try:
-                loss = self._loss(point)
-            except BudgetSpent:
-                loss = _WORST
-            except BaseException as failure:
-                self.failure = failure
-        point.setBBO(repr(loss).encode())
+    def _ask(self, point: Any) -> int:
+        bits = np.array([point.get_coord(i) > 0.5 for i in range(self.problem.size)])
+        self._asked.put(bits)
+        point.setBBO(repr(self._answers.get()).encode())
         return 1
 
-    def _loss(self, point: Any) -> float:
-        bits = np.array([point.get_coord(i) > 0.5 for i in range(self.problem.size)])
-        if self.order is not None:
-            bits = completed(bits, self.problem.quota, self.order)
-        return self.problem.scalar(self.problem.value(bits))
+    def _answer(self, bits: Bits) -> float:
+        if self.failure is not None:
+            return _WORST
+        try:
+            if self.order is not None:
+                bits = completed(bits, self.problem.quota, self.order)
+            return self.problem.scalar(self.problem.value(bits))
+        except BudgetSpent:
+            return _WORST
+        except BaseException as failure:
+            self.failure = failure
+            return _WORST
 
 
 @contextlib.contextmanager
