@@ -85,6 +85,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }  # fmt: skip
 FAMILY_NAMES = tuple(_EXTRA)
+PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if "layer_types" in extra)
+SEARCHABLE = tuple(name for name in FAMILY_NAMES if name not in PARTLY_SLIDING)
 
 
 def small_config(family: str, **changes: Any) -> Any:

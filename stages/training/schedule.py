@@ -96,7 +96,7 @@ def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu:
             return 1
         largest = max(1, _CPU_MICRO_BATCH_TOKENS // sequence_length)
         return max(m for m in range(1, min(largest, sequences) + 1) if sequences % m == 0)
-    if runtime.micro_batch_size < 1 or sequences % runtime.micro_batch_size:
+    if sequences % runtime.micro_batch_size:
         raise UserError(
             f"runtime.micro_batch_size = {runtime.micro_batch_size} does not divide the "
             f"{sequences} sequences a process gets per step of train.batch_tokens; "

@@ -84,7 +84,7 @@ def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> N
         assert named in said and str(folder) in said
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "mamba"])
 def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         model_type, vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,

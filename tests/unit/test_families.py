@@ -25,6 +25,7 @@ from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
     OWN_WINDOW,
+    PARTLY_SLIDING,
     random_mask,
     small_config,
     small_model,
@@ -33,7 +34,6 @@ from tests.hybrid_case import (
 
 WINDOW = 7
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
-PARTLY_SLIDING = [n for n in FAMILY_NAMES if any(base_windows(small_config(n)))]
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from bosch.calibration import CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask, swa_budget
 from bosch.modeling import apply_head_mask, prepare_for_search
-from tests.hybrid_case import FAMILY_NAMES, small_config, small_model, tokens
+from tests.hybrid_case import SEARCHABLE, small_config, small_model, tokens
 
 WINDOW, LENGTHS = 8, (40, 33)
 LAYERS, HEADS = 2, 8
@@ -72,7 +72,7 @@ def histogram_share(matrices, window):
     return share[:, :, :window].sum(dim=-1).numpy()
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", SEARCHABLE)
 def test_dcam_is_the_lag_histogram_of_any_family(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)

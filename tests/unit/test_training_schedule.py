@@ -54,7 +54,6 @@ def test_batch_is_micro_times_accumulation_times_processes(
         ({}, 3, ["train.batch_tokens", "runtime.processes", "4 sequences"]),
         ({"total_tokens": 127}, 1, ["train.total_tokens = 127", "train.batch_tokens = 128"]),
         ({"micro_batch_size": 3}, 1, ["runtime.micro_batch_size = 3", "4 sequences"]),
-        ({"micro_batch_size": 0}, 1, ["runtime.micro_batch_size = 0"]),
         ({"micro_batch_size": 4}, 2, ["runtime.micro_batch_size = 4", "2 sequences"]),
     ],
 )
