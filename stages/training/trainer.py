@@ -82,6 +82,9 @@ def _adapt_accelerate(arguments: TrainingArguments, runtime: Runtime) -> None:
         import deepspeed
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        # Its shared-memory collectives would be compiled first; a compiler that was killed leaves a
+        # lock behind on which every later run waits for ever. gloo needs none of it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         arguments.distributed_state.distributed_type = DistributedType.DEEPSPEED
 
