@@ -58,6 +58,9 @@ class LayerPass:
         mine = len(self.mine([True] * heads))
         self.all_full = HeadLayout.search([True] * mine, window_size, sinks)
         self.all_sliding = HeadLayout.search([False] * mine, window_size, sinks)
+        # Threads of a CPU share a batched product out by the number of heads in it: a head's last bit
+        # then depends on which others are computed with it.
+        self.mixes = self.device.type != "cpu" or torch.get_num_threads() == 1
         self._trusted: set[str] = set()
 
     def hidden(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
@@ -146,7 +149,7 @@ class _Run:
 
     def _worth_both(self, number: int, kept: Kept | None) -> bool:
         """Whether later passes will probably start at this layer too, with another row."""
-        if not self.reuse or number != self.start:
+        if not self.reuse or number != self.start or not self.owner.mixes:
             return False
         if kept is None:
             return number == 0
