@@ -58,8 +58,8 @@ class LayerPass:
         mine = len(self.mine([True] * heads))
         self.all_full = HeadLayout.search([True] * mine, window_size, sinks)
         self.all_sliding = HeadLayout.search([False] * mine, window_size, sinks)
-        # Threads of a CPU share a batched product out by the number of heads in it: a head's last bit
-        # then depends on which others are computed with it.
+        # Threads of a CPU divide a batched product by the number of heads in it: the last bit of a
+        # head then depends on which others are computed with it.
         self.mixes = self.device.type != "cpu" or torch.get_num_threads() == 1
         self._trusted: set[str] = set()
 
