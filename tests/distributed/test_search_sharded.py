@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bosch import sharding
 from bosch.errors import RunError, UserError
@@ -35,8 +36,18 @@ def config_of(base: Path, **runtime) -> StageConfig:
     )
 
 
-def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_path, monkeypatch):
+@pytest.fixture
+def one_thread(monkeypatch):
+    """Here and in the processes that are started: what is reused depends on it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_path):
     inputs = {family: tmp_path / family for family in FAMILIES}
     for family, folder in inputs.items():
         small_model(family).save_pretrained(folder)
