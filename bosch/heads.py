@@ -27,12 +27,12 @@ _FORMAT = 1
 def swa_budget(n_units: int, ratio: float) -> int:
     """Number of sliding units among `n_units` at ratio rho: ceil(rho * n) (BOSCH Algorithm 1).
 
-    Robust to float noise: 0.07 * 100 is 7.000000000000001 in floats, and gives 7.
-    Raises ValueError when `ratio` is outside [0, 1].
+    Robust to the last bits of a float: 0.07 * 100 is 7.000000000000001 in floats, and gives 7.
+    Any ratio above 0 gives at least one unit. Raises ValueError when `ratio` is outside [0, 1].
     """
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"ratio must lie in [0, 1], got {ratio}")
-    return min(n_units, max(0, math.ceil(ratio * n_units - 1e-9 * max(1, n_units))))
+    return min(n_units, math.ceil(ratio * n_units * (1.0 - 1e-12)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bosch.errors import UserError
+from bosch.heads import swa_budget
 from pipeline.checks import optimizer_steps
 from pipeline.faults import suggest
 from pipeline.modelinfo import ModelInfo
@@ -131,7 +132,7 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
 
 def _choices(units: int, ratio: float) -> int:
     """Ways to make the share `ratio` of so many units sliding."""
-    return math.comb(units, math.ceil(ratio * units - 1e-9 * units))
+    return math.comb(units, swa_budget(units, ratio))
 
 
 def plan_costs(loaded: LoadedRecipe, info: ModelInfo, processes: int) -> list[Cost]:

@@ -78,8 +78,16 @@ def test_budget_is_the_exact_ceiling(units: int, thousandths: int) -> None:
 def test_budget_is_not_fooled_by_floats() -> None:
     assert 0.07 * 100 > 7
     assert swa_budget(100, 0.07) == 7
+    assert swa_budget(3, 1 / 3) == 1 and swa_budget(10, 0.1 + 0.2) == 3
     with pytest.raises(ValueError):
         swa_budget(8, 1.5)
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-9, 1e-300])
+def test_any_ratio_above_zero_asks_for_a_sliding_unit(ratio: float) -> None:
+    assert swa_budget(1, ratio) == swa_budget(384, ratio / 384) == 1
+    assert swa_budget(384, 1 - 1e-9) == 384
+    assert swa_budget(384, 0.0) == 0
 
 
 def _file() -> HeadMaskFile:
