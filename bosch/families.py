@@ -16,7 +16,9 @@ class Family:
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
     dimensions, instead of sharing one head's among all. `head_logits`: the parameter with a logit
     of each query head, if there is one. `caps_scores`: attention scores are capped.
-    `base_config`: its config class, where that is not named as the model class is.
+    `base_config`: its config class, where that is not named as the model class is. `full_every`:
+    where config.json lists no layer_types but a window, every so many layers have full attention,
+    0 for none of them; None where the window may be switched off by another option.
     """
 
     model_type: str
@@ -27,6 +29,7 @@ class Family:
     head_logits: str = ""
     caps_scores: bool = False
     base_config: str = ""
+    full_every: int | None = None
 
     @property
     def hybrid_type(self) -> str:
@@ -49,7 +52,7 @@ class Family:
         return f"Hybrid{self.prefix}ForCausalLM"
 
 
-_SLIDING = "sliding_attention"
+SLIDING = "sliding_attention"
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -59,31 +62,31 @@ FAMILIES: dict[str, Family] = {
         Family("llama", "llama", "Llama"),
         Family("qwen2", "qwen2", "Qwen2"),
         Family("qwen2_moe", "qwen2_moe", "Qwen2Moe"),
-        Family("mistral", "mistral", "Mistral"),
-        Family("ministral", "ministral", "Ministral"),
+        Family("mistral", "mistral", "Mistral", full_every=0),
+        Family("ministral", "ministral", "Ministral", full_every=0),
         Family("ministral3", "ministral3", "Ministral3"),
-        Family("mixtral", "mixtral", "Mixtral"),
+        Family("mixtral", "mixtral", "Mixtral", full_every=0),
         Family("olmo", "olmo", "Olmo"),
         Family("olmo2", "olmo2", "Olmo2", norms_over_heads=True),
-        Family("olmo3", "olmo3", "Olmo3", norms_over_heads=True),
+        Family("olmo3", "olmo3", "Olmo3", norms_over_heads=True, full_every=4),
         Family("olmoe", "olmoe", "Olmoe", norms_over_heads=True),
         Family("flex_olmo", "flex_olmo", "FlexOlmo", norms_over_heads=True),
-        Family("phi3", "phi3", "Phi3", fused=True),
-        Family("phimoe", "phimoe", "Phimoe"),
+        Family("phi3", "phi3", "Phi3", fused=True, full_every=0),
+        Family("phimoe", "phimoe", "Phimoe", full_every=0),
         Family("gemma", "gemma", "Gemma"),
-        Family("gemma2", "gemma2", "Gemma2", caps_scores=True),
-        Family("gemma3_text", "gemma3", "Gemma3", base_config="Gemma3TextConfig"),
-        Family("gpt_oss", "gpt_oss", "GptOss", head_logits="sinks"),
+        Family("gemma2", "gemma2", "Gemma2", caps_scores=True, full_every=2),
+        Family("gemma3_text", "gemma3", "Gemma3", base_config="Gemma3TextConfig", full_every=6),
+        Family("gpt_oss", "gpt_oss", "GptOss", head_logits="sinks", full_every=2),
         Family("granite", "granite", "Granite"),
         Family("granitemoe", "granitemoe", "GraniteMoe"),
         Family("granitemoeshared", "granitemoeshared", "GraniteMoeShared"),
         Family("cohere", "cohere", "Cohere", norms_over_heads=True),
-        Family("cohere2", "cohere2", "Cohere2"),
+        Family("cohere2", "cohere2", "Cohere2", full_every=4),
         Family("glm", "glm", "Glm"),
         Family("glm4", "glm4", "Glm4"),
         Family("glm4_moe", "glm4_moe", "Glm4Moe"),
         Family("nemotron", "nemotron", "Nemotron"),
-        Family("exaone4", "exaone4", "Exaone4"),
+        Family("exaone4", "exaone4", "Exaone4", full_every=4),
         Family("hunyuan_v1_dense", "hunyuan_v1_dense", "HunYuanDenseV1"),
         Family("hunyuan_v1_moe", "hunyuan_v1_moe", "HunYuanMoEV1"),
         Family("ernie4_5", "ernie4_5", "Ernie4_5"),
@@ -96,7 +99,7 @@ FAMILIES: dict[str, Family] = {
         Family("jais2", "jais2", "Jais2"),
         Family("seed_oss", "seed_oss", "SeedOss"),
         Family("smollm3", "smollm3", "SmolLM3"),
-        Family("starcoder2", "starcoder2", "Starcoder2"),
+        Family("starcoder2", "starcoder2", "Starcoder2", full_every=0),
     )
 }
 
@@ -131,7 +134,7 @@ def _reason(config: Any) -> str | None:
     model_type = str(getattr(config, "model_type", None))
     if model_type in _REASONS:
         return _REASONS[model_type]
-    others = set(getattr(config, "layer_types", None) or []) - {"full_attention", _SLIDING}
+    others = set(getattr(config, "layer_types", None) or []) - {"full_attention", SLIDING}
     if others:
         return f"it has layers of another kind ({', '.join(sorted(others))})"
     if getattr(config, "text_config", None) is not None:
@@ -155,8 +158,8 @@ def base_windows(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     if window is None or not getattr(config, "use_sliding_window", True):
         return [None] * config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    return [window if kind == _SLIDING else None for kind in types]
+    types = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def check_searchable(config: Any) -> None:
@@ -165,9 +168,14 @@ def check_searchable(config: Any) -> None:
     own = [layer for layer, window in enumerate(base_windows(config)) if window is not None]
     reason = None
     if own:
-        reason = f"{len(own)} of its layers, layer {own[0]} first, slide by themselves"
+        reason = (
+            f"{len(own)} of its layers, layer {own[0]} first, slide by themselves, and the search "
+            "would give away its budget on heads that slide already"
+        )
     elif family.caps_scores or family.head_logits:
-        reason = "it caps attention scores or adds logits to them"
+        reason = (
+            "it caps attention scores or adds logits to them, which the passes of a search do not"
+        )
     if reason:
         raise UserError(
             f"model.path: heads are not searched in this model of type '{family.model_type}', "

@@ -201,6 +201,7 @@ def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) ->
     Raises UserError when the family is not supported, or mask or window do not fit the model.
     """
     check_window(window_size, sinks)
+    register_models()
     family = family_of(model.config)
     mask = effective_mask(model.config, mask, window_size)
     longest = getattr(model.config, "max_position_embeddings", None)

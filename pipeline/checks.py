@@ -17,6 +17,7 @@ from pipeline.partial import unless_invalid
 from pipeline.world import World
 from stages.configs import (
     EvaluateConfig,
+    ModelConfig,
     PrepareConfig,
     Runtime,
     SearchConfig,
@@ -35,6 +36,7 @@ class Parts:
     `info` is None where the model is not known, `world` where the number of processes is not.
     """
 
+    model: ModelConfig
     prepare: PrepareConfig
     search: SearchConfig
     train: TrainConfig | None
@@ -251,6 +253,32 @@ def _attention_sinks(parts: Parts) -> Iterator[str]:
         )
 
 
+def _attention_precision(parts: Parts) -> Iterator[str]:
+    if parts.runtime.attention == "flash" and parts.model.dtype == "float32":
+        yield (
+            "runtime.attention: flash computes in float16 and bfloat16, model.dtype asks for "
+            "float32; choose sdpa or flex"
+        )
+
+
+def _training_precision(parts: Parts) -> Iterator[str]:
+    train = parts.train
+    if parts.runtime.attention == "flash" and train is not None and train.mixed_precision == "no":
+        yield (
+            "runtime.attention: flash computes in float16 and bfloat16, train.mixed_precision = no "
+            "trains in float32; choose sdpa or flex"
+        )
+
+
+def _attention_dropout(parts: Parts) -> Iterator[str]:
+    dropout = parts.info.config.get("attention_dropout") if parts.info is not None else None
+    if parts.runtime.attention == "flex" and parts.train is not None and dropout:
+        yield (
+            f"runtime.attention: flex has no attention dropout, the model's config.json asks for "
+            f"{dropout}; choose sdpa or flash"
+        )
+
+
 def _output_root(parts: Parts) -> Iterator[str]:
     root = Path(parts.runtime.output_root)
     if root.exists() and not root.is_dir():
@@ -277,5 +305,8 @@ _CHECKS: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _needle_positions,
     _shards,
     _attention_sinks,
+    _attention_precision,
+    _training_precision,
+    _attention_dropout,
     _output_root,
 )

@@ -161,8 +161,8 @@ def _unreachable(loaded: LoadedRecipe, cell: Cell) -> Iterator[str]:
     recipe = loaded.recipe
     search = _search_of(recipe.search, cell)
     parts = Parts(
-        recipe.prepare, search, recipe.train, recipe.evaluate, recipe.runtime, loaded.info,
-        loaded.world,
+        recipe.model, recipe.prepare, search, recipe.train, recipe.evaluate, recipe.runtime,
+        loaded.info, loaded.world,
     )  # fmt: skip
     for fault in find_faults(parts, input_files=False):
         sentence = fault.removeprefix("search.swa_ratio: ")

@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.families import FAMILIES, SLIDING, check_searchable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEADER_LIMIT = 100 * 1024**2
@@ -82,6 +84,10 @@ class ModelInfo:
                 f"no multiple of its {self.key_value_heads} KV heads"
             )
 
+    def check_family(self) -> None:
+        """Raise UserError when the model is known to be none that can be searched."""
+        check_searchable(_stored_config(self.config, self.layers))
+
     @property
     def max_positions(self) -> int | None:
         value = self.config.get("max_position_embeddings")
@@ -131,7 +137,8 @@ def _read_directory(directory: Path) -> tuple[ModelInfo | None, list[str]]:
 
 
 def _shape_faults(info: ModelInfo) -> Iterator[str]:
-    """What keeps config.json from being that of a decoder."""
+    """What keeps config.json from being that of a decoder that can be searched."""
+    found = False
     for read in (
         lambda: info.layers,
         lambda: info.hidden_size,
@@ -141,7 +148,37 @@ def _shape_faults(info: ModelInfo) -> Iterator[str]:
         try:
             read()
         except UserError as fault:
+            found = True
             yield str(fault)
+    if not found:
+        try:
+            info.check_family()
+        except UserError as fault:
+            yield str(fault)
+
+
+def _stored_config(content: Mapping[str, Any], num_layers: int) -> Any:
+    """config.json's `content` as `bosch.families` reads a config, without transformers.
+
+    What its config class would fill in counts as absent, but for the kinds of the layers where the
+    family alone says them. So that a model slides by itself may show only when it is loaded, and
+    no other model is taken for one that does.
+    """
+    config = SimpleNamespace(**content)
+    if content.get("layer_types") is None and content.get("sliding_window") is not None:
+        family = FAMILIES.get(str(content.get("model_type")))
+        every = None if family is None else family.full_every
+        pattern = content.get("sliding_window_pattern")
+        if every and type(pattern) is int:
+            every = pattern
+        if every is None:
+            config.sliding_window = None
+        else:
+            config.layer_types = [
+                SLIDING if not every or layer % every else "full_attention"
+                for layer in range(1, num_layers + 1)
+            ]
+    return config
 
 
 def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:
@@ -178,7 +215,8 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
     config = _read_json(path)
     text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    if isinstance(text, dict):
+        config = {**config, **text, "model_type": config.get("model_type")}
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")
     if config.get("hybrid_attention"):

@@ -126,6 +126,7 @@ def load_recipe(
     faults += model_faults
     faults += find_faults(
         Parts(
+            recipe.model,
             recipe.prepare,
             recipe.search,
             recipe.train,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from bosch.modeling import (
     permute_heads,
     prepare_for_search,
 )
+from pipeline.modelinfo import ModelInfo
 from tests.hybrid_case import (
     FAMILY_NAMES,
     KV_HEADS,
@@ -122,6 +125,28 @@ def test_a_hybrid_whose_base_layers_slide_cannot_have_full_heads_there() -> None
     config.hybrid_attention["full_kv_heads_per_layer"][1] = 2
     with pytest.raises(UserError, match=r"is 2 for layer 1, which slides .* expected 0"):
         AutoModelForCausalLM.from_config(config)
+
+
+def _refusal(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except UserError as fault:
+        return str(fault)
+    return None
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_config_json_alone_tells_what_the_loaded_config_does(family: str) -> None:
+    """Also with what older files lack: layer_types, which the config class then makes."""
+    for config in (small_config(family), AutoConfig.for_model(family, num_hidden_layers=8)):
+        told = _refusal(lambda config=config: check_searchable(config))
+        content = json.loads(config.to_json_string())
+        assert _refusal(ModelInfo(None, None, content).check_family) == told
+        assert (told is not None) == (config.num_hidden_layers == 8 and family == "mistral") or (
+            family in PARTLY_SLIDING
+        )
+    content.pop("layer_types", None)
+    assert _refusal(ModelInfo(None, None, content).check_family) == told
 
 
 @pytest.mark.parametrize(

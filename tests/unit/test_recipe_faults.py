@@ -320,6 +320,77 @@ def test_sinks_need_a_backend_that_has_them(case: Case) -> None:
     load_recipe(case.file, ["runtime.attention=flash", "search.sinks=0"])
 
 
+def test_flash_needs_half_precision_in_search_and_training(case: Case) -> None:
+    given = ["runtime.attention=flash", "model.dtype=float32", 'train.mixed_precision="no"']
+    message = fault(case, *given)
+    assert message.startswith("2 faults")
+    assert "flash computes in float16 and bfloat16, model.dtype asks for float32" in message
+    assert "train.mixed_precision = no trains in float32" in message
+    load_recipe(case.file, ["runtime.attention=sdpa", *given[1:]])
+    load_recipe(case.file, given[:1])
+
+
+def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
+    damage_config(case, attention_dropout=0.1)
+    assert "flex has no attention dropout, the model's config.json asks for 0.1" in fault(
+        case, "runtime.attention=flex"
+    )
+    load_recipe(case.file, ["runtime.attention=flex", "train=null"])
+    load_recipe(case.file, ["runtime.attention=sdpa"])
+    damage_config(case, attention_dropout=0.0)
+    load_recipe(case.file, ["runtime.attention=flex"])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "bert"}, "'bert' are not supported; supported are qwen3"),
+        ({"kv_lora_rank": 64}, "latent attention"),
+        ({"attn_logit_softcapping": 30.0}, "it caps attention scores"),
+        ({"model_type": "gemma2"}, "it caps attention scores or adds logits"),
+        ({"model_type": "gpt_oss"}, "it caps attention scores or adds logits"),
+        ({"model_type": "gemma2", "sliding_window": 9}, "2 of its layers, layer 0 first, slide"),
+        ({"model_type": "olmo3", "sliding_window": 9}, "3 of its layers, layer 0 first, slide"),
+        ({"model_type": "mistral", "sliding_window": 9}, "(9 tokens) in every layer"),
+        (
+            {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
+            "2 of its layers, layer 0 first, slide",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
+            "2 of its layers, layer 1 first, slide",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of another kind (linear_attention)"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "'gemma3' are not supported: it takes more than text",
+        ),
+    ],
+)
+def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expected: str) -> None:
+    damage_config(case, **config)
+    message = fault(case, "typo=1")
+    assert message.startswith("2 faults")
+    (line,) = [line for line in message.splitlines() if line.startswith("  model.path: ")]
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"sliding_window": 9},
+        {"sliding_window": 9, "use_sliding_window": False},
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 9},
+        {"model_type": "gemma3_text", "sliding_window": None},
+    ],
+)
+def test_models_whose_window_is_off_are_not_refused(case: Case, config: dict[str, Any]) -> None:
+    damage_config(case, **config)
+    load_recipe(case.file)
+
+
 def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
     recipe = load_recipe(case.file, ["train=null", "evaluate=null"]).recipe
     assert recipe.train is None
