@@ -68,14 +68,13 @@ def measure(
 
 def _checked_model(model: str, original: str | None, settings: MeasureSettings) -> Any:
     """The model's configuration; raises UserError for what can be known before any run."""
-    from bosch.attention import resolve_backend
     from bosch.configuration import is_hybrid
     from bosch.families import family_of
     from bosch.hybrid import deploy_layouts
     from bosch.modeling import load_config
     from bosch.search_mode import mask_shape
 
-    resolve_backend(settings.attention)
+    _check_attention(settings)
     config = load_config(model)
     if not is_hybrid(config):
         if original is not None:
@@ -93,6 +92,26 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
                 f"{config.num_key_value_heads}"
             )
     return config
+
+
+def _check_attention(settings: MeasureSettings) -> None:
+    """Raise UserError for an attention backend that no run could be shown to have used."""
+    from bosch.attention import BACKENDS, resolve_backend
+
+    if settings.attention == "flex":
+        raise UserError(
+            "--attention flex: a model is measured with its KV cache, and passes with a cache are "
+            "the sdpa backend's; choose sdpa"
+        )
+    name = resolve_backend(settings.attention)
+    if BACKENDS[name].needs and settings.device == "cpu":
+        raise UserError(f"--attention {name}: it needs {BACKENDS[name].needs}, not --device cpu")
+    if name == "flash" and settings.dtype == "float32":
+        raise UserError(
+            "--attention flash: it computes in float16 and bfloat16, not --dtype float32"
+        )
+    if name == "flash" and settings.sinks:
+        raise UserError(f"--attention flash: it has no sinks, --sinks asks for {settings.sinks}")
 
 
 def _made(output: Path) -> Path:

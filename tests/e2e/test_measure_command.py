@@ -66,6 +66,8 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
         (["--windows", "64", "--lengths", "32"], "--windows: a window of 64 tokens is longer"),
         (["--memory-limit", "much"], "--memory-limit: expected a size like 40GB or 512MiB"),
         (["--attention", "magic"], "attention backend 'magic' is unknown"),
+        (["--attention", "flex"], "--attention flex: a model is measured with its KV cache"),
+        (["--attention", "flash", "--device", "cpu"], "needs a GPU and the flash-attn package"),
         (["--original", "elsewhere"], "--original: "),
         (["--dtype", "int3"], "--dtype: input should be"),
     ],

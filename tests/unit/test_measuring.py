@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bosch.attention import BACKENDS
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask, swa_budget
 from bosch.modeling import full_attention_config, load_config, load_model, materialize
@@ -151,6 +152,30 @@ def test_faulty_options_are_one_sentence(folder: Path) -> None:
     config = load_config(str(folder / "hybrid"))
     with pytest.raises(UserError, match="--ratios: the model is a hybrid"):
         planned_variants(config, MeasureSettings(ratios=(0.5,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"attention": "flex"}, "--attention flex: a model is measured with its KV cache"),
+        (
+            {"attention": "flash", "device": "cpu"},
+            "--attention flash: it needs a GPU and the flash",
+        ),
+        ({"attention": "flash", "dtype": "float32"}, "bfloat16, not --dtype float32"),
+        ({"attention": "flash", "sinks": 2}, "it has no sinks, --sinks asks for 2"),
+    ],
+)
+def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(
+    options: dict[str, Any], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("flex", "flash"):
+        monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
+    with pytest.raises(UserError, match=sentence):
+        measure_stage.measure(
+            str(folder / "model"), None, MeasureSettings(**options), folder / "none"
+        )
+    assert not (folder / "none").exists()
 
 
 @pytest.mark.parametrize(
