@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from bosch.errors import RunError
 from bosch.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.heads import HeadMask
@@ -133,7 +130,7 @@ class Ledger:
             self._record(mask, evaluation, stage, unit, free)
         return evaluation
 
-    def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> npt.NDArray[np.float64]:
+    def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient [L, H] at `mask`, by the model only if this search does not know it."""
         name = f"{share}/{shares}"
         found = self.log.gradient(mask, name)
@@ -143,7 +140,7 @@ class Ledger:
             self.fresh_seconds += found.seconds
             self.log.append_gradient(mask, name, found)
         self._gradients[mask.key, name] = found
-        return np.array(found.values)
+        return found
 
     def anchors(self) -> Anchors:
         """S(all sliding) and S(all full), the anchors of Eq. 2."""

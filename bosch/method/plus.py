@@ -29,9 +29,7 @@ logger = logging.getLogger(__name__)
 Worth = npt.NDArray[np.float64]
 Units = npt.NDArray[np.int64]
 
-SHARES = 4
-# What a gradient costs, in evaluations of the whole set.
-_GRADIENT_COST = 3.5 / SHARES
+SHARES = 8
 _PAIRS_AT_ONCE = (8, 4, 2)
 
 
@@ -108,9 +106,10 @@ class _Search:
 
     def learn(self, mask: HeadMask) -> None:
         """Add the gradient at `mask`, from the next share of the examples, to the worth."""
-        gradient = self.ledger.gate_gradient(mask, self.gradients % SHARES, SHARES).reshape(-1)
+        found = self.ledger.gate_gradient(mask, self.gradients % SHARES, SHARES)
         self.gradients += 1
-        self.left -= _GRADIENT_COST
+        self.left -= found.full_forward_equivalents
+        gradient = np.array(found.values).reshape(-1)
         largest = np.abs(gradient).max()
         if largest > 0:
             self.worth = self.worth + gradient / largest

@@ -150,6 +150,21 @@ def blended_attention(module, query, key, value, attention_mask, scaling, **kwar
     return (gate * full + (1 - gate) * sliding).transpose(1, 2), None
 
 
+def test_a_share_is_never_empty_however_few_the_examples():
+    model, calibration = searchable(examples=3)
+    objective = Objective(model, calibration, WINDOW, batch_size=2)
+    mask = random_mask(0)
+    thirds = [objective.gate_gradient(mask, share, 8) for share in range(4)]
+    assert thirds[3].values == thirds[0].values != thirds[1].values
+    whole = objective.gate_gradient(mask)
+    np.testing.assert_allclose(
+        np.mean([third.values for third in thirds[:3]], axis=0), whole.values, atol=1e-5
+    )
+    assert sum(third.full_forward_equivalents for third in thirds[:3]) == pytest.approx(
+        whole.full_forward_equivalents, rel=0.05
+    )
+
+
 def test_gradients_are_the_slopes_of_the_blend_of_both_kinds_of_heads():
     model, calibration = searchable(examples=3)
     objective = Objective(model, calibration, WINDOW, batch_size=2)
