@@ -8,16 +8,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 from bosch.errors import UserError
+
+Record: TypeAlias = tuple[list[int], int] | tuple[list[int], int, int]
 
 
 @dataclass(frozen=True)
 class CalibrationExample:
-    """Token ids of prompt and answer; the last `answer_length` ids are the answer."""
+    """Token ids of prompt and answer; the last `answer_length` ids are the answer.
+
+    The first `shared_length` ids are those of the neighbouring examples too, where these ask
+    another question about the same text.
+    """
 
     input_ids: tuple[int, ...]
     answer_length: int
+    shared_length: int = 0
+
+    @property
+    def shared_ids(self) -> tuple[int, ...]:
+        """The ids before the question."""
+        return self.input_ids[: self.shared_length]
 
 
 @dataclass(frozen=True)
@@ -27,15 +40,25 @@ class CalibrationSet:
     examples: tuple[CalibrationExample, ...]
 
     @classmethod
-    def from_records(cls, records: Iterable[tuple[list[int], int]]) -> CalibrationSet:
-        """From pairs of token ids and answer length; raises ValueError for an impossible pair."""
+    def from_records(cls, records: Iterable[Record]) -> CalibrationSet:
+        """From token ids, answer length and, where any are shared, the number of shared ids.
+
+        Raises ValueError for an impossible record.
+        """
         examples = []
-        for ids, answer_length in records:
+        for ids, answer_length, *rest in records:
             if not 0 < answer_length < len(ids):
                 raise ValueError(
                     f"an answer of {answer_length} tokens does not fit an example of {len(ids)}"
                 )
-            examples.append(CalibrationExample(tuple(int(i) for i in ids), int(answer_length)))
+            shared_length = rest[0] if rest else 0
+            if not 0 <= shared_length < len(ids) - answer_length:
+                raise ValueError(
+                    f"{shared_length} shared tokens leave no question in a prompt of "
+                    f"{len(ids) - answer_length}"
+                )
+            input_ids = tuple(int(i) for i in ids)
+            examples.append(CalibrationExample(input_ids, int(answer_length), int(shared_length)))
         if not examples:
             raise ValueError("it holds no example")
         return cls(tuple(examples))
@@ -51,7 +74,9 @@ class CalibrationSet:
             raise UserError(f"{path}: cannot read the calibration set ({error})") from error
         try:
             records = [json.loads(line) for line in lines if line.strip()]
-            return cls.from_records((r["input_ids"], r["answer_length"]) for r in records)
+            return cls.from_records(
+                (r["input_ids"], r["answer_length"], r.get("shared_length", 0)) for r in records
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: the calibration set is damaged ({error}); run prepare again"
@@ -66,9 +91,24 @@ class CalibrationSet:
         return max(len(example.input_ids) for example in self.examples)
 
     @cached_property
+    def haystacks(self) -> list[list[int]]:
+        """Places of the examples that share a text, and of each other one by itself, in order."""
+        found: list[list[int]] = []
+        for place, example in enumerate(self.examples):
+            before = self.examples[place - 1] if place else None
+            if before and example.shared_length and before.shared_ids == example.shared_ids:
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the examples in their order."""
         digest = hashlib.sha256()
         for example in self.examples:
-            digest.update(json.dumps([example.input_ids, example.answer_length]).encode())
+            record = [example.input_ids, example.answer_length]
+            if example.shared_length:
+                record.append(example.shared_length)
+            digest.update(json.dumps(record).encode())
         return digest.hexdigest()

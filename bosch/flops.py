@@ -8,7 +8,7 @@ sliding ones. Norms, rotary embedding and activations are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -37,6 +37,13 @@ class LayerFlops:
         return self.output + self.feed_forward
 
 
+class Pairs(NamedTuple):
+    """Pairs of query and key for one full head and for one sliding head."""
+
+    full: int
+    sliding: int
+
+
 class Flops:
     """Costs of a model at one window."""
 
@@ -50,43 +57,54 @@ class Flops:
         self.head: int = 2 * model.get_output_embeddings().weight.numel()
         self.window_size, self.sinks = window_size, sinks
 
-    def full_heads(self, count: int, rows: int, length: int) -> int:
-        """Attention of `count` full KV heads over `rows` sequences."""
-        return self.per_pair * count * rows * length * length
+    def pairs(self, batch: Batch) -> Pairs:
+        """What a head of each kind computes for a batch."""
+        rows, length = batch.input_ids.shape
+        branches = batch.branches
+        if branches is None:
+            return self.pairs_apart(rows, length)
+        texts = self.pairs_apart(rows, branches.trunk)
+        tail = rows * branches.tail
+        reach = len(branches.reach(self.window_size, self.sinks))
+        return Pairs(texts.full + tail * length, texts.sliding + tail * reach)
 
-    def sliding_heads(self, count: int, rows: int, length: int) -> int:
-        """Attention of `count` sliding KV heads over `rows` sequences."""
-        pairs = sliding_pairs(length, self.window_size, self.sinks)
-        return self.per_pair * count * rows * pairs
+    def pairs_apart(self, rows: int, length: int) -> Pairs:
+        """The same for rows of one example each."""
+        sliding = sliding_pairs(length, self.window_size, self.sinks)
+        return Pairs(rows * length * length, rows * sliding)
 
-    def attention(self, row: np.ndarray, rows: int, length: int) -> int:
+    def attention(self, row: np.ndarray, pairs: Pairs) -> int:
         """Attention of a layer whose mask is `row` [HKV]."""
         full = int(row.sum())
-        sliding = self.sliding_heads(len(row) - full, rows, length)
-        return self.full_heads(full, rows, length) + sliding
+        return self.per_pair * (full * pairs.full + (len(row) - full) * pairs.sliding)
+
+    def both(self, pairs: Pairs) -> int:
+        """Attention of a layer with every head of both kinds."""
+        return self.per_pair * self.num_key_value_heads * sum(pairs)
 
     def answers(self, queries: int, length: int) -> int:
         """Attention of every head for `queries` positions in all, under a dense mask."""
         return self.per_pair * self.num_key_value_heads * queries * length
 
-    def whole_pass(self, is_full: np.ndarray, rows: int, length: int, answers: int) -> int:
-        """Every layer at every position under a mask [L, HKV], and the head at the answers."""
-        positions = rows * length
-        linear = sum(layer.linear for layer in self.layers) * positions
-        attention = sum(self.attention(row, rows, length) for row in is_full)
-        return linear + attention + self.head * answers
+    def whole_pass(self, is_full: np.ndarray, batch: Batch) -> int:
+        """A pass that saves nothing: each example has a row, every layer is computed everywhere.
+
+        Only the head is at the answers alone. The mask is `is_full` [L, HKV].
+        """
+        rows = len(batch.examples)
+        pairs = self.pairs_apart(rows, batch.longest)
+        linear = sum(layer.linear for layer in self.layers) * rows * batch.longest
+        attention = sum(self.attention(row, pairs) for row in is_full)
+        return linear + attention + self.head * len(batch.answers)
 
     def gradient(self, batch: Batch) -> int:
         """Forward and backward pass for the gates: both kinds of attention, no weight gradients.
 
         Backward through a linear map costs as much as the map, through attention 2.5 times that.
         """
-        rows, length = batch.input_ids.shape
-        both = self.full_heads(self.num_key_value_heads, rows, length)
-        both += self.sliding_heads(self.num_key_value_heads, rows, length)
         linear = sum(layer.linear for layer in self.layers) * batch.size
         linear += self.head * len(batch.answers)
-        return 2 * linear + len(self.layers) * (7 * both // 2)
+        return 2 * linear + len(self.layers) * (7 * self.both(self.pairs(batch)) // 2)
 
 
 def sliding_pairs(length: int, window: int, sinks: int) -> int:

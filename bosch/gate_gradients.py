@@ -10,14 +10,15 @@ B batch, T tokens, L layers, HQ query heads, HKV key/value heads, D head dimensi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import HeadLayout, Span, hybrid_attention
-from bosch.batches import Batch
+from bosch.answers import answer_logits
+from bosch.attention import HeadLayout, Span
+from bosch.batches import Batch, final_states
+from bosch.branches import Branches, branched_attention
 from bosch.heads import HeadMask
 from bosch.interface import Attend, HeadState, attention_modules, head_state, set_head_state
 from bosch.search_mode import own_row
@@ -26,7 +27,6 @@ from bosch.sharding import sum_over_shards
 
 def gate_gradients(
     model: Any,
-    head: Callable[[Tensor], Tensor],
     batch: Batch,
     mask: HeadMask,
     all_full: HeadLayout,
@@ -34,8 +34,7 @@ def gate_gradients(
 ) -> Tensor:
     """Gradient [L, HKV] of the answers' summed log-probability, on the CPU in float64.
 
-    The model is in search mode; `head` makes logits of its hidden states. No parameter gets a
-    gradient.
+    The model is in search mode. No parameter gets a gradient.
     """
     device = model.device
     gates = torch.tensor(mask.is_full, dtype=torch.float32, device=device, requires_grad=True)
@@ -47,26 +46,32 @@ def gate_gradients(
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
             state = head_state(module)
             assert state is not None
-            blend = _blend(own_row(model, gate), all_full, all_sliding, state.backend)
+            blend = _blend(
+                own_row(model, gate), all_full, all_sliding, batch.branches, state.backend
+            )
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
         stack.enter_context(torch.enable_grad())
-        output = model.get_decoder()(input_ids=batch.input_ids.to(device), use_cache=False)
-        hidden = output.last_hidden_state
+        hidden = final_states(model.get_decoder(), batch, device)
         hidden = hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)]
-        chosen = torch.log_softmax(head(hidden), dim=-1).gather(
-            1, batch.answers.to(device)[:, None]
-        )
+        chosen = torch.log_softmax(answer_logits(model, hidden), dim=-1)
+        chosen = chosen.gather(1, batch.answers.to(device)[:, None])
         (gradient,) = torch.autograd.grad(chosen.sum(), gates)
     return sum_over_shards(model, gradient.double()).cpu()
 
 
-def _blend(gate: Tensor, all_full: HeadLayout, all_sliding: HeadLayout, backend: str) -> Attend:
+def _blend(
+    gate: Tensor,
+    all_full: HeadLayout,
+    all_sliding: HeadLayout,
+    branches: Branches | None,
+    backend: str,
+) -> Attend:
     def attend(
         module: nn.Module, query: Tensor, key: Any, value: Any, span: Span | None, scale: float
     ) -> Tensor:
         full, sliding = (
-            hybrid_attention(query, key, value, layout, span, scaling=scale, backend=backend)
+            branched_attention(query, key, value, layout, branches, span, scale, backend)
             for layout in (all_full, all_sliding)
         )
         share = gate.repeat_interleave(query.shape[1] // key.shape[1])[:, None].to(full.dtype)

@@ -9,22 +9,22 @@ B batch, T tokens, A answer positions of a row, HQ query heads, D head dimension
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bosch.attention import HeadLayout, Span, hybrid_attention
-from bosch.batches import Batch
+from bosch.attention import HeadLayout, Span
+from bosch.batches import Batch, final_states
+from bosch.branches import branched_attention, masked_attention
 from bosch.flops import Flops
 from bosch.heads import HeadMask
-from bosch.interface import Attend, HeadState, head_state, set_head_state
+from bosch.interface import Attend, head_state
 from bosch.kept_states import Kept, KeptStates
+from bosch.layer_control import attending, controlled, keys_and_values, projected, replaced
 from bosch.search_mode import own_row
 
 logger = logging.getLogger(__name__)
@@ -97,9 +97,8 @@ class _Run:
 
     def hidden(self) -> Tensor:
         """Run the decoder with every layer under control."""
-        ids = self.batch.input_ids.to(self.owner.device)
-        with _controlled(self.owner.layers, self._layer):
-            states: Tensor = self.owner.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        with controlled(self.owner.layers, self._layer):
+            states = final_states(self.owner.decoder, self.batch, self.owner.device)
         columns = self.batch.places if self.owner.answers_only else self.batch.columns
         return states[self.batch.rows.to(states.device), columns.to(states.device)]
 
@@ -130,21 +129,23 @@ class _Run:
         """A layer at every position."""
         row, costs = self.mask.is_full[number], self.owner.flops.layers[number]
         attention: Any = self.owner.layers[number].self_attn
-        rows, length = self.batch.input_ids.shape
+        pairs = self.owner.flops.pairs(self.batch)
         mixed = self._mixture(row, kept)
         if mixed is not None:
             self.savings.add("mixture")
             self.spent += costs.after_attention * self.batch.size
-            with _replaced(attention, partial(_projected, attention, mixed)):
+            with replaced(attention, partial(projected, attention, mixed)):
                 return forward(state, **kwargs)
         self.spent += costs.linear * self.batch.size
         if not self._worth_both(number, kept):
-            self.spent += self.owner.flops.attention(row, rows, length)
-            return forward(state, **kwargs)
+            self.spent += self.owner.flops.attention(row, pairs)
+            if self.batch.branches is None:
+                return forward(state, **kwargs)
+            with attending(attention, self._branched):
+                return forward(state, **kwargs)
         self.savings.add("mixture")
-        self.spent += self.owner.flops.full_heads(len(row), rows, length)
-        self.spent += self.owner.flops.sliding_heads(len(row), rows, length)
-        with _attending(attention, self._both(number, row)):
+        self.spent += self.owner.flops.both(pairs)
+        with attending(attention, self._both(number, row)):
             return forward(state, **kwargs)
 
     def _worth_both(self, number: int, kept: Kept | None) -> bool:
@@ -156,6 +157,15 @@ class _Run:
         kept.starts += 1
         return number == 0 or kept.starts > 1 or self.owner.kept.is_pinned(number)
 
+    def _branched(
+        self, module: nn.Module, query: Tensor, k: Any, v: Any, span: Span | None, scale: float
+    ) -> Tensor:
+        """Attention of rows with branches, as the layer's heads are."""
+        state = head_state(module)
+        assert state is not None
+        branches = self.batch.branches
+        return branched_attention(query, k, v, state.layout, branches, span, scale, state.backend)
+
     def _both(self, number: int, row: Any) -> Attend:
         """Attention that computes and keeps both kinds, and returns their mixture."""
 
@@ -165,8 +175,8 @@ class _Run:
             state = head_state(module)
             assert state is not None
             full, sliding = (
-                hybrid_attention(
-                    query, key, value, layout, span, scaling=scale, backend=state.backend
+                branched_attention(
+                    query, key, value, layout, self.batch.branches, span, scale, state.backend
                 )
                 for layout in (self.owner.all_full, self.owner.all_sliding)
             )
@@ -209,9 +219,9 @@ class _Run:
         mixed = self._mixture(row, kept)
         if number == self.start > 0 and mixed is not None:
             self.spent += costs.after_attention * slots.numel()
-            with _replaced(attention, partial(_projected, attention, mixed)):
+            with replaced(attention, partial(projected, attention, mixed)):
                 return forward(state, **narrow)
-        key, value = _keys_and_values(attention, forward, state, kwargs)
+        key, value = keys_and_values(attention, forward, state, kwargs)
         self.spent += costs.key_value * self.batch.size + costs.linear * slots.numel()
         self.spent += 2 * self.owner.flops.answers(slots.numel(), self.batch.input_ids.shape[1])
         few = state.gather(1, slots[:, :, None].expand(-1, -1, state.shape[2]))
@@ -220,7 +230,7 @@ class _Run:
             module: nn.Module, query: Tensor, k: Any, v: Any, span: Span | None, scale: float
         ) -> Tensor:
             full, sliding = (
-                _rows_attention(query, key, value, slots, layout, scale)
+                _slots_attention(query, key, value, slots, layout, self.batch, scale)
                 for layout in (self.owner.all_full, self.owner.all_sliding)
             )
             if self.reuse:
@@ -229,58 +239,27 @@ class _Run:
                 )
             return self._mix(row, full, sliding)
 
-        with _attending(attention, attend):
+        with attending(attention, attend):
             return forward(few, **narrow)
 
 
-class _KeysAndValues(Exception):
-    """Ends a layer's forward as soon as its keys and values are known."""
-
-
-def _keys_and_values(
-    attention: Any, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, HKV, T, D] of a layer, as its attention gets them."""
-    found: list[Tensor] = []
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Any, value: Any, span: Span | None, scale: float
-    ) -> Tensor:
-        found.extend((key, value))
-        raise _KeysAndValues
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_attending(attention, attend))
-        if hasattr(attention, "q_proj"):
-            stack.enter_context(_replaced(attention.q_proj, partial(_nothing, attention.q_proj)))
-        with contextlib.suppress(_KeysAndValues):
-            forward(state, **kwargs)
-    key, value = found
-    return key, value
-
-
-def _nothing(projection: nn.Linear, hidden: Tensor) -> Tensor:
-    """In place of queries that nobody reads."""
-    return hidden.new_zeros(*hidden.shape[:-1], projection.out_features)
-
-
-def _projected(attention: Any, mixed: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-    """In place of an attention module: its output projection of known attention outputs."""
-    return attention.o_proj(mixed.flatten(2)), None
-
-
-def _rows_attention(
-    query: Tensor, key: Tensor, value: Tensor, slots: Tensor, layout: HeadLayout, scale: float
+def _slots_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    layout: HeadLayout,
+    batch: Batch,
+    scale: float,
 ) -> Tensor:
     """Attention of queries [B, HQ, A, D] that stand at `slots` [B, A]: [B, A, HQ, D]."""
-    keys = torch.arange(key.shape[2], device=key.device)[None]
+    keys = torch.arange(key.shape[2], device=key.device)
     window = layout.window_size if layout.sliding else None
-    seen = Span(key.shape[2]).visible(slots, keys, window, layout.sinks)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen[:, None], scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    return out.transpose(1, 2)
+    if batch.branches is None:
+        seen = Span(key.shape[2]).visible(slots, keys[None], window, layout.sinks)
+    else:
+        seen = batch.branches.visible(slots, keys, window, layout.sinks)
+    return masked_attention(query, key, value, seen, scale).transpose(1, 2)
 
 
 def _gathered(kwargs: dict[str, Any], slots: Tensor) -> dict[str, Any]:
@@ -296,50 +275,3 @@ def _gathered(kwargs: dict[str, Any], slots: Tensor) -> dict[str, Any]:
     if (positions := kwargs.get("position_ids")) is not None:
         result["position_ids"] = positions.expand(len(slots), -1).gather(1, slots)
     return result
-
-
-Step = Callable[[int, Callable[..., Tensor], Tensor, dict[str, Any]], Tensor]
-
-
-@contextlib.contextmanager
-def _controlled(layers: list[nn.Module], step: Step) -> Iterator[None]:
-    """Let `step` decide what each layer's forward does."""
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers):
-
-            def forward(
-                hidden_states: Tensor,
-                *,
-                _number: int = number,
-                _own: Any = layer.forward,
-                **kw: Any,
-            ) -> Tensor:
-                return step(_number, _own, hidden_states, kw)
-
-            stack.enter_context(_replaced(layer, forward))
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward for a while; one that was set on the module before comes back."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
-
-
-@contextlib.contextmanager
-def _attending(module: nn.Module, attend: Attend) -> Iterator[None]:
-    """Another attention function for one layer, for a while."""
-    state = head_state(module)
-    assert state is not None
-    set_head_state(module, HeadState(state.layout, state.backend, attend))
-    try:
-        yield
-    finally:
-        set_head_state(module, state)

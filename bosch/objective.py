@@ -8,7 +8,6 @@ N examples, B batch, T tokens, A answer tokens of a batch, V vocabulary, C hidde
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -19,24 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.batches import Batch, batch_of, cut, dealt
+from bosch.answers import answer_logits, answer_results
+from bosch.batches import batch_of, cut, dealt
 from bosch.calibration import CalibrationExample, CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, GateGradient
 from bosch.families import check_searchable
+from bosch.fingerprint import model_fingerprint
 from bosch.gate_gradients import gate_gradients
 from bosch.heads import HeadMask
 from bosch.kept_states import KeptStates
 from bosch.layer_pass import LayerPass
 from bosch.modeling import apply_head_mask, mask_shape
 from bosch.ranks import Ranks
-from bosch.sharding import whole_weight
 
 logger = logging.getLogger(__name__)
 
 MAX_PARTS = 8
 
-_SAMPLED_VALUES = 4096
 _CHECK_TOKENS = 16
 _REUSE_BYTES = 2 * 1024**3
 
@@ -77,7 +76,7 @@ class Objective:
         self.window_size, self.sinks = window_size, sinks
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
         self.ranks = ranks or Ranks()
-        self.parts = min(MAX_PARTS, len(calibration))
+        self.parts = min(MAX_PARTS, len(calibration.haystacks))
         parts = cut(calibration, self.parts, batch_size, _vocabulary(model))
         self._batches = [batch for part in parts for batch in part]
         self._part_of = [number for number, part in enumerate(parts) for _ in part]
@@ -159,9 +158,12 @@ class Objective:
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """What each KV head's gate is worth at `mask`, from one of `shares` shares of the parts.
 
-        The derivative of the share's mean log-likelihood. Raises RunError as `evaluate` does.
+        The derivative of the share's mean log-likelihood. There are no more shares than parts; the
+        numbers of those beyond begin again. Raises RunError as `evaluate` does.
         """
         started = time.perf_counter()
+        shares = min(shares, self.parts)
+        share %= shares
         apply_head_mask(self.model, mask, self.window_size, self.sinks)
         self._check_model(mask)
         seen = [i for i, part in enumerate(self._part_of) if part % shares == share]
@@ -170,7 +172,7 @@ class Objective:
         for index in sorted(set(seen) & set(self._mine)):
             batch = self._batches[index]
             found[index] = gate_gradients(
-                self.model, self._head, batch, mask,
+                self.model, batch, mask,
                 self._passes.all_full, self._passes.all_sliding,
             )  # fmt: skip
             spent[index] = self._passes.flops.gradient(batch)
@@ -225,7 +227,7 @@ class Objective:
         for index in sorted(set(batches) & set(self._mine)):
             batch = self._batches[index]
             hidden, operations = self._passes.hidden(index, batch, mask)
-            results[batch.examples] = _match(self._head(hidden), batch)
+            results[batch.examples] = answer_results(answer_logits(self.model, hidden), batch)
             spent[index] += operations + self._passes.flops.head * len(batch.answers)
 
     def _at_most(self, results: Tensor, seen: Sequence[int]) -> tuple[float, float]:
@@ -246,11 +248,7 @@ class Objective:
 
     def _operations(self, mask: HeadMask) -> list[int]:
         """Operations of a pass without any saving, by batch."""
-        flops = self._passes.flops
-        return [
-            flops.whole_pass(mask.is_full, len(b.examples), b.input_ids.shape[1], len(b.answers))
-            for b in self._batches
-        ]
+        return [self._passes.flops.whole_pass(mask.is_full, batch) for batch in self._batches]
 
     def _merged(
         self, mask: HeadMask, results: Tensor, spent: Tensor, seconds: float
@@ -271,15 +269,6 @@ class Objective:
             self.kept.disable()
         return results, spent, float(told[:, 0].max())
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Output head on [A, C], in float32, scaled or capped as some families do."""
-        config = self.model.config
-        logits: Tensor = self.model.get_output_embeddings()(hidden).float()
-        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0)
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
     @torch.inference_mode()
     def _check_model(self, mask: HeadMask) -> None:
         """Once: hidden states of our own passes through the head must be the model's own logits."""
@@ -289,13 +278,13 @@ class Objective:
         ids = self._batches[0].input_ids[0, :_CHECK_TOKENS]
         own = self.model(input_ids=ids[None].to(self.model.device), use_cache=False).logits[0]
         answer = len(ids) - 1
-        batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
+        batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [[0]])
         nothing = KeptStates(self.num_layers, 0)
         passes = LayerPass(
             self.model, self.window_size, self.sinks, nothing,
             answers_only=self._passes.answers_only, agree=self.ranks.agree,
         )  # fmt: skip
-        ours = self._head(passes.hidden(0, batch, mask)[0])
+        ours = answer_logits(self.model, passes.hidden(0, batch, mask)[0])
         if not torch.allclose(own[:-1].float(), ours, rtol=1e-3, atol=1e-3, equal_nan=True):
             raise UserError(
                 f"model.path: {type(self.model).__name__} changes its logits after the output head "
@@ -303,30 +292,5 @@ class Objective:
             )
 
 
-def _match(logits: Tensor, batch: Batch) -> Tensor:
-    """Per example [B, 2]: 1 where every answer token is the argmax, and their log-probability.
-
-    Summed on the CPU, where the order of the sum is fixed.
-    """
-    answers = batch.answers.to(logits.device)
-    chosen = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0].double().cpu()
-    wrong = (logits.argmax(dim=-1) != answers).cpu()
-    results = torch.ones(len(batch.examples), 2, dtype=torch.float64)
-    results[batch.rows[wrong], 0] = 0.0
-    results[:, 1] = torch.zeros(len(results), dtype=torch.float64).index_add_(0, batch.rows, chosen)
-    return results
-
-
 def _vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def model_fingerprint(model: Any) -> str:
-    """Identity of a loaded model: SHA-256 of names, types, shapes and a sample of every weight."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        flat = whole_weight(weight.detach()).reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(sample.tobytes())
-    return digest.hexdigest()

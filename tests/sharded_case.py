@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from bosch.baselines.static import STATIC_RANKINGS
 from bosch.calibration import CalibrationSet
+from bosch.fingerprint import model_fingerprint
 from bosch.heads import HeadMask
 from bosch.interface import attention_modules, head_state
 from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective, model_fingerprint
+from bosch.objective import Objective
 from bosch.sharding import load_sharded
 from stages.context import StageConfig
 from stages.searching.processes import joined

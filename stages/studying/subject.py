@@ -21,11 +21,12 @@ import torch
 
 from bosch.calibration import CalibrationSet
 from bosch.evaluation_log import EvaluationLog
+from bosch.fingerprint import model_fingerprint
 from bosch.heads import HeadMask
 from bosch.method.run import SEARCHES, run_method
 from bosch.method.settings import SearchSettings
 from bosch.modeling import load_model, mask_shape, prepare_for_search
-from bosch.objective import Objective, model_fingerprint
+from bosch.objective import Objective
 from data_prep.calibration import forced_examples
 from data_prep.essays import haystack_words
 from data_prep.needles import SeedSpace

@@ -13,12 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from bosch.calibration import CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.evaluation_log import EvaluationLog
+from bosch.fingerprint import model_fingerprint
 from bosch.heads import HeadMask
 from bosch.method.bosch import bosch
 from bosch.method.ledger import Ledger
 from bosch.method.settings import SearchSettings
 from bosch.modeling import apply_head_mask
-from bosch.objective import Objective, model_fingerprint
+from bosch.objective import Objective
 from tests.hybrid_case import KV_HEADS, LAYERS, SEARCHABLE, random_mask, small_model
 from tests.search_case import WINDOW, answered_records, searchable
 
