@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids, make_sample
+from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids, make_samples
 
 
 def write_calibration(
@@ -23,24 +24,31 @@ def write_calibration(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
+    questions_per_haystack: int = 1,
 ) -> dict[str, Any]:
     """Write calibration.jsonl (token ids) and needles.jsonl (what is hidden in each example).
 
     Tasks take turns. A record of calibration.jsonl holds task, index, seed, input_ids and
-    answer_length: the last `answer_length` ids are the answer. Returns statistics.
+    answer_length: the last `answer_length` ids are the answer; where several questions are asked
+    about one haystack, also shared_length: the first ids, which all of them have. Returns
+    statistics.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = []
-    made = forced_examples(tasks, examples, length, "calibration", seed, tokenizer, essay_words)
+    made = forced_records(
+        tasks, examples, length, "calibration", seed, tokenizer, essay_words, questions_per_haystack
+    )
     with (
         (folder / "calibration.jsonl").open("w") as ids_file,
         (folder / "needles.jsonl").open("w") as needles_file,
         progress(examples, "calibration examples", "examples") as bar,
     ):
-        for sample, prompt, answer in made:
-            lengths.append(len(prompt) + len(answer))
+        for sample, (ids, answer_length, shared_length) in made:
+            lengths.append(len(ids))
             head = {"task": sample.task, "index": sample.index, "seed": seed}
-            record = {**head, "input_ids": prompt + answer, "answer_length": len(answer)}
+            record = {**head, "input_ids": ids, "answer_length": answer_length}
+            if shared_length:
+                record["shared_length"] = shared_length
             ids_file.write(json.dumps(record) + "\n")
             needles = {"needles": sample.needles, "prompt_sha256": _digest(sample.prompt)}
             needles_file.write(json.dumps({**head, **needles}) + "\n")
@@ -48,6 +56,7 @@ def write_calibration(
     return {
         "tasks": list(tasks),
         "examples": examples,
+        "questions_per_haystack": questions_per_haystack,
         "length": length,
         "shortest": min(lengths),
         "longest": max(lengths),
@@ -62,15 +71,50 @@ def forced_examples(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
+    questions_per_haystack: int = 1,
 ) -> Iterator[tuple[NeedleSample, list[int], list[int]]]:
     """Teacher-forced examples, tasks in turn: the sample, ids of its prompt and of its answer.
 
-    Prompt and answer together have at most `length` tokens.
+    Prompt and answer together have at most `length` tokens. `questions_per_haystack` examples in a
+    row ask for different needles of one haystack; the last haystack may be asked fewer.
     """
-    for index in range(examples):
-        task = tasks[index % len(tasks)]
-        sample = make_sample(task, length, tokenizer, seed_space, seed, index, None, essay_words)
-        yield sample, *forced_ids(sample, tokenizer)
+    for number, first in enumerate(range(0, examples, questions_per_haystack)):
+        samples = make_samples(
+            tasks[number % len(tasks)], length, tokenizer, seed_space, seed, number, None,
+            essay_words, questions_per_haystack,
+        )  # fmt: skip
+        for sample in samples[: examples - first]:
+            yield sample, *forced_ids(sample, tokenizer)
+
+
+def forced_records(
+    tasks: Sequence[str],
+    examples: int,
+    length: int,
+    seed_space: SeedSpace,
+    seed: int,
+    tokenizer: Any,
+    essay_words: Sequence[str],
+    questions_per_haystack: int = 1,
+) -> Iterator[tuple[NeedleSample, tuple[list[int], int, int]]]:
+    """As `forced_examples`: the sample, and its ids, answer length and ids shared by its haystack.
+
+    What a haystack's prompts share is found in their ids, so that they may be tokenised each by
+    itself; the last id of a prompt is never shared.
+    """
+    made = forced_examples(
+        tasks, examples, length, seed_space, seed, tokenizer, essay_words, questions_per_haystack
+    )
+    while group := list(itertools.islice(made, questions_per_haystack)):
+        shared = _common_start([prompt[:-1] for _, prompt, _ in group]) if len(group) > 1 else 0
+        for sample, prompt, answer in group:
+            yield sample, (prompt + answer, len(answer), shared)
+
+
+def _common_start(sequences: list[list[int]]) -> int:
+    """Number of first ids that all `sequences` have."""
+    columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in columns)
 
 
 def _digest(prompt: str) -> str:

@@ -150,6 +150,30 @@ def make_sample(
 ) -> NeedleSample:
     """The sample of this task and index, its haystack as long as `length` tokens allow.
 
+    Args and errors as in `make_samples`.
+    """
+    (sample,) = make_samples(
+        task, length, tokenizer, seed_space, seed, index, max_new_tokens, essay_words
+    )
+    return sample
+
+
+def make_samples(
+    task: str,
+    length: int,
+    tokenizer: Any,
+    seed_space: SeedSpace,
+    seed: int,
+    index: int,
+    max_new_tokens: int | None,
+    essay_words: Sequence[str],
+    questions: int = 1,
+) -> list[NeedleSample]:
+    """Samples that ask `questions` different questions about one haystack.
+
+    The haystack hides at least as many needles. It is as long as `length` tokens allow, with the
+    longest question.
+
     Args:
         max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form is
             made to fit instead, with the answer's own tokens inside `length`.
@@ -161,17 +185,19 @@ def make_sample(
     Raises:
         UserError: not even the shortest haystack fits.
     """
-    draws = _Draws(task, length, seed_space, seed, index, essay_words)
+    draws = _Draws(task, length, seed_space, seed, index, essay_words, questions)
 
     def tokens(size: int) -> int:
-        sample = draws.sample(size)
+        return max(tokens_of(sample) for sample in draws.samples(size))
+
+    def tokens_of(sample: NeedleSample) -> int:
         if max_new_tokens is None:
             return sum(len(part) for part in forced_ids(sample, tokenizer))
         return len(encode_prompt(tokenizer, sample.generation_prompt)) + max_new_tokens
 
     per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
-    smallest = 0 if TASKS[task].haystack == "essay" else TASKS[task].needles
-    return draws.sample(_largest_fit(tokens, length, per_unit, smallest, task))
+    smallest = 0 if TASKS[task].haystack == "essay" else draws.needles
+    return draws.samples(_largest_fit(tokens, length, per_unit, smallest, task))
 
 
 def _largest_fit(
@@ -245,6 +271,7 @@ class _Draws:
         seed: int,
         index: int,
         essay_words: Sequence[str],
+        questions: int = 1,
     ) -> None:
         if task not in TASKS:
             raise UserError(f"{task} is no needle task: choose from {', '.join(TASKS)}")
@@ -262,25 +289,29 @@ class _Draws:
         self._keys: set[str] = set()
         self._distractors: list[Needle] = []
         rng = random.Random(needles)
-        self._needles = [self._draw_needle(rng) for _ in range(self.spec.needles)]
-        self._asked = rng.randrange(self.spec.needles)
+        self.needles = max(questions, self.spec.needles)
+        self._needles = [self._draw_needle(rng) for _ in range(self.needles)]
+        first = rng.randrange(self.needles)
+        self._asked = [(first + number) % self.needles for number in range(questions)]
         rotated = seed_space != "evaluation" and len(essay_words) > 0
         self._start = start % len(essay_words) if rotated else 0
 
-    def sample(self, size: int) -> NeedleSample:
-        """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
-        key, value = self._needles[self._asked]
+    def samples(self, size: int) -> list[NeedleSample]:
+        """The samples with a haystack of `size` words (essay) or lines (noise, needles)."""
         what = self.spec.value
         context = self._essay(size) if self.spec.haystack == "essay" else self._lines(size)
         hidden = self._needles + self._distractors[: size if self.spec.haystack == "needles" else 0]
-        return NeedleSample(
-            task=self.task,
-            index=self.index,
-            prompt=f"{_instruction(what)}\n{context}\n{question(key, what)}",
-            answer_prefix=answer_prefix(key, what),
-            answers=[value],
-            needles=hidden,
-        )
+        return [
+            NeedleSample(
+                task=self.task,
+                index=self.index * len(self._asked) + number,
+                prompt=f"{_instruction(what)}\n{context}\n{question(key, what)}",
+                answer_prefix=answer_prefix(key, what),
+                answers=[value],
+                needles=hidden,
+            )
+            for number, (key, value) in enumerate(self._needles[asked] for asked in self._asked)
+        ]
 
     def distractor(self, number: int) -> str:
         """The line of the `number`-th distractor needle."""

@@ -127,6 +127,9 @@ class CalibrationConfig(Section):
     )
     examples: Count = Field(64, description="Number of examples.")
     length: Count = Field(32768, description="Tokens of an example, answer included.")
+    questions_per_haystack: Annotated[int, Field(gt=0, le=40)] = Field(
+        1, description="Examples that ask about one haystack, computed once for all of them."
+    )
     essay_dir: str | None = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
     )

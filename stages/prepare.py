@@ -69,6 +69,7 @@ def _calibration(
         seed=config.seed,
         tokenizer=tokenizer,
         essay_words=words,
+        questions_per_haystack=wanted.questions_per_haystack,
     )
     return {**statistics, "corpus": essay_identity(wanted.essay_dir, words)}
 

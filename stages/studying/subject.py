@@ -27,7 +27,7 @@ from bosch.method.run import SEARCHES, run_method
 from bosch.method.settings import SearchSettings
 from bosch.modeling import load_model, mask_shape, prepare_for_search
 from bosch.objective import Objective
-from data_prep.calibration import forced_examples
+from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from data_prep.needles import SeedSpace
 from stages.search import VERSION as SEARCH_VERSION
@@ -121,10 +121,11 @@ class Subject:
         known = self._sets.get((space, seed, count))
         if known is None:
             wanted = self.config.calibration
-            made = forced_examples(
-                wanted.tasks, count, wanted.length, space, seed, self._tokenizer, self._words
-            )
-            known = CalibrationSet.from_records((p + a, len(a)) for _, p, a in made)
+            made = forced_records(
+                wanted.tasks, count, wanted.length, space, seed, self._tokenizer, self._words,
+                wanted.questions_per_haystack if space == "calibration" else 1,
+            )  # fmt: skip
+            known = CalibrationSet.from_records(record for _, record in made)
             self._sets[space, seed, count] = known
         return known
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
+from bosch.calibration import CalibrationSet
 from bosch.errors import UserError
 from data_prep.tokenize import Encoder, TokenizerSpec
 from stages import prepare
@@ -108,6 +109,27 @@ def test_calibration_examples(model, corpus, tmp_path):
         assert prompt.endswith(" mentioned in the provided text is:")
         assert f"is:{answer}." in prompt and answer[0] == " " and answer[1:].isdigit()
         assert 370 < len(record["input_ids"]) <= 420
+
+
+def test_questions_that_share_a_haystack(model, corpus, tmp_path):
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus)}]
+    changes = {"examples": 5, "length": 420, "questions_per_haystack": 2}
+    out = run(config(model, sources, seed=3, calibration=changes), tmp_path / "out")
+    lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["index"] for r in records] == list(range(5))
+    tasks = ["niah_single_2", "niah_single_2", "niah_multikey_1", "niah_multikey_1"]
+    assert [r["task"] for r in records] == [*tasks, "niah_single_2"]
+    calibration = CalibrationSet.load(out / "calibration")
+    assert calibration.haystacks == [[0, 1], [2, 3], [4]]
+    assert [e.shared_length > 0 for e in calibration.examples] == [True] * 4 + [False]
+    tokenizer = tiny_tokenizer()
+    for example in calibration.examples[:4]:
+        question = tokenizer.decode(example.input_ids[example.shared_length :])
+        assert question.count(" mentioned in the provided text") in (1, 2)
+        assert 370 < len(example.input_ids) <= 420
+    needles = [json.loads(x) for x in (out / "calibration" / "needles.jsonl").open()]
+    assert [len(record["needles"]) for record in needles] == [2, 2, 4, 4, 2]
 
 
 def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):

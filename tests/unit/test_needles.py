@@ -14,6 +14,7 @@ from data_prep.needles import (
     encode_prompt,
     forced_ids,
     make_sample,
+    make_samples,
     pair_owner,
 )
 from data_prep.words import ADJECTIVES, NOUNS
@@ -116,6 +117,21 @@ def test_teacher_forced_form_fills_the_length(task, tokenizer, words):
     assert tokenizer.decode(prompt).endswith("mentioned in the provided text is:")
     assert tokenizer.decode(answer) == f" {sample.answers[0]}"
     assert 600 - 80 < len(prompt) + len(answer) <= 600
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_several_questions_share_one_haystack(task, tokenizer, words):
+    arguments = (task, 1200, tokenizer, "calibration", 42, 3, None, words)
+    samples = make_samples(*arguments, questions=4)
+    assert len({sample.prompt.rsplit("\n", 1)[0] for sample in samples}) == 1
+    assert len({sample.answers[0] for sample in samples}) == 4
+    for sample in samples:
+        assert sample.needles == samples[0].needles
+        (asked,) = [key for key, value in sample.needles if value == sample.answers[0]]
+        assert f" for {asked} mentioned" in sample.prompt and asked in sample.answer_prefix
+        assert pair_owner(asked, sample.answers[0]) == "calibration"
+        assert sum(map(len, forced_ids(sample, tokenizer))) <= 1200
+    assert make_samples(*arguments) == [make_sample(*arguments)]
 
 
 def test_same_arguments_give_the_same_sample(tokenizer, words):
