@@ -28,7 +28,7 @@ from bosch.progress import progress
 from data_prep.essays import haystack_words
 from data_prep.needles import forced_ids, make_sample
 from recipes.quickstart.base_model_card import Measures, write_card
-from recipes.quickstart.make_base_model import python_text
+from recipes.quickstart.training_rows import python_text
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
 WINDOW, SEED = 128, 2026

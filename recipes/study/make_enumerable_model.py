@@ -30,14 +30,13 @@ from transformers import (
 )
 
 from data_prep.retrieval import retrieval_document
-from recipes.quickstart.make_base_model import (
-    Rows,
+from recipes.quickstart.small_qwen3 import (
     local_heads_attention,
     look_back_one,
-    prose_words,
-    python_text,
+    small_config,
     token_losses,
 )
+from recipes.quickstart.training_rows import Row, Rows, prose_words, python_text
 
 TOKENIZER = Path(__file__).parent / "enumerable_model"
 SEED = 11
@@ -70,53 +69,26 @@ STRETCHES = (
 
 
 def model_config() -> Qwen3Config:
-    return Qwen3Config(
-        initializer_range=0.06,
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
+    return small_config(
+        width=128, feed_forward=256, layers=3, kv_heads=4, tokens=256, rope_theta=10_000.0
     )
 
 
 def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
     """ids and loss weights, [B, T], a function of the step alone."""
-    rng = Random(f"{SEED}-{step}")
-    ids, weights = [], []
-    for _ in range(BATCH_TOKENS // stretch.length):
-        draw = rng.random()
-        if draw < stretch.text:
-            start = rng.randrange(len(rows.text) - stretch.length)
-            row = rows.text[start : start + stretch.length].tolist()
-            row_weights = [1.0] * stretch.length
-        elif draw < stretch.text + stretch.copies:
-            row, row_weights = rows.copies(rng, stretch.length)
-        else:
-            row, row_weights = _documents(rows, stretch, rng)
-        ids.append(row)
-        weights.append(row_weights)
-    return torch.tensor(ids), torch.tensor(weights)
 
+    def document(rng: Random, room: int) -> Row:
+        characters = max(60, int(room * 2.2))
+        return rows.document(retrieval_document(rng, characters, rows.prose, stretch.kinds))
 
-def _documents(rows: Rows, stretch: Stretch, rng: Random) -> tuple[list[int], list[float]]:
-    row: list[int] = []
-    weights: list[float] = []
-    while len(row) < stretch.length:
-        characters = max(60, int((stretch.length - len(row)) * 2.2))
-        more, more_weights = rows.document(
-            retrieval_document(rng, characters, rows.prose, stretch.kinds)
-        )
-        row, weights = row + more, weights + more_weights
-    return row[: stretch.length], weights[: stretch.length]
+    return rows.batch(
+        Random(f"{SEED}-{step}"),
+        BATCH_TOKENS // stretch.length,
+        stretch.length,
+        stretch.text,
+        stretch.copies,
+        document,
+    )
 
 
 def draw_reach(model: Qwen3ForCausalLM, rows: int, stretch: Stretch, step: int) -> None:

@@ -1,0 +1,164 @@
+"""What the small models in this folder and in `recipes/study` are trained on.
+
+Plain text is the standard library's source and pydoc's topics; retrieval documents are made by
+`data_prep.retrieval`; copies repeat a block of random tokens. T tokens.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.retrieval import Document, Segment, retrieval_document
+
+SEED = 7
+VOCABULARY = 2048
+FIRST_ANSWER_WEIGHT, ANSWER_WEIGHT, PROMPT_WEIGHT = 10.0, 5.0, 0.2
+
+Row = tuple[list[int], list[float]]
+
+
+def python_text() -> tuple[list[str], list[str]]:
+    """Source files and help topics of this Python, as (training, held-out) documents."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not skipped & set(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfig")
+    )
+    documents = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+    import pydoc_data.topics
+
+    documents += [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents = [text for text in documents if len(text) > 200]
+    Random(SEED).shuffle(documents)
+    held_out = len(documents) // 50
+    return documents[held_out:], documents[:held_out]
+
+
+def prose_words() -> list[str]:
+    """The words of pydoc's topics, for haystacks."""
+    import pydoc_data.topics
+
+    return " ".join(text for _, text in sorted(pydoc_data.topics.topics.items())).split()
+
+
+def train_tokenizer(documents: list[str], prose: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with single digits, on a sample of text and retrieval documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    rng = Random(SEED)
+    sample = documents[:250] + [
+        "".join(s.text for s in retrieval_document(rng, 3000, prose)) for _ in range(250)
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, model_max_length=2048
+    )
+
+
+class Rows:
+    """Batches of token rows with a loss weight for every token."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, text: list[str], prose: list[str]
+    ) -> None:
+        self.encode = tokenizer.backend_tokenizer.encode
+        self.prose = prose
+        self.digits = [self.encode(digit).ids[0] for digit in "0123456789"]
+        encoded = tokenizer.backend_tokenizer.encode_batch(text)
+        self.text = np.concatenate([np.array([*e.ids, 0], dtype=np.int32) for e in encoded])
+
+    def document(self, document: Document) -> Row:
+        ids: list[int] = []
+        weights: list[float] = []
+        plain: list[str] = []
+
+        def flush() -> None:
+            pieces = self.encode("".join(plain)).ids
+            ids.extend(pieces)
+            weights.extend([PROMPT_WEIGHT] * len(pieces))
+            plain.clear()
+
+        for segment in [*document, Segment("")]:
+            if segment.is_answer:
+                flush()
+                pieces = self.encode(segment.text).ids
+                ids.extend(pieces)
+                weights.extend([FIRST_ANSWER_WEIGHT] + [ANSWER_WEIGHT] * (len(pieces) - 1))
+            else:
+                plain.append(segment.text)
+        flush()
+        return [*ids, 0], [*weights, 0.1]
+
+    def fitting(self, rng: Random, room: int, kinds: tuple[float, ...]) -> Row:
+        """A retrieval document that mostly fills `room` tokens and at times leaves some."""
+        tokens = room if rng.random() < 0.7 else rng.uniform(0.3, 1.0) * room
+        seed = rng.random()
+        characters = 3.0 * tokens
+        for _ in range(2):  # how many characters a token has depends on the document
+            drawn = retrieval_document(Random(seed), max(60, int(characters)), self.prose, kinds)
+            ids, _ = self.document(drawn)
+            characters *= 0.97 * tokens / len(ids)
+        drawn = retrieval_document(Random(seed), max(60, int(characters)), self.prose, kinds)
+        return self.document(drawn)
+
+    def copies(self, rng: Random, length: int) -> Row:
+        """A block of random tokens, again and again: the quickest way to heads that copy."""
+        period = rng.randint(4, length // 2)
+        alphabet = self.digits if rng.random() < 0.2 else range(VOCABULARY)
+        block = [rng.choice(alphabet) for _ in range(period)]
+        row = (block * (length // period + 1))[:length]
+        return row, [0.0] * period + [ANSWER_WEIGHT] * (length - period)
+
+    def batch(
+        self,
+        rng: Random,
+        count: int,
+        length: int,
+        text: float,
+        copies: float,
+        document: Callable[[Random, int], Row],
+    ) -> tuple[Tensor, Tensor]:
+        """ids and weights [B, T] of `count` rows of `length` tokens.
+
+        `text` and `copies` are the chances of a row of either kind; the others are filled with
+        documents, of which `document` makes one for the tokens that are left.
+        """
+        made: list[Row] = []
+        for _ in range(count):
+            draw = rng.random()
+            if draw < text:
+                start = rng.randrange(len(self.text) - length)
+                made.append((self.text[start : start + length].tolist(), [1.0] * length))
+            elif draw < text + copies:
+                made.append(self.copies(rng, length))
+            else:
+                ids: list[int] = []
+                weights: list[float] = []
+                while len(ids) < length:
+                    more, more_weights = document(rng, length - len(ids))
+                    ids, weights = ids + more, weights + more_weights
+                made.append((ids[:length], weights[:length]))
+        return torch.tensor([ids for ids, _ in made]), torch.tensor([row for _, row in made])
