@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,9 @@ class _Entry:
 class EvaluationLog:
     """The evaluations of one search: an append-only JSONL file, on disk before the search goes on.
 
-    A last line that a killed process left torn is cut off; a damaged line elsewhere is skipped
-    with a warning and its mask evaluated again. Without a path the log lives in memory only.
+    A last line that a killed process left torn is cut off; a line elsewhere that does not fit its
+    checksum is skipped with a warning and its mask evaluated again. Raises RunError when the file
+    cannot be read. Without a path the log lives in memory only.
     A mask that this search has not evaluated is looked up in the `pool` of all searches, where
     there is one. Entries of the pool agree with this process to the bit; the file of a search that
     was stopped may have been written on another device.
@@ -176,9 +178,10 @@ class EvaluationLog:
     def _write(self, line: dict[str, object]) -> None:
         if self.path is None:
             return
+        text = json.dumps({**line, "check": _checksum(line)})
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -187,14 +190,19 @@ class EvaluationLog:
             ) from error
 
     def _read(self, path: Path) -> None:
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            logger.warning("%s: cut off a torn last line of a stopped search", path)
-            os.truncate(path, whole)
+        try:
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                logger.warning("%s: cut off a torn last line of a stopped search", path)
+                os.truncate(path, whole)
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot read the evaluation log of a stopped search ({error.strerror})"
+            ) from error
         others = 0
         for number, line in enumerate(content[:whole].splitlines(), start=1):
-            record = _json(line)
+            record = _intact(line)
             if isinstance(record, dict) and "gradient" in record:
                 others += not self._read_gradient(record)
                 continue
@@ -276,8 +284,17 @@ def _parse(record: Any) -> tuple[str, _Entry] | None:
     return key, _Entry(evaluation, context, reused)
 
 
-def _json(line: bytes) -> Any:
+def _checksum(line: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(line).encode()):08x}"
+
+
+def _intact(line: bytes) -> Any:
+    """The entry of a line; None where it is no JSON, or was changed after it was written."""
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    # Logs of earlier versions have no checksums.
+    if not isinstance(record, dict) or "check" not in record:
+        return record
+    return record if record.pop("check") == _checksum(record) else None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch.baselines import layer_rules
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.heads import HeadMask, swa_budget
 from bosch.loss import Anchors, Loss
@@ -311,6 +311,16 @@ def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
     path.write_text("\n".join([lines[0], "damaged", lines[1]]) + "\n")
     assert len(EvaluationLog(path, CONTEXT)) == 2
     assert "line 2 is damaged" in caplog.text
+    caplog.clear()
+    path.write_text("\n".join([lines[0].replace("0.5", "0.75", 1), lines[1]]) + "\n")
+    changed = EvaluationLog(path, CONTEXT)
+    assert changed.get(mask) is None and changed.get(other) is not None
+    assert "line 1 is damaged" in caplog.text
+
+
+def test_a_log_that_cannot_be_read_is_said_in_a_sentence(tmp_path):
+    with pytest.raises(RunError, match="cannot read the evaluation log of a stopped search"):
+        EvaluationLog(tmp_path, CONTEXT)
 
 
 def test_loss_by_hand():
