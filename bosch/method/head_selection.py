@@ -27,15 +27,16 @@ def ratio_groups(
 ) -> list[tuple[list[int], int]]:
     """Layers of equal quota, most sliding first, as (layers, units of one layer).
 
-    A group of too many variables is split into parts of equal size, or nearly so. Layers with no
-    sliding unit are left out.
+    A group of too many variables is split into parts of equal size, or nearly so, of neighbours in
+    depth. The deepest part comes first: while it is searched, no layer below it has changed yet.
+    Layers with no sliding unit are left out.
     """
     limit = max_layers_per_group(num_heads, max_variables)
     groups = []
     for quota in sorted(set(quotas) - {0}, reverse=True):
         layers = [layer for layer, q in enumerate(quotas) if q == quota]
         parts = -(-len(layers) // limit) if quota < num_heads else 1
-        groups += [(part.tolist(), quota) for part in np.array_split(layers, parts)]
+        groups += [(part.tolist(), quota) for part in np.array_split(layers, parts)[::-1]]
     return groups
 
 

@@ -199,6 +199,21 @@ def test_groups_are_split_as_the_paper_does():
     assert [quota for _, quota in groups] == sorted((q for _, q in groups), reverse=True)
 
 
+def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
+    """While a part is searched, the layers below it are as full as the model that is known."""
+    quotas = [1, 1, 1, 1, 1, 1, 2]
+    parts = [[6], [4, 5], [2, 3], [0, 1]]
+    assert [layers for layers, _ in ratio_groups(quotas, 3, 6)] == parts
+    oracle = Oracle(random_costs(7, 3, 2))
+    options = SearchSettings(0.4, budget_per_layer=8, max_group_variables=6)
+    head_selection(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)), quotas)
+    shared = [shared for _, shared in oracle.calls]
+    assert shared == sorted(shared, reverse=True)
+    assert set(shared) == {part[0] for part in parts}
+    for key, lowest in oracle.calls:
+        assert HeadMask.from_key(key).is_full[:lowest].all()
+
+
 def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
     costs = np.full((4, 4), 0.001)
     costs[1, :3] = 0.3
