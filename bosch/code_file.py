@@ -24,6 +24,7 @@ MODULES = (
     "attention/bands.py",
     "attention/scores.py",
     "attention/eager.py",
+    "attention/causal.py",
     "attention/sdpa.py",
     "attention/flex.py",
     "attention/flash.py",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bosch.attention.bands import bands
+from bosch.attention.causal import causal_attention, masked_attention
 from bosch.attention.layout import (
     CachedStates,
     HeadLayout,
@@ -19,11 +20,9 @@ from bosch.attention.layout import (
     gather_sinks,
     split_states,
 )
-from bosch.attention.scores import Scores, dense_attention
+from bosch.attention.scores import Scores
 from bosch.attention.span import Span
 
-# Dense masks up to this many entries are made once per pass; larger ones block by block.
-_DENSE_MASK_ENTRIES = 2**24
 _MAX_BLOCK = 128
 
 
@@ -40,86 +39,19 @@ def sdpa_attention(
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     no_difference = not layout.sliding or span.kv_length <= layout.window_size
     if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
-        out = _full(query, key, value, span, scores, dropout)
+        out = causal_attention(query, key, value, span, scores, dropout)
         return out.transpose(1, 2).contiguous()
     full, sliding = split_states(key, value, layout)
     out_full = out_sliding = None
     if full is not None:
         query_full = layout.heads_of(query, "full", q_per_kv)
         full_scores = scores.of(layout, "full", q_per_kv)
-        out_full = _full(query_full, full.key, full.value, span, full_scores, dropout)
+        out_full = causal_attention(query_full, full.key, full.value, span, full_scores, dropout)
     if sliding is not None:
         query_sliding = layout.heads_of(query, "sliding", q_per_kv)
         sliding_scores = scores.of(layout, "sliding", q_per_kv)
         out_sliding = _sliding(query_sliding, sliding, layout, span, sliding_scores, dropout)
     return layout.merge(out_full, out_sliding, q_per_kv)
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    dropout: float,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    if not scores.is_plain:
-        return _unfused(query, key, value, scores, dropout, mask, is_causal)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
-        scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-
-
-def _unfused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    dropout: float,
-    mask: Tensor | None,
-    is_causal: bool,
-) -> Tensor:
-    """As `_sdpa`, for scores that no fused kernel makes; few queries at a time, to bound memory."""
-    rows, heads, length, _ = query.shape
-    step = max(16, _DENSE_MASK_ENTRIES // (rows * heads * key.shape[2]))
-    outputs = []
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        seen, end = None if mask is None else mask[..., start:stop, :], key.shape[2]
-        if is_causal:
-            end = stop
-            slots = torch.arange(stop, device=query.device)
-            seen = slots <= slots[start:, None]
-        part = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(dense_attention(*part, seen, scores, dropout))
-    return torch.cat(outputs, dim=2)
-
-
-def _full(
-    query: Tensor, key: Tensor, value: Tensor, span: Span, scores: Scores, dropout: float
-) -> Tensor:
-    """Causal attention over every key, [B, HQ, T, D]."""
-    length = key.shape[2]
-    fixed = span.start is not None or length != span.kv_length  # all that a cache has room for
-    if span.is_plain and not fixed and (span.q_length == 1 or span.q_offset == 0):
-        return _sdpa(query, key, value, scores, dropout, is_causal=span.q_length > 1)
-    queries = span.query_slots(query.device)
-    keys = torch.arange(length, device=query.device)[None]
-    rows = 1 if span.is_plain else query.shape[0]
-    if fixed or rows * span.q_length * length <= _DENSE_MASK_ENTRIES:
-        mask = span.memo(("full", length), lambda: span.visible(queries, keys)[:, None])
-        return _sdpa(query, key, value, scores, dropout, mask)
-    step = max(64, _DENSE_MASK_ENTRIES // (rows * span.kv_length))
-    outputs = []
-    for start in range(0, span.q_length, step):
-        stop = min(start + step, span.q_length)
-        end = span.q_offset + stop
-        mask = span.visible(queries[:, start:stop], keys[:, :end])[:, None]
-        block = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(_sdpa(*block, scores, dropout, mask))
-    return torch.cat(outputs, dim=2)
 
 
 def _trim(states: SlidingStates, span: Span, window: int, sinks: int) -> SlidingStates:
@@ -150,7 +82,7 @@ def _sliding(
     states = _trim(states, span, window, sinks)
     first = span.kv_length - states.key.shape[2]
     if first == 0 and span.kv_length <= window:
-        return _full(query, states.key, states.value, span, scores, dropout)
+        return causal_attention(query, states.key, states.value, span, scores, dropout)
     block = block_size(window)
     if span.q_length < block:
         return _sliding_dense(query, states, layout, span, scores, dropout)
@@ -182,14 +114,14 @@ def _sliding_dense(
     fixed = span.start is not None or states.slots is not None
     key, value, slots = states.with_slots(span)
     if span.is_plain and not fixed and span.q_length == 1:
-        return _sdpa(query, key, value, scores, dropout)
+        return masked_attention(query, key, value, scores, dropout)
 
     def make() -> Tensor:
         queries = span.query_slots(query.device)
         return span.visible(queries, slots, layout.window_size, layout.sinks)[:, None]
 
     name = ("dense", layout.window_size, layout.sinks, key.shape[2])
-    return _sdpa(query, key, value, scores, dropout, span.memo(name, make))
+    return masked_attention(query, key, value, scores, dropout, span.memo(name, make))
 
 
 def _banded_prefill(
@@ -207,7 +139,7 @@ def _banded_prefill(
     """
     key, value = states.key, states.value
     batch, heads, length, dim = query.shape
-    head = _sdpa(
+    head = masked_attention(
         query[:, :, :window], key[:, :, :window], value[:, :, :window], scores, dropout,
         is_causal=True,
     )  # fmt: skip
@@ -216,7 +148,7 @@ def _banded_prefill(
     middle = window + count * block
     if count:
         blocks = _blocks(query[:, :, window:middle].flatten(0, 1), count, block)
-        out = _sdpa(
+        out = masked_attention(
             blocks,
             bands(key[:, :, :middle].flatten(0, 1), block, window),
             bands(value[:, :, :middle].flatten(0, 1), block, window),
@@ -229,7 +161,7 @@ def _banded_prefill(
         rest, start = length - middle, middle - window
         mask = _band_mask(span, rest, window, query.device)
         tail = query[:, :, middle:], key[:, :, start:], value[:, :, start:]
-        outputs.append(_sdpa(*tail, scores, dropout, mask))
+        outputs.append(masked_attention(*tail, scores, dropout, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
 
 
@@ -298,7 +230,7 @@ def _banded_row(
             )
             extra = extra_key, extra_value
         keys, values = torch.cat([extra[0], keys], dim=2), torch.cat([extra[1], values], dim=2)
-    out = _sdpa(query_blocks, keys, values, scores, dropout, mask[:, None])
+    out = masked_attention(query_blocks, keys, values, scores, dropout, mask[:, None])
     return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,12 +24,15 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from bosch.attention import HeadLayout, Span, hybrid_attention
+from bosch.attention import HeadLayout, Span, causal, hybrid_attention
 from bosch.cache import HybridCache
 from bosch.windows import cached_keys
+from stages.measuring.memory import memory_meter
 
 LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64
 DECODE_LENGTH = 16384
+CHUNK, CHUNK_END = 2048, 16384
+CAPPED_LENGTH = 2048
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 RATIO = 1 - FULL / KV_HEADS
 
@@ -115,6 +119,47 @@ def decode_ratio(repeats: int = 40) -> tuple[float, int, int]:
     return seconds["hybrid"] / seconds["original"], held, 2 * DIM * 2 * entries
 
 
+def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
+    """Time of full heads over a chunk of 2,048 after 14,336 tokens, over the same under masks.
+
+    With it the most memory that each takes on top, in bytes: without masks, and under them.
+    """
+    query, key, value = _tensors(CHUNK_END)
+    query, layout = query[:, :, -CHUNK:], HeadLayout.deploy(KV_HEADS, KV_HEADS, WINDOW)
+    meter = memory_meter(query.device)
+
+    def chunk() -> None:
+        with torch.no_grad():
+            hybrid_attention(query, key, value, layout)
+
+    def masked() -> None:
+        with patch.object(causal, "_after_past", lambda *states: None):
+            chunk()
+
+    works: dict[str, Work] = {"chunk": chunk, "masked": masked}
+    seconds, peaks = _least(works, repeats), {}
+    for name, work in works.items():
+        meter.restart()
+        before = meter.now()
+        work()
+        peaks[name] = meter.peak() - before
+    return seconds["chunk"] / seconds["masked"], peaks["chunk"], peaks["masked"]
+
+
+def capped_ratios(repeats: int = 3) -> dict[str, float]:
+    """Forward passes over 2,048 tokens with capped scores, over plain ones: full, and hybrid."""
+    tensors = _tensors(CAPPED_LENGTH)
+    layouts = {"full": HeadLayout.deploy(KV_HEADS, KV_HEADS, WINDOW), "hybrid": _deploy()}
+    works: dict[str, Work] = {}
+    for name, layout in layouts.items():
+        for cap in (None, 50.0):
+            works[f"{name} {cap}"] = lambda layout=layout, cap=cap: hybrid_attention(
+                *tensors, layout, softcap=cap
+            )
+    seconds = _least(works, repeats)
+    return {name: seconds[f"{name} 50.0"] / seconds[f"{name} None"] for name in layouts}
+
+
 def _tensors(length: int, grad: bool = False) -> list[Tensor]:
     """Query [1, 16, T, 64], key and value [1, 8, T, 64]."""
     torch.manual_seed(0)
@@ -171,6 +216,12 @@ def main() -> None:
         share = formula / (2 * DIM * 2 * KV_HEADS * DECODE_LENGTH)
         print(f"| a token after 16k, over the original | {ratio:.3f} | {share:.3f} |")
         print(f"| bytes of the layer's cache | {held:,} | {formula:,} |")
+        ratio, chunk, masked = chunk_ratios()
+        print(f"| a chunk after a past, over the same under masks | {ratio:.3f} | |")
+        print(f"| memory of it on top, MiB | {chunk / 2**20:.0f} | {masked / 2**20:.0f} |")
+        capped = capped_ratios()
+        print(f"| capped scores over plain ones, full heads | {capped['full']:.1f} | |")
+        print(f"| capped scores over plain ones, hybrid | {capped['hybrid']:.1f} | |")
 
 
 if __name__ == "__main__":

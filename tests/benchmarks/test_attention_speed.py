@@ -38,3 +38,9 @@ def test_decoding_a_token() -> None:
     ratio, held, formula = attention_speed.decode_ratio()
     assert held == formula
     assert ratio <= 0.40
+
+
+def test_a_chunk_after_a_past_makes_no_masks() -> None:
+    ratio, chunk, masked = attention_speed.chunk_ratios()
+    assert ratio <= 0.95
+    assert chunk <= masked / 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bosch.attention import BACKENDS, Span, hybrid_attention
+from bosch.attention import BACKENDS, HeadLayout, Span, hybrid_attention
 from bosch.modeling import materialize
 from tests.attention_case import Case
 from tests.hybrid_case import random_mask, small_model, tokens
@@ -42,7 +42,13 @@ def _results(case: Case, backend: str, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("rows", [(True, True), (False, False), (True, False)], ids=str)
 @pytest.mark.parametrize(
     ("length", "past", "padding"),
-    [(1000, 0, "none"), (257, 0, "left"), (1000, 0, "documents"), (300, 211, "left")],
+    [
+        (1000, 0, "none"),
+        (257, 0, "left"),
+        (1000, 0, "documents"),
+        (300, 211, "left"),
+        (300, 211, "none"),
+    ],
 )
 def test_backend_is_as_exact_as_the_oracle(
     backend: str, rows: tuple[bool, ...], length: int, past: int, padding: str
@@ -68,3 +74,14 @@ def test_static_cache_decodes_compiled_with_the_same_tokens() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = model.generate(ids, cache_implementation="static", **options)
         assert torch.equal(found, wanted)
+
+
+def test_a_chunk_after_a_long_past_makes_no_mask() -> None:
+    """A mask of its 2,048 x 34,816 pairs would be 68 MiB."""
+    tensors = _tensors(Case(2048, 128, 0, (True, True), past=32768), torch.bfloat16)
+    layout = HeadLayout.search([True, True], 128)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        hybrid_attention(*tensors, layout)
+    assert torch.cuda.max_memory_allocated() - before < 16 * 2**20

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
-from bosch.attention import BACKENDS, HeadLayout, hybrid_attention, resolve_backend
+from bosch.attention import BACKENDS, HeadLayout, Span, hybrid_attention, resolve_backend
 from bosch.attention.bands import bands
 from bosch.errors import UserError
 from tests.attention_case import Case, cases
@@ -102,13 +102,35 @@ def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, coun
 
 
 def test_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bosch.attention import sdpa
+    from bosch.attention import causal
 
     case = Case(300, 16, 2, (True, False), past=200)
     wanted = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="eager")
-    monkeypatch.setattr(sdpa, "_DENSE_MASK_ENTRIES", 40_000)
+    monkeypatch.setattr(causal, "_DENSE_MASK_ENTRIES", 40_000)
     found = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="sdpa")
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [(True, True), (True, False)], ids=str)
+@pytest.mark.parametrize(("length", "past"), [(2, 1), (3, 40), (40, 3), (70, 70), (300, 200)])
+def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
+    length: int, past: int, rows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(length, 16, 0, rows, batch=2, past=past)
+    tensors, visible, seen = case.tensors(), Span.visible, []
+
+    def watched(span: Span, queries: torch.Tensor, keys: torch.Tensor, *more: int) -> torch.Tensor:
+        seen.append(keys.shape[-1])
+        return visible(span, queries, keys, *more)
+
+    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        exact = hybrid_attention(*tensors, case.layout(), case.span(), backend="eager")
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.setattr(Span, "visible", watched)
+            states = (x.to(dtype) for x in tensors)
+            found = hybrid_attention(*states, case.layout(), case.span(), backend="sdpa")
+        torch.testing.assert_close(found.double(), exact, rtol=near, atol=near)
+    assert not seen if all(rows) else max(seen, default=0) < length + past
 
 
 def test_unknown_backend_is_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bosch.attention import HeadLayout, Span, hybrid_attention, sdpa
+from bosch.attention import HeadLayout, Span, causal, hybrid_attention
 from bosch.errors import UserError
 
 HEADS, KV_HEADS, DIM, WINDOW = 6, 3, 8, 20
@@ -55,7 +55,7 @@ def _written_down(
 def test_outputs_and_gradients_are_what_is_written_down(
     backend: str, layout: HeadLayout, capped: bool, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdpa, "_DENSE_MASK_ENTRIES", 5_000)  # some queries at a time
+    monkeypatch.setattr(causal, "_DENSE_MASK_ENTRIES", 5_000)  # some queries at a time
     for length, padding in ((WINDOW + 1, 0), (70, 0), (70, 5)):
         *tensors, logits = _tensors(length)
         cap, extra = 1.5 if capped else None, logits if joined else None
