@@ -35,7 +35,7 @@ def _torchao() -> Any:
 
 
 def _bitsandbytes() -> Any:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    pytest.importorskip("bitsandbytes", reason=MISSING)
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
