@@ -273,7 +273,7 @@ class Runtime(Section):
 
     output_root: str = Field("runs", description="Folder of the store and of runs/<recipe name>.")
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = Field(
-        "auto", description="Attention backend; auto takes the best one that is installed."
+        "auto", description="Attention backend; auto is sdpa, flex and flash are to be asked for."
     )
     processes: CountOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
