@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import combinations
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from bosch.evaluation_log import Evaluation
 from bosch.loss import Anchors, Loss
+from bosch.method.ledger import CanWin
 from bosch.solvers import Problem, brute_force, nomad, one_plus_one, solve
 from bosch.solvers.nomad import completed
 from bosch.solvers.problem import BudgetSpent, Value
@@ -98,12 +98,72 @@ def test_searches_beat_as_many_random_candidates():
         assert better >= 4
 
 
-def test_nomad_does_not_circle_for_long():
-    started = time.perf_counter()
-    measure = Additive(32, levels=1)
-    solve(problem(32, 24, 100, measure), "nomad", 0)
-    solve(problem(32, 24, 100, measure), "nomad_penalty", 0)
-    assert time.perf_counter() - started < 20
+@pytest.mark.parametrize(("solver", "most"), [("nomad", 4), ("nomad_penalty", 10)])
+def test_nomad_does_not_circle_for_long(solver, most, monkeypatch):
+    """Where every candidate scores the same it asks for few points per evaluation.
+
+    Left alone it asks for a million. On the penalised loss most points are off budget.
+    """
+    asked = 0
+    value = Problem.value
+
+    def counted(self, bits):
+        nonlocal asked
+        asked += 1
+        return value(self, bits)
+
+    monkeypatch.setattr(Problem, "value", counted)
+    found = problem(32, 24, 100, Additive(32, levels=1))
+    solve(found, solver, 0)
+    assert found.spent == found.budget
+    assert asked < most * found.budget
+
+
+class Racing(Additive):
+    """Ends an evaluation with bounds where these already lose."""
+
+    def __call__(self, bits: np.ndarray, can_win: CanWin | None = None) -> Evaluation:
+        whole = super().__call__(bits)
+        bound = Evaluation(min(1.0, whole.score + 0.1), 0.8 * whole.log_likelihood, is_bound=True)
+        if can_win is None or can_win(bound.score, bound.log_likelihood):
+            return whole
+        self.ended += 1
+        return bound
+
+    ended = 0
+
+
+@pytest.mark.parametrize("break_ties", [False, True])
+@pytest.mark.parametrize("budget", [60, 500])  # too few to enumerate 495 candidates, and enough
+def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget, break_ties):
+    for seed in range(3):
+        plain, raced = Racing(12, seed, 8), Racing(12, seed, 8)
+        expected, found = (
+            solve(
+                problem(12, 4, budget, measure, race=measure is raced, break_ties=break_ties),
+                "one_plus_one",
+                seed,
+            )
+            for measure in (plain, raced)
+        )
+        assert raced.asked == plain.asked
+        assert found.bits.tolist() == expected.bits.tolist()
+        assert found.value == expected.value
+        assert raced.ended > len(raced.asked) / 4 and plain.ended == 0
+
+
+@pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
+def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
+    """It goes by the bounds too, and may ask for other candidates than without them."""
+    for seed in range(3):
+        measure = Racing(32, seed, 64)
+        best = solve(problem(32, 16, 60, measure, race=True), solver, seed)
+        assert not best.evaluation.is_bound
+        assert best.evaluation.score == max(
+            Additive(32, seed, 64)(np.frombuffer(bits, dtype=bool)).score
+            for bits in measure.asked
+            if np.frombuffer(bits, dtype=bool).sum() == 16
+        )
 
 
 def test_an_error_of_the_model_leaves_nomad():
