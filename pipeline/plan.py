@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bosch.errors import UserError
-from bosch.heads import swa_budget
 from pipeline.checks import optimizer_steps
 from pipeline.faults import suggest
 from pipeline.modelinfo import ModelInfo
@@ -132,6 +131,8 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
 
 def _choices(units: int, ratio: float) -> int:
     """Ways to make the share `ratio` of so many units sliding."""
+    from bosch.heads import swa_budget  # with numpy, which no command line needs before this
+
     return math.comb(units, swa_budget(units, ratio))
 
 

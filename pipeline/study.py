@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bosch.errors import UserError
+from pipeline.compare import METHODS
 from pipeline.recipe import ROOT, LoadedRecipe
 from stages.configs import parse_count
 from stages.studying.options import StudyConfig, StudyOptions
@@ -112,10 +113,8 @@ def _ratio(text: str) -> float:
 
 
 def _methods(text: str) -> tuple[str, ...]:
-    from bosch.method.run import METHODS
-
     if text == "all":
-        return tuple(METHODS)
+        return METHODS
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in METHODS:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import main
 from stages.studying.cells import Cells
-from tests.pipeline_case import Case
+from tests.pipeline_case import ROOT, Case
 
 
 def never() -> dict[str, object]:
@@ -76,3 +78,17 @@ def test_options_without_meaning_are_refused(
     assert main(["study", "cost", str(case.file), option, value]) == 2
     assert sentence in capsys.readouterr().err
     assert not case.runs.exists()
+
+
+def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import sys; from pipeline.cli import main; print(main(sys.argv[1:]), 'torch' in "
+            "sys.modules)",
+            "study", "cost", str(case.file), "--methods", "bosch,bsch",
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2", "False"], done.stderr
