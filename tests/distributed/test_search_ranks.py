@@ -15,11 +15,13 @@ import yaml
 
 from bosch.heads import HeadMaskFile
 from pipeline.elastic import first_reason
+from pipeline.launch import launch
 from pipeline.worker import LOST_RANK_STATUS
+from pipeline.world import World
 from stages import search
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
-from tests.search_case import WINDOW, write_inputs
+from tests.search_case import WINDOW, order, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH = SearchConfig(
@@ -111,6 +113,40 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
         assert summaries[0][name] == summaries[1][name]
     keys = [json.loads(line)["mask"] for line in (shared / "evaluations.jsonl").open()]
     assert len(keys) == len(set(keys)) == summaries[0]["evaluations"]
+
+
+def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monkeypatch):
+    """Its gradients, its swaps and the ends of evaluations that lose."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    base, prepared = write_inputs(tmp_path)
+    config = StageConfig(
+        section=SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW),
+        model=ModelConfig(path=str(base), dtype="float32"),
+        seed=5,
+        runtime=Runtime(eval_batch_size=2),
+    )
+    folders = [tmp_path / "alone", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    inputs = {"prepare": prepared}
+    search.run(config, inputs, folders[0])
+    launch(order(config, inputs, folders[1], "stages.search:run"), World(processes_per_node=2))
+    masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
+    assert masks[0] == masks[1]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    for name in ("trace", "notes", "best_score", "best_log_likelihood", "evaluations", "gradients"):
+        assert summaries[0][name] == summaries[1][name]
+    assert summaries[0]["gradients"] >= 3
+    assert any(point["is_bound"] for point in summaries[0]["trace"])
+    logs = [
+        [json.loads(line) for line in (folder / "evaluations.jsonl").open()] for folder in folders
+    ]
+    for one, two in zip(*logs, strict=True):
+        for told in (one, two):
+            found = told.get("gradient", told)
+            # Each process compares a saving with a plain pass when it uses it first.
+            del found["seconds"], found["full_forward_equivalents"], told["check"]
+        assert one == two
 
 
 @pytest.mark.parametrize(
