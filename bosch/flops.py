@@ -101,10 +101,14 @@ class Flops:
         """Forward and backward pass for the gates: both kinds of attention, no weight gradients.
 
         Backward through a linear map costs as much as the map, through attention 2.5 times that.
+        It ends at the lowest layer's attention outputs.
         """
+        first, layers = self.layers[0], len(self.layers)
         linear = sum(layer.linear for layer in self.layers) * batch.size
         linear += self.head * len(batch.answers)
-        return 2 * linear + len(self.layers) * (7 * self.both(self.pairs(batch)) // 2)
+        backward = linear - (first.query + first.key_value) * batch.size
+        attention = self.both(self.pairs(batch))
+        return linear + backward + layers * attention + (layers - 1) * 5 * attention // 2
 
 
 def sliding_pairs(length: int, window: int, sinks: int) -> int:

@@ -66,11 +66,21 @@ def attention_flops(query, key, value, *args, **kwargs):
     return 4 * batch * heads * queries * key[2] * dim
 
 
+def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
+    """Five products of the forward kernel's two: scores once more, and four gradients."""
+    return attention_flops(query, key, value) * 5 // 2
+
+
 @contextlib.contextmanager
 def counted_flops():
-    """What torch itself counts; it has no formula for the CPU's attention kernel."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with FlopCounterMode(display=False, custom_mapping={kernel: attention_flops}) as counter:
+    """What torch itself counts; it has no formulas for the CPU's attention kernels."""
+    kernels = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            attention_backward_flops
+        ),
+    }
+    with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
         yield counter
 
 
@@ -141,6 +151,22 @@ def test_operations_are_counted_as_torch_counts_them(family):
     assert sum(whole._operations(other)) == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(("family", "sinks"), [("qwen3", 0), ("qwen3", 2), ("phi3", 0)])
+def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks):
+    model = small_model(family)
+    calibration = CalibrationSet.from_records(
+        (record["input_ids"], record["answer_length"]) for record in answered_records(model, 5)
+    )
+    objective = Objective(model, calibration, WINDOW, sinks, batch_size=2)
+    apply_head_mask(model, FULL, WINDOW, sinks)
+    objective._check_model(FULL)
+    with counted_flops() as counter:
+        found = objective.gate_gradient(random_mask(0), share=1, shares=2)
+    whole = sum(objective._operations(FULL))
+    assert round(found.full_forward_equivalents * whole) == counter.get_total_flops()
+    assert 2 < found.full_forward_equivalents * 5 / 2 < 3.5
+
+
 def test_a_layer_that_is_no_function_of_its_input_switches_reuse_off(caplog):
     model, calibration = searchable()
     objective = Objective(model, calibration, WINDOW, batch_size=2)
@@ -185,7 +211,11 @@ def test_logits_that_are_not_finite_end_the_search():
     objective.evaluate(FULL)
     with torch.no_grad():
         model.get_decoder().norm.weight[0] = float("nan")
-    with pytest.raises(RunError, match="not finite"):
+    with pytest.raises(RunError, match=r"not finite .* model\.norm\.weight of the model holds"):
+        objective.evaluate(FULL)
+    with torch.no_grad():
+        model.get_decoder().norm.weight[0] = 3e38
+    with pytest.raises(RunError, match="not finite .* even in float32"):
         objective.evaluate(FULL)
 
 
