@@ -25,6 +25,7 @@ from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, GateGradient
 from bosch.families import check_searchable
 from bosch.fingerprint import model_fingerprint
+from bosch.finite import remedy
 from bosch.gate_gradients import gate_gradients
 from bosch.heads import HeadMask
 from bosch.kept_states import KeptStates
@@ -142,7 +143,7 @@ class Objective:
         if not math.isfinite(likelihood):
             raise RunError(
                 f"the model's logits are not finite under head mask {mask.key}: "
-                "try model.dtype float32"
+                + remedy(self.model)
             )
         self._remember(results, seen)
         whole = self._operations(HeadMask.all_full(*mask.is_full.shape))
@@ -181,7 +182,7 @@ class Objective:
         if not bool(values.isfinite().all()):
             raise RunError(
                 f"the model's gradients are not finite under head mask {mask.key}: "
-                "try model.dtype float32"
+                + remedy(self.model)
             )
         whole = self._operations(HeadMask.all_full(*mask.is_full.shape))
         return GateGradient(values.tolist(), seconds, float(spent.sum()) / sum(whole))

@@ -16,6 +16,7 @@ from bosch.baselines.ranking import MostLocal, Ranked, Scores, rank_units
 from bosch.baselines.razor import razor
 from bosch.calibration import CalibrationSet
 from bosch.errors import RunError
+from bosch.finite import remedy
 from bosch.modeling import mask_shape
 
 StaticName: TypeAlias = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
@@ -60,6 +61,6 @@ def static_mask(
     ranking = STATIC_RANKINGS[name]
     scores = ranking.score(model, calibration, window_size, seed)
     if not np.isfinite(scores).all():
-        raise RunError(f"{name} gives scores that are not finite: try model.dtype float32")
+        raise RunError(f"{name} gives scores that are not finite: {remedy(model)}")
     _, heads = mask_shape(model.config)
     return rank_units(scores, heads, swa_ratio, ranking.most_local)

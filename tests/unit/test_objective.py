@@ -215,7 +215,7 @@ def test_logits_that_are_not_finite_end_the_search():
         objective.evaluate(FULL)
     with torch.no_grad():
         model.get_decoder().norm.weight[0] = 3e38
-    with pytest.raises(RunError, match="not finite .* even in float32"):
+    with pytest.raises(RunError, match=r"not finite .* even in float32"):
         objective.evaluate(FULL)
 
 
