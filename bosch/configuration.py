@@ -48,7 +48,10 @@ def _post_init_of(parent: Any) -> Any:
 
     def __post_init__(self: Any, base_layer_types: Any = None, **kwargs: Any) -> None:
         listed = self.layer_types if is_field else kwargs.pop("layer_types", None)
-        if listed == _LAYER_TYPES:
+        if listed == _LAYER_TYPES and is_field:
+            # The family's default pattern must not stand in for what was lost: none is refused.
+            listed = base_layer_types if isinstance(base_layer_types, list) else []
+        elif listed is None or listed == _LAYER_TYPES:
             listed = base_layer_types
         if is_field:
             self.layer_types = listed

@@ -16,6 +16,7 @@ class Family:
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
     dimensions, instead of sharing one head's among all. `head_logits`: the parameter with a logit
     of each query head, if there is one. `caps_scores`: attention scores are capped.
+    `separates_documents`: its masks keep packed documents apart, which position_ids tell.
     `base_config`: its config class, where that is not named as the model class is. `full_every`:
     where config.json lists no layer_types but a window, every so many layers have full attention,
     0 for none of them; None where the window may be switched off by another option.
@@ -28,6 +29,7 @@ class Family:
     norms_over_heads: bool = False
     head_logits: str = ""
     caps_scores: bool = False
+    separates_documents: bool = True
     base_config: str = ""
     full_every: int | None = None
 
@@ -76,7 +78,14 @@ FAMILIES: dict[str, Family] = {
         Family("gemma", "gemma", "Gemma"),
         Family("gemma2", "gemma2", "Gemma2", caps_scores=True, full_every=2),
         Family("gemma3_text", "gemma3", "Gemma3", base_config="Gemma3TextConfig", full_every=6),
-        Family("gpt_oss", "gpt_oss", "GptOss", head_logits="sinks", full_every=2),
+        Family(
+            "gpt_oss",
+            "gpt_oss",
+            "GptOss",
+            head_logits="sinks",
+            separates_documents=False,
+            full_every=2,
+        ),
         Family("granite", "granite", "Granite"),
         Family("granitemoe", "granitemoe", "GraniteMoe"),
         Family("granitemoeshared", "granitemoeshared", "GraniteMoeShared"),

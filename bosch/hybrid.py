@@ -14,6 +14,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from bosch.attention import HeadLayout, resolve_backend
 from bosch.cache import HybridCache
 from bosch.configuration import hybrid_config_class
@@ -29,6 +31,7 @@ from bosch.interface import (
     set_head_state,
 )
 from bosch.static_cache import StaticHybridCache
+from bosch.windows import check_window
 
 # What a user may ask for as attn_implementation, and the backend that means.
 _BACKEND_OF = {
@@ -57,17 +60,17 @@ def deploy_layouts(config: Any) -> list[HeadLayout]:
             f"{json.dumps(table, default=str)}; make the model again"
         )
     window, sinks, counts = (table[k] for k in ("window_size", "sinks", "full_kv_heads_per_layer"))
-    if type(window) is not int or window < 1 or type(sinks) is not int or sinks < 0:
-        raise UserError(
-            f"{where}: hybrid_attention.window_size must be an integer of at least 1 and sinks one "
-            f"of at least 0, found {window!r} and {sinks!r}"
-        )
+    try:
+        check_window(window, sinks)
+    except ValueError as error:
+        raise UserError(f"{where}: hybrid_attention.{error}") from error
     valid = isinstance(counts, list) and all(type(n) is int and 0 <= n <= heads for n in counts)
     if not valid or len(counts) != layers:
         raise UserError(
             f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {layers} numbers from 0 "
             f"to {heads}, found {counts!r}"
         )
+    _check_base_types(config, where)
     layouts = []
     for layer, (count, own) in enumerate(zip(counts, base_windows(config), strict=True)):
         if own is not None and count:
@@ -77,6 +80,18 @@ def deploy_layouts(config: Any) -> list[HeadLayout]:
             )
         layouts.append(HeadLayout.deploy(count, heads, own or window, 0 if own else sinks))
     return layouts
+
+
+def _check_base_types(config: Any, where: str) -> None:
+    types, layers = getattr(config, "layer_types", None), config.num_hidden_layers
+    if types is None:
+        return
+    kinds = ("full_attention", "sliding_attention")
+    if len(types) != layers or any(kind not in kinds for kind in types):
+        raise UserError(
+            f"{where}: base_layer_types must hold {' or '.join(kinds)} for each of {layers} "
+            f"layers, found {types!r}; make the model again"
+        )
 
 
 class HybridModelMixin:
@@ -96,7 +111,8 @@ class HybridModelMixin:
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
         """Any implementation asked for means that backend of hybrid attention, never another."""
-        if attn_implementation not in _BACKEND_OF:
+        known = attn_implementation is None or isinstance(attn_implementation, str)
+        if not known or attn_implementation not in _BACKEND_OF:
             raise UserError(
                 f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
                 f"{', '.join(str(name) for name in _BACKEND_OF if name)}"
@@ -171,14 +187,17 @@ class HybridModelMixin:
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
-def _forward_of(parent: Any) -> Any:
+def _forward_of(family: Family, parent: Any) -> Any:
     """`forward` of a family with a HybridCache where it would have made a cache of its own."""
 
     @functools.wraps(parent.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = kwargs.get("position_ids")
+        if not family.separates_documents and positions is not None and positions.shape[-1] > 1:
+            _check_one_document(positions, kwargs.get("attention_mask"))
         wanted = kwargs.get("use_cache")
         if wanted is None:
-            packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
+            packed = positions is not None and kwargs.get("attention_mask") is None
             wanted = bool(self.config.use_cache) and not self.training and not packed
             if kwargs.get("past_key_values") is not None:
                 wanted = True
@@ -188,6 +207,15 @@ def _forward_of(parent: Any) -> Any:
         return parent.forward(self, *args, **kwargs)
 
     return forward
+
+
+def _check_one_document(positions: Tensor, attention_mask: Any) -> None:
+    """Raise ValueError for packed documents, which this family's masks would not keep apart."""
+    if attention_mask is None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            "models of this type do not keep packed documents apart, and position_ids start again "
+            "within a row: pass one document per row, with an attention_mask where rows are padded"
+        )
 
 
 @functools.cache
@@ -203,7 +231,7 @@ def hybrid_model_class(family: Family) -> Any:
         "config": config_class,
         "__module__": __name__,
         "__doc__": f"{family.prefix} model with full and sliding heads in each layer.",
-        "forward": _forward_of(base),
+        "forward": _forward_of(family, base),
         "_can_set_attn_implementation_cached_value": True,
     }
     created = type(family.model_class, (HybridModelMixin, base), body)

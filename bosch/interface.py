@@ -136,6 +136,11 @@ def span_mask(
     """
     if use_vmap:
         raise ValueError("hybrid attention does not support custom mask functions")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"hybrid attention takes a 2-D attention mask [batch, keys], not a "
+            f"{attention_mask.ndim}-D one"
+        )
     fixed = isinstance(q_offset, Tensor)  # as caches of a fixed size have it
     if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)

@@ -27,7 +27,6 @@ from bosch.search_mode import (
     mask_shape,
     prepare_for_search,
 )
-from bosch.windows import check_window
 
 __all__ = [
     "apply_head_mask",
@@ -200,16 +199,9 @@ def materialize(model: Any, mask: HeadMask, window_size: int, sinks: int = 0) ->
     by `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
     Raises UserError when the family is not supported, or mask or window do not fit the model.
     """
-    check_window(window_size, sinks)
     register_models()
     family = family_of(model.config)
-    mask = effective_mask(model.config, mask, window_size)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and window_size >= longest:
-        raise UserError(
-            f"window_size is {window_size}, and the model takes no more than {longest} tokens, so "
-            "that no head would ever slide: choose a smaller window_size"
-        )
+    mask = effective_mask(model.config, mask, window_size, sinks)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)

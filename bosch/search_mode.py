@@ -18,6 +18,7 @@ from bosch.interface import (
     register_attention,
     set_head_state,
 )
+from bosch.windows import check_window
 
 _OWN_HEADS = "bosch_own_kv_heads"
 
@@ -53,13 +54,14 @@ def own_row(model: Any, row: Any) -> Any:
     return row if heads is None else row[heads]
 
 
-def effective_mask(config: Any, mask: HeadMask, window_size: int) -> HeadMask:
+def effective_mask(config: Any, mask: HeadMask, window_size: int, sinks: int) -> HeadMask:
     """`mask` with every head sliding in the layers that slide in the base model too.
 
-    Raises UserError when the mask does not fit, or when those layers' own window is larger than
-    `window_size`, so that their heads would see more than a sliding head may.
+    Raises UserError when mask, window or sinks do not fit, or when those layers' own window is
+    larger than `window_size`, so that their heads would see more than a sliding head may.
     """
     check_mask(config, mask)
+    _check_reach(config, window_size, sinks)
     for layer, own in enumerate(base_windows(config)):
         if own is None:
             continue
@@ -70,6 +72,21 @@ def effective_mask(config: Any, mask: HeadMask, window_size: int) -> HeadMask:
             )
         mask = mask.with_layer(layer, [False] * mask.num_key_value_heads)
     return mask
+
+
+def _check_reach(config: Any, window_size: int, sinks: int) -> None:
+    """Raise UserError for a window that is none, or that holds all the model can take."""
+    try:
+        check_window(window_size, sinks)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and window_size + sinks >= longest:
+        words = f"{window_size} with {sinks} sinks" if sinks else f"{window_size}"
+        raise UserError(
+            f"window_size is {words}, and the model takes no more than {longest} tokens, so that "
+            "no head would ever slide: choose a smaller window_size"
+        )
 
 
 def prepare_for_search(model: Any, backend: str = "auto") -> None:
@@ -89,14 +106,14 @@ def apply_head_mask(model: Any, mask: HeadMask, window_size: int, sinks: int = 0
     """Apply `mask` to a model in search mode (BOSCH B.2); no weight is touched.
 
     The model is prepared by `prepare_for_search` first where it was not. Cheap to call again.
-    Raises UserError when the mask does not fit the model.
+    Raises UserError when mask, window or sinks do not fit the model.
     """
     modules = attention_modules(model)
     if head_state(modules[0]) is None:
         prepare_for_search(model)
     if hasattr(model.config, "hybrid_attention"):
         raise UserError("the model is hybrid already: apply head masks to the base model")
-    mask = effective_mask(model.config, mask, window_size)
+    mask = effective_mask(model.config, mask, window_size, sinks)
     state = head_state(modules[0])
     assert state is not None
     _set_layouts(model, mask, window_size, sinks, state.backend)

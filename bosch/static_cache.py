@@ -26,7 +26,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
     `full_*` [B, HF, N, D]; `near_*` [B, HS, S + R, D]: the sinks, then a ring in which the token of
     slot p stands at p modulo R. R is W, or N where that is less: the W - 1 past keys that a query
-    sees and its own. Where W >= N no sink can leave the ring and there is no room for sinks.
+    sees and its own. S is at most N - R: what stands later in a text never leaves the window.
     """
 
     is_croppable = False
@@ -38,7 +38,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         super().__init__(layout)
         self.max_cache_len = max_cache_len
         self.ring = min(layout.window_size, max_cache_len)
-        self.sinks = layout.sinks if layout.window_size < max_cache_len else 0
+        self.sinks = min(layout.sinks, max_cache_len - self.ring)
         self.length = torch.zeros((), dtype=torch.long)
         self.full_keys: Tensor | None = None
         self.full_values: Tensor | None = None
@@ -174,8 +174,8 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 class StaticHybridCache(Cache):
     """Cache of a hybrid model with room for `max_cache_len` tokens and no more, allocated once.
 
-    A full KV head has `max_cache_len` entries, a sliding one W + S (`max_cache_len` where that is
-    no more than W). Decoding token by token compiles without a graph break and never again.
+    A full KV head has `max_cache_len` entries, a sliding one W + S, or as many where that is more.
+    Decoding token by token compiles without a graph break and never again.
     """
 
     def __init__(self, layouts: Sequence[HeadLayout], max_cache_len: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 
 def check_window(window_size: int, sinks: int) -> None:
-    """Raise ValueError unless `window_size` >= 1 and `sinks` >= 0."""
-    if window_size < 1:
-        raise ValueError(f"window_size must be at least 1, got {window_size}")
-    if sinks < 0:
-        raise ValueError(f"sinks must not be negative, got {sinks}")
+    """Raise ValueError unless both are integers, `window_size` >= 1 and `sinks` >= 0."""
+    if type(window_size) is not int or window_size < 1 or type(sinks) is not int or sinks < 0:
+        raise ValueError(
+            "window_size must be an integer of at least 1 and sinks one of at least 0, found "
+            f"{window_size!r} and {sinks!r}"
+        )
 
 
 def flash_window(window_size: int) -> tuple[int, int]:

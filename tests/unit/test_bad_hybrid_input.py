@@ -15,7 +15,7 @@ from bosch.attention import BACKENDS
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.modeling import apply_head_mask, load_model, materialize, prepare_for_search
-from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_model
+from tests.hybrid_case import KV_HEADS, LAYERS, PARTLY_SLIDING, random_mask, small_model, tokens
 
 WINDOW = 7
 ABSENT = [name for name, entry in BACKENDS.items() if not entry.usable()]
@@ -51,8 +51,18 @@ def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
 
 
 def test_a_window_larger_than_any_sequence(base: Any) -> None:
-    said = _said(lambda: materialize(base, random_mask(), 512))
-    assert "window_size is 512" in said and "no more than 512 tokens" in said
+    for use in (apply_head_mask, materialize):
+        said = _said(lambda use=use: use(base, random_mask(), 512))
+        assert "window_size is 512" in said and "no more than 512 tokens" in said
+        assert "is 400 with 112 sinks" in _said(lambda use=use: use(base, random_mask(), 400, 112))
+        use(base, random_mask(), 400, 111)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (2.5, 0), ("7", 0), (7, -1), (7, None)])
+def test_a_window_that_is_none(base: Any, window: Any, sinks: Any) -> None:
+    for use in (apply_head_mask, materialize):
+        said = _said(lambda use=use: use(base, random_mask(), window, sinks))
+        assert f"found {window!r} and {sinks!r}" in said
 
 
 _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
@@ -84,6 +94,27 @@ def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> N
         assert named in said and str(folder) in said
 
 
+@pytest.mark.parametrize(
+    ("family", "types"),
+    [*((name, "gone") for name in PARTLY_SLIDING), ("olmo3", ["full_attention"]), ("olmo3", ["x"])],
+)
+def test_damaged_types_of_the_base_models_layers(family: str, types: Any, tmp_path: Path) -> None:
+    """The family's default pattern of sliding layers would be another model."""
+    config = materialize(small_model(family), random_mask(), WINDOW).config
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text()) | {"base_layer_types": types}
+    if types == "gone":
+        del content["base_layer_types"]
+    path.write_text(json.dumps(content))
+    said = _said(lambda: load_model(tmp_path))
+    assert "base_layer_types must hold" in said and str(tmp_path) in said
+    content |= {"base_layer_types": config.layer_types}
+    del content["layer_types"]
+    path.write_text(json.dumps(content))
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == config.layer_types
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "mamba"])
 def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
@@ -97,6 +128,24 @@ def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
         lambda: materialize(model, HeadMask.all_full(1, 1), WINDOW),
     ):
         assert f"'{model_type}' are not supported" in _said(use)
+
+
+def test_packed_documents_that_a_family_would_mix() -> None:
+    hybrid, ids = materialize(small_model("gpt_oss"), random_mask(), WINDOW), tokens(2, 12)
+    packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(ValueError, match="do not keep packed documents apart"):
+        hybrid(ids, position_ids=packed)
+    hybrid(ids, position_ids=torch.arange(12)[None])
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    hybrid(ids, attention_mask=padded, position_ids=packed.expand(2, -1))
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])
+def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) -> None:
+    hybrid = materialize(base, random_mask(), WINDOW)
+    with pytest.raises(ValueError, match=f"takes a 2-D attention mask .* not a {len(shape)}-D one"):
+        hybrid(tokens(2, 12), attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize("name", [*ABSENT, "triton"])

@@ -97,7 +97,7 @@ def test_room_for_no_more_than_the_window(room: int) -> None:
     torch.testing.assert_close(found, model(ids, use_cache=False).logits, **_NEAR)
 
 
-@pytest.mark.parametrize(("sinks", "window"), [(0, WINDOW), (4, WINDOW), (4, 64)])
+@pytest.mark.parametrize(("sinks", "window"), [(0, WINDOW), (4, WINDOW), (4, 64), (300, 8)])
 def test_bytes_are_the_formula_from_the_first_token_on(sinks: int, window: int) -> None:
     model, batch, room = _hybrid(sinks, window), 2, 40
     cache = model.new_static_cache(room)
@@ -107,7 +107,7 @@ def test_bytes_are_the_formula_from_the_first_token_on(sinks: int, window: int) 
         held.add(cache.num_bytes)
     mask = random_mask()
     full, total = int(mask.is_full.sum()), mask.is_full.size
-    entries = full * room + (total - full) * (window + sinks if window < room else room)
+    entries = full * room + (total - full) * min(window + sinks, room)
     assert held == {entries * batch * 2 * model.config.head_dim * 4}
 
 
