@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.method.ledger import Ledger
 from stages.configs import SearchConfig
@@ -35,6 +36,7 @@ class LiveView:
     """Written after each evaluation, on the first rank.
 
     A search that goes on asks for its first masks again, so the scalars begin afresh each time.
+    Raises RunError where the work directory cannot be written.
     """
 
     def __init__(self, work_dir: Path, section: SearchConfig, model: str, seed: int) -> None:
@@ -44,7 +46,12 @@ class LiveView:
         self._section, self._model, self._seed = section, model, seed
         self._best: HeadMask | None = None
         shutil.rmtree(work_dir / "tensorboard", ignore_errors=True)
-        self._board = SummaryWriter(str(work_dir / "tensorboard"))
+        try:
+            self._board = SummaryWriter(str(work_dir / "tensorboard"))
+        except OSError as error:
+            raise RunError(
+                f"{work_dir}: the search cannot write there ({error.strerror})"
+            ) from error
 
     def update(self, ledger: Ledger) -> None:
         """Show the last evaluation of `ledger`."""

@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.evaluation_log import EvaluationLog
 from bosch.heads import HeadMaskFile, swa_budget
 from stages import search
@@ -192,3 +192,9 @@ def test_the_search_can_be_watched(inputs, tmp_path):
         assert best == sorted(best)
         assert best[-1] >= round(summary["best_score"], 5)
         assert not (tmp_path / "best_so_far.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(inputs, tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where the scalars go")
+    with pytest.raises(RunError, match="the search cannot write there"):
+        run(inputs, tmp_path)
