@@ -11,7 +11,7 @@ import random
 import re
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from bosch.errors import UserError
+from data_prep.fitting import largest_fit
 from data_prep.words import ADJECTIVES, NOUNS
 
 SeedSpace = Literal["calibration", "evaluation", "training"]
@@ -31,7 +32,6 @@ NOISE_LINE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
 _DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
-_MOST_FITTING_STEPS = 40
 
 # White space behind a full stop (a closing quote or bracket may follow it), before a new sentence;
 # the stop of an initial ends nothing.
@@ -197,39 +197,8 @@ def make_samples(
 
     per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
     smallest = 0 if TASKS[task].haystack == "essay" else draws.needles
-    return draws.samples(_largest_fit(tokens, length, per_unit, smallest, task))
-
-
-def _largest_fit(
-    tokens: Callable[[int], int], length: int, per_unit: float, smallest: int, task: str
-) -> int:
-    """The largest haystack size whose sample has at most `length` tokens, to within one unit.
-
-    Interpolation towards the length, kept inside a bracket that shrinks in every step; where it
-    shrinks too slowly, bisection. Ends after a bounded number of steps whatever `tokens` does.
-    """
-    fits, used = smallest, tokens(smallest)
-    if used > length:
-        raise UserError(
-            f"{task} does not fit into {length} tokens: its shortest sample has {used}; "
-            "raise the length or leave the task out"
-        )
-    too_large: int | None = None
-    rate = per_unit
-    for step in range(_MOST_FITTING_STEPS):
-        slack = length - used
-        if slack < per_unit or too_large == fits + 1:
-            break
-        guess = fits + max(1, round(slack / rate - 0.25))
-        if too_large is not None:
-            guess = (fits + too_large) // 2 if step % 4 == 3 else min(guess, too_large - 1)
-        count = tokens(guess)
-        rate = max((count - used) / (guess - fits), 0.1)
-        if count <= length:
-            fits, used = guess, count
-        else:
-            too_large = guess
-    return fits
+    what = task if questions == 1 else f"{task} with {questions} questions per haystack"
+    return draws.samples(largest_fit(tokens, length, per_unit, smallest, what))
 
 
 # Only saves time: what is kept depends on nothing but the key.

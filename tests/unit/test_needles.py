@@ -7,10 +7,10 @@ import pytest
 
 from bosch.errors import UserError
 from data_prep.essays import essay_identity, haystack_words
+from data_prep.fitting import largest_fit
 from data_prep.needles import (
     TASKS,
     NeedleSample,
-    _largest_fit,
     encode_prompt,
     forced_ids,
     make_sample,
@@ -132,6 +132,8 @@ def test_several_questions_share_one_haystack(task, tokenizer, words):
         assert pair_owner(asked, sample.answers[0]) == "calibration"
         assert sum(map(len, forced_ids(sample, tokenizer))) <= 1200
     assert make_samples(*arguments) == [make_sample(*arguments)]
+    with pytest.raises(UserError, match="4 questions per haystack does not fit into 90 tokens"):
+        make_samples(task, 90, *arguments[2:], questions=4)
 
 
 def test_same_arguments_give_the_same_sample(tokenizer, words):
@@ -188,13 +190,13 @@ def test_fit_is_found_in_few_steps(rate, guess):
         calls.append(size)
         return 50 + round(rate * size)
 
-    size = _largest_fit(tokens, 4096, guess, 0, "task")
+    size = largest_fit(tokens, 4096, guess, 0, "task")
     assert tokens(size) <= 4096 < tokens(size) + max(guess, rate) + 1
     assert len(calls) < 20
 
 
 def test_fit_ends_when_counts_never_grow():
-    assert _largest_fit(lambda size: 10, 4096, 2.0, 1, "task") > 1
+    assert largest_fit(lambda size: 10, 4096, 2.0, 1, "task") > 1
 
 
 def test_word_lists():
