@@ -20,6 +20,10 @@ _PLAIN = {
     "dtype": "float32, bfloat16 (default) or float16",
     "device": "auto (default: a GPU where there is one), cpu or cuda",
     "threads": "threads of a CPU process (default: torch's own choice)",
+    "clock": (
+        "wall (default), or processor: on a CPU that has other work, the time spent on this, "
+        "summed over the threads"
+    ),
     "chunk": "tokens of one pass of the prefill (default: 8,192)",
     "decode-tokens": "tokens decoded after the prompt (default: 64)",
     "batch-size": "rows measured together (default: 1)",

@@ -192,4 +192,5 @@ def _title(report: dict[str, Any]) -> str:
     where = hardware.get("gpu") or hardware.get("cpu") or "no run had memory"
     weights = ", random weights" if settings["random_weights"] else ""
     name = Path(report["model"]["path"]).resolve().name
-    return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}"
+    clock = "; processor time" if settings["clock"] == "processor" else ""
+    return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}{clock}"

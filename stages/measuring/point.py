@@ -82,15 +82,16 @@ def _measured(
     subject: Subject, ids: Tensor, settings: MeasureSettings, meter: MemoryMeter
 ) -> dict[str, Any]:
     cache, start_bytes = subject.new_cache(), meter.now()
+    clock = time.process_time if settings.clock == "processor" else time.perf_counter
     peaks: list[int] = []
 
     def timed(part: Tensor) -> tuple[Tensor, float]:
         meter.restart()
         _wait(part.device)
-        started = time.perf_counter()
+        started = clock()
         token = _pass(subject, part, cache)
         _wait(part.device)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         peaks.append(meter.peak())
         return token, seconds
 

@@ -22,6 +22,7 @@ class MeasureSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Count | None = None
+    clock: Literal["wall", "processor"] = "wall"
     chunk: Count = 8192
     decode_tokens: Count = 64
     batch_size: Count = 1

@@ -54,7 +54,11 @@ def chosen_device(settings: MeasureSettings) -> torch.device:
     found = torch.cuda.is_available()
     if settings.device == "cuda" and not found:
         raise UserError("--device cuda: torch finds no GPU here; leave the option out or use cpu")
-    return torch.device("cuda" if found and settings.device != "cpu" else "cpu")
+    if not found or settings.device == "cpu":
+        return torch.device("cpu")
+    if settings.clock == "processor":
+        raise UserError("--clock processor: it does not see what a GPU does; add --device cpu")
+    return torch.device("cuda")
 
 
 def build_subject(

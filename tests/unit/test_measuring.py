@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from stages.measuring.settings import (
     even_layout,
     planned_variants,
 )
+from stages.measuring.subject import chosen_device
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
@@ -96,6 +99,19 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
     found = point.measure_point(ours)
     assert found["attention"]["implementation"] == "bosch"
     assert found["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+
+
+def test_processor_time_is_taken_where_it_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count()
+    monkeypatch.setattr(point, "time", SimpleNamespace(process_time=lambda: next(ticks)))
+    found = point.measure_point(request(folder, "model", ORIGINAL, 20, clock="processor"))
+    assert found["prefill_seconds"] == 2  # chunks of 16 and 4
+    assert found["token_seconds"] == [1] * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
+        chosen_device(MeasureSettings(clock="processor"))
 
 
 def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) -> None:
