@@ -75,6 +75,7 @@ class _Search:
         self.left = float(evaluations_of_plus(settings, self.shape[0]))
         self.worth: Worth = np.zeros(units)
         self.gradients = 0
+        self._measured_keys: set[str] = set()
 
     def best_start(self) -> _Incumbent:
         """The best of the masks that the gradients propose."""
@@ -84,7 +85,7 @@ class _Search:
         for _ in range(2):
             self.learn(best.mask)
             proposal = self.proposed()
-            if self.ledger.log.get(proposal) is None:
+            if proposal.key not in self._measured_keys:
                 best = self._measured(proposal, best)
         return best
 
@@ -123,6 +124,7 @@ class _Search:
     def _measured(self, mask: HeadMask, best: _Incumbent | None) -> _Incumbent:
         """The better one of `mask` and `best`."""
         self.left -= 1
+        self._measured_keys.add(mask.key)
         if best is None:
             return _Incumbent(mask, self.ledger.evaluate(mask, "start", "gradients"))
         evaluation = self.ledger.evaluate(mask, "swaps", "swaps", can_win=best.beaten_by)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +118,28 @@ def test_a_stopped_search_ends_with_the_same_mask(tmp_path):
         assert again == whole
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
         assert len(scorer.evaluated) <= len(lines) - kept
+
+
+class Shared(Layered):
+    """Every share of the examples has gradients of its own."""
+
+    def gate_gradient(self, mask, share=0, shares=1):
+        found = super().gate_gradient(mask, share, shares)
+        own = np.random.default_rng(share).normal(size=mask.is_full.shape) / mask.is_full.size
+        return replace(found, values=(np.array(found.values) + own).tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_log_knows_does_not_change_the_search(tmp_path, seed):
+    """Neither where a search was stopped, nor that all its masks were measured before."""
+    path = tmp_path / "evaluations.jsonl"
+    whole, ledger = found(Shared(3, 4, seed), 0.5, log=EvaluationLog(path, CONTEXT))
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in range(1, len(lines) + 1):
+        path.write_text("".join(lines[:kept]))
+        again, resumed = found(Shared(3, 4, seed), 0.5, log=EvaluationLog(path, CONTEXT))
+        assert again == whole
+        assert [p.mask for p in resumed.trace] == [p.mask for p in ledger.trace]
 
 
 def test_gradients_of_another_model_are_not_used(tmp_path, caplog):
