@@ -17,6 +17,9 @@ from torch import Tensor
 
 from bosch.attention import HeadLayout, Span, hybrid_attention
 
+# Few kernels take a mask, and without one all scores are held at once: that many at most.
+_MOST_SCORES = 2**27
+
 
 @dataclass(frozen=True, eq=False)
 class Branches:
@@ -100,7 +103,12 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float
 ) -> Tensor:
     """Attention of few queries [R, HQ, m, D] that see what `seen` [R, m, n] says, same shape."""
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen[:, None], scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    step = max(1, _MOST_SCORES // (query.shape[1] * seen[0].numel()))
+    outputs = [
+        F.scaled_dot_product_attention(
+            query[rows], key[rows], value[rows], attn_mask=seen[rows, None], scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for rows in (slice(first, first + step) for first in range(0, len(query), step))
+    ]  # fmt: skip
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bosch.calibration import CalibrationSet
-from bosch.flops import Flops
 from bosch.heads import HeadMask
 from bosch.objective import Objective
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_model, tokens
@@ -18,6 +17,12 @@ from tests.unit.test_objective import counted_flops, masks_of_a_search
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "phi3", "glm", "smollm3", "olmo2", "cohere", "granite")
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 MASKS = (FULL, HeadMask.all_sliding(LAYERS, KV_HEADS), random_mask(0), random_mask(1))
+
+
+@pytest.fixture(autouse=True)
+def two_parts(monkeypatch):
+    """So that the four texts make batches of several rows."""
+    monkeypatch.setattr("bosch.objective.MAX_PARTS", 2)
 
 
 def records(questions=(3, 1, 2, 4), text=40):
@@ -36,10 +41,9 @@ def both(model, *, sinks=0, **options):
     shared = CalibrationSet.from_records(records())
     apart = CalibrationSet.from_records((ids, answer) for ids, answer, _ in records())
     assert (len(shared.haystacks), len(apart.haystacks)) == (4, 10)
-    return (
-        Objective(model, shared, WINDOW, sinks, **{"batch_size": 3, **options}),
-        Objective(model, apart, WINDOW, sinks, batch_size=1, reuse_bytes=0),
-    )
+    ours = Objective(model, shared, WINDOW, sinks, **{"batch_size": 2, **options})
+    assert [batch.input_ids.shape[0] for batch in ours._batches] == [2, 2]
+    return ours, Objective(model, apart, WINDOW, sinks, batch_size=1, reuse_bytes=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +74,7 @@ def test_a_window_reaches_from_a_question_into_the_end_of_its_text():
         edited = [([*ids], answer, shared) for ids, answer, shared in records()]
         for ids, _, _ in edited[:3]:
             ids[place] = (ids[place] + 1) % 50
-        ours = Objective(model, CalibrationSet.from_records(edited), WINDOW, batch_size=3)
+        ours = Objective(model, CalibrationSet.from_records(edited), WINDOW, batch_size=2)
         return (ours.example_results(sliding) != before).any(dim=1).tolist()
 
     assert changed(40 - 1) == [True] * 3 + [False] * 7
@@ -93,6 +97,23 @@ def test_reuse_changes_no_bit_and_operations_are_torchs(sinks):
     spent = sum(e.full_forward_equivalents for e in found)
     assert spent < 0.8 * sum(e.full_forward_equivalents for e in expected)
     assert round(spent * sum(reusing._operations(FULL))) == counter.get_total_flops()
+
+
+def test_rows_are_computed_apart_where_their_scores_would_fill_the_memory(monkeypatch):
+    objective, _ = both(small_model())
+    together = objective.example_results(random_mask(0))
+    monkeypatch.setattr("bosch.branches._MOST_SCORES", 1)
+    asked = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, *args, **kwargs):
+        asked.append(len(query))
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    apart, _ = both(small_model(), reuse_bytes=0)
+    torch.testing.assert_close(apart.example_results(random_mask(0)), together)
+    assert asked.count(1) > asked.count(2) > 0  # the texts' own attention is of all rows
 
 
 def test_gradients_are_those_of_the_examples_alone():
@@ -119,15 +140,3 @@ def test_damaged_records_are_refused():
         CalibrationSet.from_records(r).fingerprint for r in ([one, other], [one[:2], other[:2]])
     }
     assert len(prints) == 2
-
-
-def test_costs_of_shared_texts_count_the_text_once():
-    model = small_model()
-    shared, apart = both(model)
-    flops = Flops(model, WINDOW, 0)
-    (batch, *_) = shared._batches
-    assert batch.branches is not None
-    alone = flops.pairs_apart(len(batch.examples), batch.longest)
-    assert flops.pairs(batch).full < 0.6 * alone.full
-    total = sum(b.size for b in shared._batches)
-    assert total < 0.5 * sum(b.size for b in apart._batches)
