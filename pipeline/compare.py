@@ -111,7 +111,8 @@ class _Left:
         if not self.done:
             return str(self.cells)
         each, rest = (time.monotonic() - self.started) / self.done, self.to_run - self.done
-        return f"{self.cells}, about {duration(each * rest)} left for {rest} cells"
+        cells = "1 cell" if rest == 1 else f"{rest} cells"
+        return f"{self.cells}, about {duration(each * rest)} left for {cells}"
 
 
 def _pending(runner: Runner) -> list[str]:

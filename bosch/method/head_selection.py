@@ -63,10 +63,14 @@ def head_selection(
         mask = solution.mask
         if solution.plateau:
             ledger.note(
-                f"group {number} (layers {', '.join(map(str, layers))}): every candidate scored "
+                f"group {number} ({_named(layers)}): every candidate scored "
                 f"{solution.evaluation.score:.4g}; " + _plateau_consequence(settings.break_ties)
             )
     return mask
+
+
+def _named(layers: Sequence[int]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def _plateau_consequence(break_ties: bool) -> str:
