@@ -84,10 +84,11 @@ def _costs(comparison: Comparison) -> Iterator[str]:
     yield (
         "S(z) is the exact-match rate on the calibration set. Full passes count the work of the "
         "search as if it had been alone: evaluations that another cell had paid for are included, "
-        "at what they cost there."
+        "at what they cost there. Other time is what evaluations do not take: the "
+        "solver's, or that in which a static method ranks the heads."
     )
     yield ""
-    yield "| Method | ρ | S(z) | log-likelihood | evaluations | full passes | solver, seconds |"
+    yield "| Method | ρ | S(z) | log-likelihood | evaluations | full passes | other time, seconds |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for method in comparison.methods:
         for ratio in comparison.ratios:
