@@ -59,7 +59,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         trust_remote_code=config.model.trust_remote_code,
     )
     _check_fit(base, found, mask_path)
-    logger.info("materialising %s, %.4g of its KV heads sliding", config.model.path, found.swa_ratio)
+    logger.info("materialising %s with a share of %.4g sliding", config.model.path, found.swa_ratio)
     summary = _memory(base, found.mask, found.window_size, found.sinks)
     tokens = _probe(base, found.window_size, config.seed)
     exact = summary["parameters"] <= _FLOAT32_PARAMETERS
