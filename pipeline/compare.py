@@ -19,8 +19,9 @@ from pipeline.faults import suggest
 from pipeline.graph import Stage
 from pipeline.launch import Launcher, launch
 from pipeline.recipe import LoadedRecipe, listing
-from pipeline.runner import Choice, Runner, duration
+from pipeline.runner import Choice, Runner
 from stages.configs import SearchConfig
+from stages.reporting.formats import format_seconds
 
 HELP = "run methods at several ratios and print the paper's tables"
 METHODS: tuple[str, ...] = get_args(SearchConfig.model_fields["method"].annotation)
@@ -112,7 +113,7 @@ class _Left:
             return str(self.cells)
         each, rest = (time.monotonic() - self.started) / self.done, self.to_run - self.done
         cells = "1 cell" if rest == 1 else f"{rest} cells"
-        return f"{self.cells}, about {duration(each * rest)} left for {cells}"
+        return f"{self.cells}, about {format_seconds(each * rest)} left for {cells}"
 
 
 def _pending(runner: Runner) -> list[str]:

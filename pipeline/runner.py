@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import logging
 import platform
 import shutil
@@ -28,6 +27,8 @@ from pipeline.recipe import ROOT, LoadedRecipe
 from pipeline.status import StageState, inspect, inspect_output
 from pipeline.store import Store
 from pipeline.world import World
+from stages.reporting.formats import format_seconds
+from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Runner:
             self._follow(node)
         else:
             self._lead(node, state, label)
-        print(f"{label}: done in {duration(time.monotonic() - started)}", flush=True)
+        print(f"{label}: done in {format_seconds(time.monotonic() - started)}", flush=True)
 
     def _lead(self, node: Node, state: StageState, label: str) -> None:
         key = str(node.key)
@@ -196,7 +197,7 @@ class Runner:
             "processes": self._world(node).size,
             "host": socket.gethostname(),
             "python": platform.python_version(),
-            "packages": _versions(),
+            "packages": installed_versions(_PACKAGES),
             "git_commit": _git_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
             "summary": summary,
@@ -269,17 +270,6 @@ def _typed(section: BaseModel) -> dict[str, Any]:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-@functools.cache
 def _git_commit() -> str | None:
     """Commit of the checkout, `+` behind it where files differ from it; None outside git."""
     git = shutil.which("git")
@@ -293,12 +283,3 @@ def _git_commit() -> str | None:
     commit = ask("rev-parse", "HEAD")
     changed = ask("status", "--porcelain", "--untracked-files=no")
     return f"{commit}+" if commit and changed else commit
-
-
-def duration(seconds: float) -> str:
-    """A time for a reader, like `3 h 05 min`."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import platform
@@ -14,6 +13,7 @@ from bosch.errors import UserError
 from stages.measuring.kept_runs import KeptRuns
 from stages.measuring.processes import run_point
 from stages.measuring.settings import MeasureSettings, Variant, planned_variants
+from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
@@ -171,20 +171,10 @@ def _report(
         },
         "hardware": facts.get("hardware"),
         "memory_source": facts.get("memory_source"),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
         "settings": settings.model_dump(mode="json"),
         "points": points,
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _title(report: dict[str, Any]) -> str:

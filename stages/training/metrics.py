@@ -10,6 +10,7 @@ from typing import Any
 
 from bosch.errors import RunError
 from stages.output import write_text
+from stages.reporting.formats import format_seconds
 from stages.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -90,15 +91,9 @@ class MetricsLog:
             record["learning_rate"],
             record["grad_norm"],
             f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
-            _duration(left),
+            format_seconds(left),
         )
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
