@@ -275,7 +275,7 @@ def test_scores_that_are_not_finite_are_refused():
     model, calibration = case()
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
-    with pytest.raises(RunError, match="layers.0.self_attn.q_proj.weight of the model"):
+    with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):
         static_mask("dcam", model, calibration, WINDOW, 0.5)
 
 
