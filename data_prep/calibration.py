@@ -12,7 +12,8 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids, make_samples
+from data_prep.haystacks import make_samples
+from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids
 
 
 def write_calibration(
@@ -63,30 +64,6 @@ def write_calibration(
     }
 
 
-def forced_examples(
-    tasks: Sequence[str],
-    examples: int,
-    length: int,
-    seed_space: SeedSpace,
-    seed: int,
-    tokenizer: Any,
-    essay_words: Sequence[str],
-    questions_per_haystack: int = 1,
-) -> Iterator[tuple[NeedleSample, list[int], list[int]]]:
-    """Teacher-forced examples, tasks in turn: the sample, ids of its prompt and of its answer.
-
-    Prompt and answer together have at most `length` tokens. `questions_per_haystack` examples in a
-    row ask for different needles of one haystack; the last haystack may be asked fewer.
-    """
-    for number, first in enumerate(range(0, examples, questions_per_haystack)):
-        samples = make_samples(
-            tasks[number % len(tasks)], length, tokenizer, seed_space, seed, number, None,
-            essay_words, questions_per_haystack,
-        )  # fmt: skip
-        for sample in samples[: examples - first]:
-            yield sample, *forced_ids(sample, tokenizer)
-
-
 def forced_records(
     tasks: Sequence[str],
     examples: int,
@@ -97,17 +74,21 @@ def forced_records(
     essay_words: Sequence[str],
     questions_per_haystack: int = 1,
 ) -> Iterator[tuple[NeedleSample, tuple[list[int], int, int]]]:
-    """As `forced_examples`: the sample, and its ids, answer length and ids shared by its haystack.
+    """Teacher-forced examples: the sample, and its ids, answer length and ids shared by a haystack.
 
-    What a haystack's prompts share is found in their ids, so that they may be tokenised each by
-    itself; the last id of a prompt is never shared.
+    Prompt and answer together have at most `length` tokens. `questions_per_haystack` examples in a
+    row ask for different needles of one haystack, the last haystack perhaps for fewer; haystacks
+    take tasks in turn. What their prompts share is found in their ids, so that they may be
+    tokenised each by itself; the last id of a prompt is never shared.
     """
-    made = forced_examples(
-        tasks, examples, length, seed_space, seed, tokenizer, essay_words, questions_per_haystack
-    )
-    while group := list(itertools.islice(made, questions_per_haystack)):
-        shared = _common_start([prompt[:-1] for _, prompt, _ in group]) if len(group) > 1 else 0
-        for sample, prompt, answer in group:
+    for number, first in enumerate(range(0, examples, questions_per_haystack)):
+        samples = make_samples(
+            tasks[number % len(tasks)], length, tokenizer, seed_space, seed, number, None,
+            essay_words, questions_per_haystack,
+        )[: examples - first]  # fmt: skip
+        forced = [forced_ids(sample, tokenizer) for sample in samples]
+        shared = _common_start([prompt[:-1] for prompt, _ in forced]) if len(forced) > 1 else 0
+        for sample, (prompt, answer) in zip(samples, forced, strict=True):
             yield sample, (prompt + answer, len(answer), shared)
 
 

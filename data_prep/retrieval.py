@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from data_prep.needles import NOISE_LINE, answer_prefix, needle_sentence, pair_owner, question
-from data_prep.words import ADJECTIVES, NOUNS
+from data_prep.needles import (
+    NOISE_LINE,
+    answer_prefix,
+    instruction,
+    needle_sentence,
+    pair_owner,
+    question,
+)
+from data_prep.words import ADJECTIVES, NOUNS, word_key
 
 
 class Segment(NamedTuple):
@@ -26,10 +33,6 @@ class Segment(NamedTuple):
 Document = list[Segment]
 
 
-def _word_key(rng: Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
 def _digits(rng: Random, count: int) -> str:
     return "".join(rng.choice(string.digits) for _ in range(count))
 
@@ -39,9 +42,9 @@ def _hex(rng: Random, count: int) -> str:
 
 
 _KEYS: tuple[Callable[[Random], str], ...] = (
-    _word_key,
-    _word_key,
-    _word_key,
+    word_key,
+    word_key,
+    word_key,
     lambda rng: rng.choice(NOUNS),
     lambda rng: _hex(rng, rng.randint(3, 6)),
     lambda rng: _digits(rng, rng.randint(2, 4)),
@@ -52,7 +55,7 @@ _VALUES: tuple[Callable[[Random], str], ...] = (
     lambda rng: _digits(rng, rng.randint(1, 6)),
     lambda rng: _hex(rng, rng.randint(3, 8)),
     lambda rng: rng.choice(ADJECTIVES),
-    _word_key,
+    word_key,
 )
 _SEPARATORS = (": ", " = ", " -> ", " is: ", " ", ", ")
 _LINE_ENDS = ("\n", "; ", ".\n", " | ")
@@ -88,7 +91,7 @@ def two_hops(rng: Random, characters: int) -> Document:
     length = 0
     limit = characters * rng.uniform(0.3, 0.6)
     while length < limit:
-        start, middle, value = _word_key(rng), _word_key(rng), _digits(rng, 4)
+        start, middle, value = word_key(rng), word_key(rng), _digits(rng, 4)
         lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
         answers.append((start, middle, value))
         length += len(lines[-1]) + len(lines[-2])
@@ -136,7 +139,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
 
     def add_needle() -> str:
         while True:
-            key = _word_key(rng)
+            key = word_key(rng)
             value = str(rng.randint(1_000_000, 9_999_999)) if what == "numbers" else _uuid(rng)
             # Calibration and evaluation ask for other pairs: nothing here can give them away.
             if key not in needles and pair_owner(key, value) == "training":
@@ -158,14 +161,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
         for _ in range(sparse):
             lines.insert(rng.randint(0, len(lines)), add_needle())
     joint = " " if haystack == "essay" else "\n"
-    one = what.removesuffix("s")
-    document = [
-        Segment(
-            f"A special magic {one} is hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {one} afterwards.\n"
-        ),
-        Segment(joint.join(lines)),
-    ]
+    document = [Segment(instruction(what) + "\n"), Segment(joint.join(lines))]
     for _ in range(questions):
         key = rng.choice(list(needles))
         document.append(Segment("\n" + question(key, what) + answer_prefix(key, what) + ": "))

@@ -1,10 +1,12 @@
-"""Plain English words from which needle keys (`adjective-noun`) are made.
+"""Plain English words, and the needle keys (`adjective-noun`) that are made of them.
 
 Both lists are sorted; their order is part of what a seed means, so changing a list changes every
 needle sample.
 """
 
 from __future__ import annotations
+
+from random import Random
 
 _ADJECTIVES = """
 able active agile alert amber ample ancient apt arctic autumn awake azure bald basic bitter
@@ -53,3 +55,8 @@ wagon walnut water whale wheel willow window winter wizard wolf workshop zebra
 
 ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
+
+
+def word_key(rng: Random) -> str:
+    """A key like `quiet-harbor`; two draws from `rng`."""
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"

@@ -26,7 +26,8 @@ from bosch.modeling import load_model, prepare_for_search
 from bosch.objective import Objective
 from bosch.progress import progress
 from data_prep.essays import haystack_words
-from data_prep.needles import forced_ids, make_sample
+from data_prep.haystacks import make_sample
+from data_prep.needles import forced_ids
 from recipes.quickstart.base_model_card import Measures, write_card
 from recipes.quickstart.training_rows import python_text
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from bosch.progress import Progress
 from data_prep.calibration import CalibrationNeedles
-from data_prep.needles import encode_prompt, make_sample
+from data_prep.haystacks import make_sample
+from data_prep.needles import encode_prompt
 from data_prep.scoring import string_match_all
 from stages.configs import NeedleEvaluation
 from stages.evaluating.generation import Question, generate

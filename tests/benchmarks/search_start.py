@@ -22,7 +22,7 @@ from bosch.calibration import CalibrationSet
 from bosch.heads import HeadMask, swa_budget
 from bosch.modeling import load_model, prepare_for_search
 from bosch.objective import Objective
-from data_prep.calibration import forced_examples
+from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 
 Worth = npt.NDArray[np.float64]
@@ -77,11 +77,11 @@ def _options() -> argparse.Namespace:
 def _objective(options: argparse.Namespace) -> Objective:
     model: Any = load_model(options.model, dtype="float32")
     prepare_for_search(model)
-    made = forced_examples(
+    made = forced_records(
         _TASKS, options.examples, options.length, "calibration", 42,
         AutoTokenizer.from_pretrained(options.model), haystack_words(None),
     )  # fmt: skip
-    calibration = CalibrationSet.from_records((p + a, len(a)) for _, p, a in made)
+    calibration = CalibrationSet.from_records(record for _, record in made)
     return Objective(model, calibration, options.window)
 
 

@@ -30,7 +30,7 @@ from bosch.method.run import MethodRun, run_method
 from bosch.method.settings import SearchSettings
 from bosch.modeling import load_model, prepare_for_search
 from bosch.objective import Objective
-from data_prep.calibration import forced_examples
+from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 
 pytestmark = pytest.mark.slow
@@ -67,8 +67,8 @@ def _model() -> Any:
 def _examples(space: Any, seed: int, count: int) -> CalibrationSet:
     tokenizer = AutoTokenizer.from_pretrained(_MODEL)
     words = haystack_words(None)
-    made = forced_examples(_TASKS, count, _LENGTH, space, seed, tokenizer, words)
-    return CalibrationSet.from_records((p + a, len(a)) for _, p, a in made)
+    made = forced_records(_TASKS, count, _LENGTH, space, seed, tokenizer, words)
+    return CalibrationSet.from_records(record for _, record in made)
 
 
 def _objective(seed: int, **options: Any) -> Objective:

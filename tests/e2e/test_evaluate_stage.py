@@ -9,7 +9,7 @@ import pytest
 from bosch.errors import RunError
 from bosch.heads import HeadMask
 from bosch.modeling import load_model, materialize
-from data_prep.needles import make_sample
+from data_prep.haystacks import make_sample
 from stages import evaluate, prepare
 from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime
 from stages.context import StageConfig

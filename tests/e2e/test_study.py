@@ -14,7 +14,7 @@ from bosch.calibration import CalibrationSet
 from bosch.heads import HeadMask, swa_budget
 from bosch.modeling import load_model, prepare_for_search
 from bosch.objective import Objective
-from data_prep.calibration import forced_examples
+from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from data_prep.tokenize import TokenizerSpec, load_tokenizer
 from pipeline.cli import main
@@ -156,10 +156,8 @@ def own_objective() -> Objective:
     """The optimality study's objective, made by hand."""
     tokenizer = load_tokenizer(TokenizerSpec(str(MODEL)))
     tasks = ["niah_single_2", "niah_multikey_1", "niah_multikey_2"]
-    made = forced_examples(tasks, EXAMPLES, 256, "calibration", 5, tokenizer, haystack_words(None))
-    examples = CalibrationSet.from_records(
-        (prompt + answer, len(answer)) for _, prompt, answer in made
-    )
+    made = forced_records(tasks, EXAMPLES, 256, "calibration", 5, tokenizer, haystack_words(None))
+    examples = CalibrationSet.from_records(record for _, record in made)
     model = load_model(MODEL, dtype="float32")
     prepare_for_search(model)
     return Objective(model, examples, 32, reuse_bytes=0)

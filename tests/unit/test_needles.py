@@ -8,15 +8,8 @@ import pytest
 from bosch.errors import UserError
 from data_prep.essays import essay_identity, haystack_words
 from data_prep.fitting import largest_fit
-from data_prep.needles import (
-    TASKS,
-    NeedleSample,
-    encode_prompt,
-    forced_ids,
-    make_sample,
-    make_samples,
-    pair_owner,
-)
+from data_prep.haystacks import make_sample, make_samples
+from data_prep.needles import TASKS, NeedleSample, encode_prompt, forced_ids, pair_owner
 from data_prep.words import ADJECTIVES, NOUNS
 from tests.tiny_data import tiny_tokenizer
 
