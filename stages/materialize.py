@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.

@@ -8,9 +8,12 @@ from typing import Any
 
 from bosch.heads import HeadMaskFile
 from stages.configs import ModelConfig
+from stages.versions import installed_versions
 
 _FRONT = "---"
 _LICENCE_KEYS = ("license", "license_name", "license_link")
+_PAPER = "https://arxiv.org/abs/2604.05942"
+UNTRAINED = "| continual pretraining | none, the weights are the base model's |"
 
 _LOADING = """\
 ```python
@@ -24,6 +27,14 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 With the library `bosch` installed, `import bosch` takes the place of `trust_remote_code=True`.
 Without either the model does not load, rather than running with all heads full. `generate` uses a
 cache in which a sliding head keeps its window only.
+"""
+
+_LIMITS = """\
+What lies further back than the window reaches a sliding head through the layers below it alone. The
+score above is for short answers found in long texts: compare with the base model on your own task
+and length before use. What holds of the base model otherwise, its licence included, holds here.
+Attention weights are not returned, and of transformers' caches the dynamic and the static one have
+a hybrid form.
 """
 
 
@@ -49,7 +60,11 @@ def model_card(
     front["tags"] = ["hybrid-attention", "sliding-window"]
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
     stated = licence.get("license_name") or licence.get("license")
-    score = "unknown" if found.score is None else f"{found.score:.4g}"
+    score = "unknown"
+    if found.score is not None:
+        score = f"{found.score:.4g}, the share of calibration answers that are right"
+    seed = "" if found.seed is None else f" (seed {found.seed})"
+    transformers = installed_versions(["transformers"])["transformers"]
     constant = summary["sliding_bytes_constant"]
     before = summary["kv_cache_bytes_per_token_before"]
     after = summary["kv_cache_bytes_per_token_after"]
@@ -59,7 +74,8 @@ def model_card(
 
 # {base}, hybrid attention
 
-Of the KV heads of {base} a share of {found.swa_ratio:.4g} sees a sliding window only.
+Of the KV heads of {base} a share of {found.swa_ratio:.4g} sees a sliding window only; the others
+see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
 
 | | |
 |---|---|
@@ -68,9 +84,11 @@ Of the KV heads of {base} a share of {found.swa_ratio:.4g} sees a sliding window
 | sliding KV heads | {int((~found.mask.is_full).sum())} of {found.mask.is_full.size} |
 | window | {found.window_size} tokens, the query's own included |
 | sinks | {found.sinks} |
-| head mask found by | {found.method} |
+| head mask found by | {found.method}{seed} |
 | its score in the search | {score} |
-| KV cache per token | {after} bytes instead of {before}, and {constant} once |
+{UNTRAINED}
+| KV cache per token | {after:,} bytes instead of {before:,}, and at most {constant:,} once |
+| made with | transformers {transformers} |
 
 ## Load
 
@@ -83,7 +101,19 @@ here each layer's full heads come first.
 ```
 {mask_rows(found)}
 ```
-"""
+
+## Limits
+
+{_LIMITS}"""
+
+
+def say_trained(folder: Path, tokens: int) -> None:
+    """Let the card in `folder`, where it has one, tell of continual pretraining on `tokens`."""
+    path = folder / "README.md"
+    if path.is_file():
+        card = path.read_text(encoding="utf-8")
+        row = f"| continual pretraining | {tokens:,} tokens |"
+        path.write_text(card.replace(UNTRAINED, row), encoding="utf-8")
 
 
 def mask_rows(found: HeadMaskFile) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stages.training.metrics import MetricsLog
     from stages.training.trainer import PretrainingTrainer
 
-VERSION = 1
+VERSION = 2
 logger = logging.getLogger(__name__)
 
 

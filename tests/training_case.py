@@ -16,6 +16,7 @@ from typing import Any
 
 from stages.configs import MaterializeConfig, ModelConfig, Runtime, TrainConfig
 from stages.context import StageConfig
+from stages.model_card import UNTRAINED
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 64, 32, 40
@@ -62,6 +63,7 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
     mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
     materialize(base, mask, window_size=6).save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (model_dir / "README.md").write_text(f"# Card\n\n{UNTRAINED}\n", encoding="utf-8")
     return directory
 
 

@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from bosch.errors import RunError
 from stages.configs import Runtime, TrainConfig
+from stages.model_card import say_trained
 from stages.training.metrics import MetricsLog
 from stages.training.parallel import check_sharding_runs, sharding_arguments, world_size
 from stages.training.schedule import Schedule
@@ -236,6 +237,7 @@ class CheckpointWriter:
             }
             model.save_pretrained(writing, state_dict=saved, max_shard_size=self._max_shard_size)
             copy_companions(self._model_dir, writing)
+            say_trained(writing, tokens)
             replace_directory(writing, self._directory / f"tokens-{tokens}")
 
 

@@ -18,7 +18,7 @@ from bosch.modeling import apply_head_mask, load_model
 from stages import materialize
 from stages.configs import MaterializeConfig, ModelConfig, Runtime
 from stages.context import StageConfig
-from stages.model_card import base_licence, model_card
+from stages.model_card import UNTRAINED, base_licence, model_card
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
@@ -78,7 +78,13 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert (front["license"], front["license_name"]) == ("other", "some-licence")
     assert "base_model" not in front  # a directory of this machine means nothing elsewhere
     assert str(tmp_path) not in card
-    for told in ("some-licence", f"{WINDOW} tokens", "trust_remote_code=True", "| 3 of 4 |"):
+    for told in (
+        "some-licence",
+        f"{WINDOW} tokens",
+        "trust_remote_code=True",
+        "| 3 of 4 |",
+        UNTRAINED,
+    ):
         assert told in card, told
     assert "0  □ ■\n1  □ □\n" in card
 

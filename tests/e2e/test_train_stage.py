@@ -53,6 +53,8 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     for tokens in (384, 1280):
         checkpoint = undisturbed / "checkpoints" / f"tokens-{tokens}"
         assert {path.name for path in checkpoint.iterdir()} == start
+        card = (checkpoint / "README.md").read_text()
+        assert card == f"# Card\n\n| continual pretraining | {tokens:,} tokens |\n"
     summary = json.loads((undisturbed / "summary.json").read_text())
     records = metrics(undisturbed)
     assert summary["final_loss"] == records[-1]["loss"]
