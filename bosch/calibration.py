@@ -12,6 +12,9 @@ from typing import TypeAlias
 
 from bosch.errors import UserError
 
+# A search measures the set in up to so many parts, between which an evaluation can end early.
+MAX_PARTS = 8
+
 Record: TypeAlias = tuple[list[int], int] | tuple[list[int], int, int]
 
 
@@ -71,7 +74,10 @@ class CalibrationSet:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot read the calibration set ({error})") from error
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UserError(
+                f"{path}: cannot read the calibration set ({reason}); run prepare again"
+            ) from error
         try:
             records = [json.loads(line) for line in lines if line.strip()]
             return cls.from_records(

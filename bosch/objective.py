@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bosch.answers import answer_logits, answer_results
 from bosch.batches import batch_of, cut, dealt
-from bosch.calibration import CalibrationExample, CalibrationSet
+from bosch.calibration import MAX_PARTS, CalibrationExample, CalibrationSet
 from bosch.errors import RunError, UserError
 from bosch.evaluation_log import Evaluation, EvaluationContext, GateGradient
 from bosch.families import check_searchable
@@ -34,8 +34,6 @@ from bosch.modeling import apply_head_mask, mask_shape
 from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-MAX_PARTS = 8
 
 _CHECK_TOKENS = 16
 _REUSE_BYTES = 2 * 1024**3

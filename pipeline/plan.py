@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bosch.calibration import MAX_PARTS
 from bosch.errors import UserError
 from pipeline.checks import optimizer_steps
 from pipeline.faults import suggest
@@ -115,8 +116,7 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
     joint = 1 << (joint.bit_length() - 1)
 
     def probes(layers_per_group: int, units: int) -> int:
-        parts = -(-layers // layers_per_group)
-        sizes = [layers // parts + (part < layers % parts) for part in range(parts)]
+        sizes = _split(layers, -(-layers // layers_per_group))
         return sum(min(kappa * size, _choices(size * units, search.swa_ratio)) for size in sizes)
 
     if search.method == "bosch":
@@ -127,6 +127,11 @@ def search_evaluations(search: SearchConfig, layers: int, heads: int) -> int:
     if search.method in first_stage:
         return 2 + probes(*first_stage[search.method])
     return 3
+
+
+def _split(count: int, parts: int) -> list[int]:
+    """Sizes of so many parts of equal size, or nearly so."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def _choices(units: int, ratio: float) -> int:
@@ -163,9 +168,11 @@ def _prepare(loaded: LoadedRecipe) -> Cost:
 def _search(loaded: LoadedRecipe, info: ModelInfo, shape: Shape) -> Cost:
     calibration, search = loaded.recipe.prepare.calibration, loaded.recipe.search
     evaluations = search_evaluations(search, info.layers, info.key_value_heads)
-    tokens = calibration.examples * calibration.length
+    rows = math.ceil(calibration.examples / calibration.questions_per_haystack)
+    tokens = rows * calibration.length
     one = shape.forward(tokens, calibration.length)
-    batches = math.ceil(calibration.examples / loaded.recipe.runtime.eval_batch_size)
+    batch = loaded.recipe.runtime.eval_batch_size
+    batches = sum(math.ceil(size / batch) for size in _split(rows, min(MAX_PARTS, rows)))
     sharded = loaded.recipe.runtime.search_parallel == "tensor"
     facts = [
         f"at most {evaluations:,} evaluations of {tokens:,} tokens in {batches} batches",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bosch.calibration import MAX_PARTS, CalibrationSet
 from bosch.errors import UserError
 from pipeline.graph import STAGES
 from pipeline.modelinfo import ModelInfo
@@ -102,6 +103,26 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
     search = next(line for line in lines if line.startswith("  search "))
     assert "on 4 of them" in search
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
+
+
+@pytest.mark.parametrize(("examples", "questions", "batch"), [(16, 1, 8), (21, 2, 1), (50, 3, 2)])
+def test_a_search_has_as_many_batches_as_its_objective(
+    tmp_path: Path, examples: int, questions: int, batch: int
+) -> None:
+    from bosch.batches import cut
+
+    records = [([k // questions + 5, 1, 2, 3, k], 1, 3) for k in range(examples)]
+    found = CalibrationSet.from_records(records)
+    parts = cut(found, min(MAX_PARTS, len(found.haystacks)), batch, 100)
+    case = Case(tmp_path)
+    case.content["runtime"]["eval_batch_size"] = batch
+    wanted = {"examples": examples, "questions_per_haystack": questions}
+    case.content["prepare"]["calibration"] |= wanted
+    case.save()
+    loaded = load_recipe(case.file, env={})
+    assert loaded.info is not None
+    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    assert costs["search"].parts == sum(map(len, parts))
 
 
 def test_distributed_stages_are_those_the_runner_starts_on_all_processes() -> None:
