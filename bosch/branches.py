@@ -90,16 +90,16 @@ def branched_attention(
         keys = torch.arange(query.shape[2], device=query.device)
         seen = branches.visible(slots, keys)
         k, v = (layout.heads_of(x, "full") for x in (key, value))
-        full = masked_attention(layout.heads_of(tail, "full", q_per_kv), k, v, seen, scaling)
+        full = seen_attention(layout.heads_of(tail, "full", q_per_kv), k, v, seen, scaling)
     if layout.sliding:
         keys = torch.tensor(branches.reach(layout.window_size, layout.sinks), device=query.device)
         seen = branches.visible(slots, keys, layout.window_size, layout.sinks)
         k, v = (layout.heads_of(x, "sliding")[:, :, keys] for x in (key, value))
-        sliding = masked_attention(layout.heads_of(tail, "sliding", q_per_kv), k, v, seen, scaling)
+        sliding = seen_attention(layout.heads_of(tail, "sliding", q_per_kv), k, v, seen, scaling)
     return torch.cat([texts, layout.merge(full, sliding, q_per_kv)], dim=1)
 
 
-def masked_attention(
+def seen_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float
 ) -> Tensor:
     """Attention of few queries [R, HQ, m, D] that see what `seen` [R, m, n] says, same shape."""

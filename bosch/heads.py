@@ -229,5 +229,8 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     if loaded.window_size < 1 or loaded.sinks < 0:
-        raise UserError(f"{path}: window_size must be at least 1 and sinks at least 0")
+        raise UserError(
+            f"{path}: window_size must be at least 1 and sinks at least 0, found "
+            f"{loaded.window_size} and {loaded.sinks}"
+        )
     return loaded

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.attention import CachedStates, HeadLayout, Span, check_sinks, hybrid_attention
+from bosch.windows import cached_keys, transformers_sliding_window
 
 # A model loaded from the code file beside its weights has its own copy of all this, whose spans and
 # states are of other classes; so each copy registers under a name of its own.
@@ -94,13 +95,15 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
     own, layout = kwargs.get("sliding_window"), state.layout
-    if own is not None and (layout.full or layout.sinks or layout.window_size != own):
+    if own is not None and (
+        layout.full or layout.sinks or transformers_sliding_window(layout.window_size) != own
+    ):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if attention_mask is not None and not isinstance(attention_mask, Span):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
     span = attention_mask
     if span is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        seen = layout.window_size - 1 + span.q_length if not layout.full else span.kv_length
+        seen = span.kv_length if layout.full else cached_keys(layout.window_size) + span.q_length
         if key.shape[2] < min(seen, span.kv_length):
             raise ValueError(
                 f"attention_mask covers {span.kv_length} tokens, there are keys of {key.shape[2]}"

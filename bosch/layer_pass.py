@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bosch.attention import HeadLayout, Span
 from bosch.batches import Batch, final_states
-from bosch.branches import branched_attention, masked_attention
+from bosch.branches import branched_attention, seen_attention
 from bosch.flops import Flops
 from bosch.heads import HeadMask
 from bosch.interface import Attend, head_state
@@ -259,7 +259,7 @@ def _slots_attention(
         seen = Span(key.shape[2]).visible(slots, keys[None], window, layout.sinks)
     else:
         seen = batch.branches.visible(slots, keys, window, layout.sinks)
-    return masked_attention(query, key, value, seen, scale).transpose(1, 2)
+    return seen_attention(query, key, value, seen, scale).transpose(1, 2)
 
 
 def _gathered(kwargs: dict[str, Any], slots: Tensor) -> dict[str, Any]:

@@ -102,16 +102,14 @@ BACKENDS: dict[str, BackendEntry] = {
     ),
 }
 
-_AUTO_ORDER = ("sdpa",)
-
 
 def resolve_backend(name: str = "auto") -> str:
-    """Name of the backend to use: `name` itself, or for "auto" the best one that works here.
+    """Name of the backend to use: `name` itself, or sdpa for "auto".
 
     Raises UserError when `name` is unknown or what it needs is not installed; never another one.
     """
     if name == "auto":
-        return next(choice for choice in _AUTO_ORDER if BACKENDS[choice].usable())
+        return "sdpa"
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise UserError(f"attention backend '{name}' is unknown: choose one of {known}")
