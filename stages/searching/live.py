@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import get_args
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.method.ledger import Ledger
+from bosch.method.ledger import Ledger, StageName
 from stages.configs import SearchConfig
 
 BEST = "best_so_far.json"
-_STAGES = ("anchors", "layer_importance", "head_selection", "repair", "final")
+_STAGES = get_args(StageName)
 
 
 def mask_file(
@@ -56,12 +57,11 @@ class LiveView:
     def update(self, ledger: Ledger) -> None:
         """Show the last evaluation of `ledger`."""
         point, costs, best = ledger.trace[-1], ledger.costs(), ledger.best_on_budget
-        stages = (*_STAGES, point.stage)
         values = {
             "score": point.score,
             "log_likelihood": point.log_likelihood,
             "best_score_of_unit": point.best_score,
-            "stage": float(stages.index(point.stage)),
+            "stage": float(_STAGES.index(point.stage)),
             "evaluations": costs["evaluations"],
             "reused_evaluations": costs["reused_evaluations"],
             "full_forward_equivalents": costs["full_forward_equivalents"],
