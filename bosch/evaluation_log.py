@@ -40,7 +40,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class GateGradient:
-    """Derivative of the mean log-likelihood with respect to each unit's gate, [L, H], at a mask."""
+    """Derivative of the mean log-likelihood by each unit's gate, [L, HKV], at a mask."""
 
     values: list[list[float]]
     seconds: float = 0.0

@@ -4,7 +4,7 @@ A gate g in [0, 1] blends a KV head's attention outputs: g full + (1 - g) slidin
 a corner of the gates' cube. At a corner the derivative with respect to every gate costs one forward
 and one backward pass, as much as a few masks.
 
-B batch, T tokens, L layers, HQ query heads, HKV key/value heads, D head dimension.
+L layers, HKV key/value heads.
 """
 
 from __future__ import annotations

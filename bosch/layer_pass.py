@@ -4,7 +4,8 @@ Three savings, all exact. Layers below the lowest one that changes are passed ov
 attention is known with every head full and with every head sliding takes each head's output from
 one of them. The last layer computes keys and values everywhere and all else at the answers only.
 
-B batch, T tokens, A answer positions of a row, HQ query heads, D head dimension, C hidden size.
+B rows, T slots of a row, A answer positions of a row, HQ query heads, D head dimension, C hidden
+size.
 """
 
 from __future__ import annotations

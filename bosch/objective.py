@@ -3,7 +3,7 @@
 The set is cut into the same batches for any number of ranks, and whole batches are dealt to ranks.
 So an example has the same padding and the same neighbours everywhere, and the same numbers.
 
-N examples, B batch, T tokens, A answer tokens of a batch, V vocabulary, C hidden size.
+N examples of the set.
 """
 
 from __future__ import annotations
