@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.context import StageConfig
 
-VERSION = 1
+VERSION = 2
 
 logger = logging.getLogger(__name__)
 

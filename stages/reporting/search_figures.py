@@ -17,6 +17,8 @@ STAGE_NAMES = {
     "layer_importance": "Stage 1: layer importance",
     "head_selection": "Stage 3: head selection",
     "repair": "Repair: back to the budget",
+    "start": "Start: gradients",
+    "swaps": "Swaps",
     "final": "Final mask",
 }
 
@@ -88,10 +90,14 @@ def layer_panel(
 
 
 def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
-    """Score or log-likelihood of every evaluation, banded by search stage, with the best so far."""
+    """Score or log-likelihood of every evaluation, banded by search stage, with the best so far.
+
+    An evaluation that ended early has bounds instead of values and no dot.
+    """
     trace = [row for row in search.summary.get("trace", []) if finite([row.get(quantity)])]
+    whole = [row for row in trace if not row.get("is_bound")]
     is_score = quantity == "score"
-    values = [float(row[quantity]) for row in trace]
+    values = [float(row[quantity]) for row in whole]
     steps = [int(row["step"]) for row in trace]
     y_range = (-0.03, 1.03) if is_score else extent(values)
     x_range = (min(steps) - 0.5, max(steps) + 0.5)
@@ -105,7 +111,7 @@ def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
     count = 8 if width > 400 else 4
     plot.x_axis(whole_ticks(*x_range, count), "Evaluation", lambda value: f"{value:,.0f}")
     for stage in STAGE_NAMES:
-        own = [(row["step"], row[quantity]) for row in trace if row["stage"] == stage]
+        own = [(row["step"], row[quantity]) for row in whole if row["stage"] == stage]
         plot.canvas.dots(plot.points(own), f"dots {stage}")
     if is_score:
         for _, unit in groupby(trace, key=lambda row: (row["stage"], row["unit"])):

@@ -13,6 +13,8 @@ TRACE_KEYS = (
     ("anchors", "round", "anchor", "anchors, final mask"),
     ("layer_importance", "round", "stage1", "stage 1, layer importance"),
     ("head_selection", "box", "stage3", "stage 3, head selection"),
+    ("start", "round", "stage1", "masks that gradients propose"),
+    ("swaps", "box", "stage3", "swaps that were not given up early"),
 )
 LAYER_PANELS = (
     ("best_score", "Best score", "score", True, "Score once this layer and those above slide"),
@@ -80,7 +82,7 @@ def _layer_cards(search: Search) -> str:
 
 def _search_facts(search: Search) -> str:
     summary = search.summary
-    anchors = summary.get("anchors", {})
+    anchors, gradients = summary.get("anchors", {}), summary.get("gradients")
     rows = [
         ("Method", str(search.mask.get("method", "–"))),
         ("Anchor, every head sliding", _share_or_dash(anchors.get("all_sliding"))),
@@ -88,6 +90,7 @@ def _search_facts(search: Search) -> str:
         ("Score of the mask found", _share_or_dash(summary.get("best_score"))),
         ("Log-likelihood of the mask found", _number(summary.get("best_log_likelihood"), "nats")),
         ("Masks evaluated", _number(summary.get("evaluations"), "")),
+        *([("Gradients taken", _number(gradients, ""))] if gradients else []),
         ("Model work", _number(summary.get("full_forward_equivalents"), "full passes over D")),
         (
             "Model work without any reuse",

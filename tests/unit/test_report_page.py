@@ -6,13 +6,17 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bosch.errors import RunError
+from bosch.method.ledger import StageName
 from stages import report
 from stages.reporting.figures import cache_lengths
 from stages.reporting.results import Cache, load_results
+from stages.reporting.search_figures import STAGE_NAMES
+from stages.reporting.search_section import TRACE_KEYS
 from tests import report_fixture
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -186,6 +190,30 @@ def test_layer_rules_without_evaluations_still_make_a_page(tmp_path: Path) -> No
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "makes its mask without evaluating any" in page
     assert "does not probe layers one by one" in page
+
+
+def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path)
+    path = inputs["search"] / "summary.json"
+    stages = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
+    trace = [
+        {"stage": stage, "step": step, "unit": stage, "score": 0.5, "log_likelihood": -1.0,
+         "best_score": 0.5, "is_bound": step in (5, 6)}
+        for step, stage in enumerate(stages, start=1)
+    ]  # fmt: skip
+    summary = json.loads(path.read_text()) | {"trace": trace, "gradients": 3}
+    report_fixture.write_json(path, summary)
+    report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    for name in ("trace", "trace-ll"):
+        picture = wide_picture(page, name)
+        drawn = {
+            stage: d.count("M") for stage, d in re.findall(r"dots (\w+)\" d=\"(.*?)\"", picture)
+        }
+        assert drawn == {"anchors": 2, "start": 1, "swaps": 1, "final": 1}
+    assert "Gradients taken</th><td>3<" in page
+    assert {stage for stage, *_ in TRACE_KEYS} | {"repair", "final"} == set(get_args(StageName))
+    assert set(STAGE_NAMES) == set(get_args(StageName))
 
 
 def test_summary_has_the_headline_numbers(tmp_path: Path) -> None:
