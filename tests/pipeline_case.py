@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from bosch.errors import UserError
 from pipeline.graph import STAGES, Stage
+from pipeline.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,6 +39,11 @@ def write_safetensors(path: Path, value: int = 0) -> None:
     """A weights file with one tensor of four bytes."""
     header = json.dumps({"w": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<i", value))
+
+
+def truncate(path: Path, cut: int) -> None:
+    """Leave the last `cut` bytes out."""
+    path.write_bytes(path.read_bytes()[:-cut])
 
 
 class Case:
@@ -80,6 +87,19 @@ class Case:
             "runtime": {"output_root": str(self.runs), "processes": 1},
         }
         self.save()
+
+    def change_config(self, **changes: Any) -> None:
+        """Other values in the model's config.json."""
+        path = self.model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    def fault(self, *overrides: str, **env: str) -> str:
+        """What loading the recipe is refused with."""
+        try:
+            load_recipe(self.file, overrides, env=env)
+        except UserError as fault:
+            return str(fault).removeprefix(f"{self.file}: ")
+        raise AssertionError("the recipe is not refused")
 
     def save(self) -> None:
         self.file.write_text(yaml.safe_dump(self.content))

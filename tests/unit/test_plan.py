@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,7 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
 
 def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    path = case.model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2**30}))
+    case.change_config(vocab_size=2**30)
     lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
     assert lines[-1].strip().startswith("note: the weights do not fit")
 

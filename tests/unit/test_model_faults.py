@@ -1,0 +1,109 @@
+"""What is wrong with a recipe's model is told before anything runs, and nothing else is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe import load_recipe
+from tests.pipeline_case import Case, truncate, write_safetensors
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda c: (c.model / "config.json").unlink(), "has no config.json"),
+        (lambda c: (c.model / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda c: (c.model / "config.json").write_text("[]"), "expected a JSON object"),
+        (lambda c: c.change_config(num_hidden_layers=None), "num_hidden_layers = None"),
+        (lambda c: c.change_config(num_key_value_heads=3), "no multiple of its 3 KV heads"),
+        (lambda c: c.change_config(model_type=None), "names no model_type"),
+        (lambda c: c.change_config(hybrid_attention={"sinks": 0}), "is a hybrid model already"),
+        (lambda c: (c.model / "tokenizer.json").unlink(), "has no tokenizer files"),
+        (lambda c: (c.model / "model.safetensors").unlink(), "are missing"),
+        (lambda c: (c.model / "model.safetensors").write_bytes(b"ab"), "header is cut short"),
+        (lambda c: truncate(c.model / "model.safetensors", 1), "its header asks for"),
+        (lambda c: truncate(c.model / "model.safetensors", 30), "header is cut short"),
+        (lambda c: write_index(c, "gone.safetensors"), "gone.safetensors are missing"),
+        (lambda c: (c.model / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+    ],
+)
+def test_damaged_models_are_refused(
+    case: Case, damage: Callable[[Case], object], expected: str
+) -> None:
+    damage(case)
+    message = case.fault()
+    assert message.startswith("model.path: ")
+    assert expected in message
+
+
+def write_index(case: Case, name: str) -> None:
+    write_safetensors(case.model / "part.safetensors")
+    weights = {"w": "part.safetensors", "v": name}
+    index = case.model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "bert"}, "'bert' are not supported; supported are qwen3"),
+        ({"kv_lora_rank": 64}, "latent attention"),
+        ({"attn_logit_softcapping": 30.0}, "it caps attention scores"),
+        ({"model_type": "gemma2"}, "it caps attention scores or adds logits"),
+        ({"model_type": "gpt_oss"}, "it caps attention scores or adds logits"),
+        ({"model_type": "gemma2", "sliding_window": 9}, "2 of its layers, layer 0 first, slide"),
+        ({"model_type": "olmo3", "sliding_window": 9}, "3 of its layers, layer 0 first, slide"),
+        ({"model_type": "mistral", "sliding_window": 9}, "(9 tokens) in every layer"),
+        (
+            {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
+            "2 of its layers, layer 0 first, slide",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
+            "2 of its layers, layer 1 first, slide",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of another kind (linear_attention)"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "'gemma3' are not supported: it takes more than text",
+        ),
+    ],
+)
+def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expected: str) -> None:
+    case.change_config(**config)
+    message = case.fault("typo=1")
+    assert message.startswith("2 faults")
+    (line,) = [line for line in message.splitlines() if line.startswith("  model.path: ")]
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"sliding_window": 9},
+        {"sliding_window": 9, "use_sliding_window": False},
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 9},
+        {"model_type": "gemma3_text", "sliding_window": None},
+    ],
+)
+def test_models_whose_window_is_off_are_not_refused(case: Case, config: dict[str, Any]) -> None:
+    case.change_config(**config)
+    load_recipe(case.file)
+
+
+def test_a_hybrid_hub_name_needs_no_network_for_status(case: Case) -> None:
+    loaded = load_recipe(case.file, ["model.path=some/model"], fetch=False)
+    assert loaded.info is None
+    assert loaded.recipe.model.path == "some/model"
