@@ -1,8 +1,8 @@
 """Key/value cache whose sliding heads keep the last W - 1 tokens and the sinks, and no more.
 
-Shapes: B batch, HF full and HS sliding KV heads of a layer, Tk slots seen so far, R recent slots,
-S sinks, D head dimension, W window. The parts of the two kinds of heads are separate tensors, so
-that what a sliding head no longer sees is really freed.
+Shapes: B batch, T tokens of a pass, HKV key/value heads, D head dimension, S sinks, W
+window. The parts of the two kinds of heads are separate tensors, so that what a sliding head no
+longer sees is really freed.
 """
 
 from __future__ import annotations

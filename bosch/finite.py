@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from bosch.sharding import own_part
+
 
 def remedy(model: Any) -> str:
     """Half a sentence for the user: damaged weights are named, else a wider type is advised."""
     for name, weight in model.state_dict().items():
-        # Of a sharded weight the own part, without asking other processes.
-        mine = weight.to_local() if hasattr(weight, "to_local") else weight
-        if not bool(mine.isfinite().all()):
+        if not bool(own_part(weight).isfinite().all()):  # without asking other processes
             return f"{name} of the model holds such numbers; make or fetch the model again"
     if model.dtype == torch.float32:
         return "they overflow even in float32"

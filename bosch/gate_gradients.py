@@ -21,6 +21,7 @@ from bosch.batches import Batch, final_states
 from bosch.branches import Branches, branched_attention
 from bosch.heads import HeadMask
 from bosch.interface import Attend, HeadState, attention_modules, head_state, set_head_state
+from bosch.layer_control import frozen
 from bosch.search_mode import own_row
 from bosch.sharding import sum_over_shards
 
@@ -38,11 +39,8 @@ def gate_gradients(
     """
     device = model.device
     gates = torch.tensor(mask.is_full, dtype=torch.float32, device=device, requires_grad=True)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     with contextlib.ExitStack() as stack:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-            stack.callback(parameter.requires_grad_, True)
+        stack.enter_context(frozen(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
             state = head_state(module)
             assert state is not None

@@ -1,4 +1,4 @@
-"""Other forwards in place of a decoder's own, for the length of one pass.
+"""Other forwards in place of a decoder's own, and weights at rest, for the length of one pass.
 
 B batch, T tokens, HKV key/value heads, D head dimension.
 """
@@ -48,6 +48,19 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         del module.__dict__["forward"]
         if before is not None:
             module.__dict__["forward"] = before
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of `model` asks for a gradient for a while."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

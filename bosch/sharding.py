@@ -75,14 +75,14 @@ def _check_shards(model: Any, shards: int) -> float:
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
         for weight in projections:
-            here = _local(weight).numel()
+            here = own_part(weight).numel()
             if here * shards != weight.numel():
                 raise RunError(
                     f"{_OPTION}: a process holds {here:,} of the {weight.numel():,} values of an "
                     f"attention projection instead of 1 in {shards} parts; use data"
                 )
     total: int = sum(parameter.numel() for parameter in model.parameters())
-    held: int = sum(_local(parameter).numel() for parameter in model.parameters())
+    held: int = sum(own_part(parameter).numel() for parameter in model.parameters())
     if held > 0.5 * (1 + 1 / shards) * total:
         raise RunError(
             f"{_OPTION}: a process still holds {held / total:.0%} of the weights; use data"
@@ -90,7 +90,7 @@ def _check_shards(model: Any, shards: int) -> float:
     return held / total
 
 
-def _local(weight: Any) -> Tensor:
+def own_part(weight: Any) -> Tensor:
     """What this process holds of a weight: a DTensor where it is sharded."""
     local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return local

@@ -1,8 +1,8 @@
 """Attention of both kinds of heads by the flash-attn package: one call for each kind.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension. What may
-see each other, a document or a row's tokens without its padding, is a segment; passes of more than
-one segment per row put all of them one after another.
+Shapes: B batch, T queries, Tk keys, HQ query heads, D head dimension. What may see each other, a
+document or a row's tokens without its padding, is a segment; passes of more than one segment per
+row put all of them one after another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of both kinds of heads in one kernel of torch's flex_attention, on a GPU.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension, W
-window; blocks of C tokens, nq of queries and nk of keys. Which heads slide is data of the kernel,
-so a new head mask compiles nothing again.
+Shapes: B batch, T queries, HQ query heads, D head dimension, W window; blocks of tokens, nq of
+queries and nk of keys. Which heads slide is data of the kernel, so a new head mask compiles nothing
+again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of both kinds of heads by torch's scaled_dot_product_attention: CPU and fallback.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension, W
-window. Full heads take one causal call. Sliding heads are cut into blocks of C queries that see a
-band of C + W keys, so that their cost grows linearly in T.
+Shapes: B batch, T queries, HQ query heads, D head dimension, W window. Full heads take one
+causal call. Sliding heads are cut into blocks of C queries that see a band of C + W keys, so that
+their cost grows linearly in T.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.calibration import CalibrationExample
 from bosch.families import check_searchable
+from bosch.layer_control import frozen, replaced
 from bosch.modeling import attention_modules
 from bosch.sharding import gather_heads
 
@@ -66,14 +67,14 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
     """
     ids = torch.tensor(example.input_ids, device=model.device)
     answer = ids[-example.answer_length :]
-    parameters = [p for p in model.parameters() if p.requires_grad]
     with contextlib.ExitStack() as stack:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-            stack.callback(parameter.requires_grad_, True)
+        stack.enter_context(frozen(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_captured(model, visit))
-        stack.enter_context(_recomputed(model.get_decoder().layers))
+        # Only the layers' inputs are kept for the backward pass. Hooks set while a layer is
+        # recomputed never fire: the backward pass follows the first graph.
+        for layer in model.get_decoder().layers:
+            stack.enter_context(replaced(layer, _checkpointed(layer.forward)))
         embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
         kept = example.answer_length + 1  # no logits are made where nothing is asked
         output = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=kept)
@@ -135,21 +136,6 @@ def _attention(
     else:
         visit(LayerStates(queries, keys, values, scale))
     return out.transpose(1, 2).contiguous(), None
-
-
-@contextlib.contextmanager
-def _recomputed(layers: nn.ModuleList) -> Iterator[None]:
-    """Keep only the layers' inputs for the backward pass.
-
-    Hooks set while a layer is recomputed never fire: the backward pass follows the first graph.
-    """
-    try:
-        for layer in layers:
-            layer.forward = _checkpointed(layer.forward)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
