@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from bosch.analysis.optimality import Standing
 from bosch.evaluation_log import Evaluation
@@ -17,7 +19,13 @@ from bosch.heads import HeadMask
 from bosch.method.run import SEARCHES
 
 _MARKERS = "osD^vP<>X*hp"
+_COLORS = colormaps["tab20"]
 _LEAST_NATS = 1e-4
+
+
+def _color(number: int) -> Any:
+    """Ten strong colours, then their pale ones."""
+    return _COLORS(number % 10 * 2 + number // 10 % 2)
 
 
 def landscapes(
@@ -33,7 +41,7 @@ def landscapes(
                 [s.log_likelihood_rank for s in own],
                 [_missing(s.log_likelihood) for s in own],
                 _MARKERS[number % len(_MARKERS)],
-                color=f"C{number % 10}",
+                color=_color(number),
                 markersize=7,
                 alpha=0.75,
                 label=method,
@@ -71,7 +79,7 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
                         [high - mean for _, mean, high in intervals],
                     ],
                     fmt=_MARKERS[number % len(_MARKERS)] + ("-" if method in SEARCHES else ""),
-                    color=f"C{number % 10}",
+                    color=_color(number),
                     markersize=5,
                     linewidth=1.2,
                     elinewidth=0.6,
@@ -82,6 +90,10 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Figure:
         below = axes[len(ratios) + column]
         below.set(xscale="log", yscale="log", xlabel="full passes")
         below.invert_yaxis()
+        for axis in (axes[column], below):
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0].set_ylabel("held-out score")
     axes[len(ratios)].set_ylabel("− held-out log-likelihood (nats)")
     _legend(figure, axes[0], columns=2 * len(ratios))
@@ -131,10 +143,12 @@ def stability_curves(
 def jaccard_maps(
     distances: Mapping[float, npt.NDArray[np.float64]], methods: Sequence[str]
 ) -> Figure:
-    """A heat map of Jaccard distances per ratio."""
-    side = 1.2 + 0.42 * len(methods)
-    figure, axes = _panels(len(distances), width=side, height=side)
-    for axis, (ratio, matrix) in zip(axes, distances.items(), strict=True):
+    """A heat map of Jaccard distances per ratio, two in a row."""
+    side, columns = 1.2 + 0.42 * len(methods), min(2, len(distances))
+    figure, axes = _panels(columns, -(-len(distances) // columns), side, side + 0.4)
+    for axis in axes[len(distances) :]:
+        axis.set_axis_off()
+    for axis, (ratio, matrix) in zip(axes, distances.items(), strict=False):
         axis.imshow(matrix, vmin=0.0, vmax=1.0, cmap="magma")
         axis.set_title(f"ρ = {ratio:g}")
         axis.set_xticks(range(len(methods)), methods, rotation=60, ha="right", fontsize=8)
