@@ -100,7 +100,7 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
 )
 def test_models_whose_window_is_off_are_not_refused(case: Case, config: dict[str, Any]) -> None:
     case.change_config(**config)
-    load_recipe(case.file)
+    assert load_recipe(case.file).info is not None
 
 
 def test_a_hybrid_hub_name_needs_no_network_for_status(case: Case) -> None:
