@@ -18,11 +18,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def _sigterm_as_before() -> Iterator[None]:
-    """The command line, called inside a test, takes SIGTERM over."""
-    before = signal.getsignal(signal.SIGTERM)
+def _default_signal_handlers() -> Iterator[None]:
+    """The command line, called inside a test or its fixtures, sets handlers for these."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _gpu_present() -> bool:

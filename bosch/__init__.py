@@ -9,27 +9,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from bosch import _registration
 from bosch.errors import RunError, UserError
+from bosch.model import registration as _registration
+from bosch.version import VERSION
+from bosch.window import Window
 
 if TYPE_CHECKING:
     from bosch.attention import hybrid_attention
-    from bosch.cache import HybridCache
-    from bosch.heads import HeadMask, HeadMaskFile, swa_budget
-    from bosch.modeling import apply_head_mask, load_model, materialize, prepare_for_search
+    from bosch.budget import swa_budget
+    from bosch.heads import HeadMask, HeadMaskFile
+    from bosch.model.cache import HybridCache
+    from bosch.model.loading import load_model
+    from bosch.model.materialize import materialize
+    from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _LAZY = {
     "HeadMask": "bosch.heads",
     "HeadMaskFile": "bosch.heads",
-    "swa_budget": "bosch.heads",
-    "HybridCache": "bosch.cache",
+    "swa_budget": "bosch.budget",
+    "HybridCache": "bosch.model.cache",
     "hybrid_attention": "bosch.attention",
-    "apply_head_mask": "bosch.modeling",
-    "load_model": "bosch.modeling",
-    "materialize": "bosch.modeling",
-    "prepare_for_search": "bosch.modeling",
+    "apply_head_mask": "bosch.model.search_mode",
+    "head_mask": "bosch.model.search_mode",
+    "load_model": "bosch.model.loading",
+    "materialize": "bosch.model.materialize",
+    "prepare_for_search": "bosch.model.search_mode",
 }
 
 __all__ = [
@@ -38,7 +44,9 @@ __all__ = [
     "HybridCache",
     "RunError",
     "UserError",
+    "Window",
     "apply_head_mask",
+    "head_mask",
     "hybrid_attention",
     "load_model",
     "materialize",

@@ -1,13 +1,52 @@
-"""The two kinds of failure a command can end with."""
+"""Failures that end a command, and text made safe to print."""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 without tab and line feed: a terminal obeys them. Lone surrogates have no UTF-8.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-class UserError(Exception):
+_LONG_WORD = re.compile(r"\S{501,}")
+_LONG_LINE = re.compile(r"[^\n]{5001,}")
+
+
+class _Message(Exception):
+    """An error whose one argument is text for the user: words and lines of any length are cut."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_LONG_LINE.sub(_cut, _LONG_WORD.sub(_cut, message)))
+
+
+class UserError(_Message):
     """The user's input is at fault: one sentence with file and dotted path; exit status 2."""
 
 
-class RunError(Exception):
+class RunError(_Message):
     """A run failed for a reason outside the user's input, such as a full disk; exit status 1."""
 
 
 class LostRankError(RunError):
     """Another process of the same run has ended or hangs; the reason is to be found there."""
+
+
+class StoppedError(Exception):
+    """A run stopped when it was asked to, its work saved: the same command goes on from there."""
+
+
+def _cut(match: re.Match[str]) -> str:
+    """The beginning and the end of what is too long, and how long it is."""
+    text = match[0]
+    return f"{text[:200]}… ({len(text):,} characters) …{text[-100:]}"
+
+
+def control_character(text: str) -> str | None:
+    """The first character of `text` that a terminal would obey or cannot show, if any."""
+    match = _CONTROL.search(text)
+    return match[0] if match else None
+
+
+def printable(text: str) -> str:
+    """`text` with such characters written as escapes (`\\x1b`): a stranger's may be in it."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

@@ -8,7 +8,6 @@ mask can be read, compared and written without loading torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,19 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
+from bosch.files import write_json
+from bosch.window import Window
 
 _FORMAT = 1
-
-
-def swa_budget(n_units: int, ratio: float) -> int:
-    """Number of sliding units among `n_units` at ratio rho: ceil(rho * n) (BOSCH Algorithm 1).
-
-    Robust to the last bits of a float: 0.07 * 100 is 7.000000000000001 in floats, and gives 7.
-    Any ratio above 0 gives at least one unit. Raises ValueError when `ratio` is outside [0, 1].
-    """
-    if not 0.0 <= ratio <= 1.0:
-        raise ValueError(f"ratio must lie in [0, 1], got {ratio}")
-    return min(n_units, math.ceil(ratio * n_units * (1.0 - 1e-12)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +92,11 @@ class HeadMask:
         return [np.flatnonzero(~row).tolist() for row in self.is_full]
 
     @property
+    def num_sliding(self) -> int:
+        """Number of sliding KV heads in the whole model."""
+        return int((~self.is_full).sum())
+
+    @property
     def full_kv_heads_per_layer(self) -> list[int]:
         """Number of full KV heads of each layer."""
         return [int(n) for n in self.is_full.sum(axis=1)]
@@ -150,7 +145,7 @@ class HeadMask:
 
 @dataclass(frozen=True)
 class HeadMaskFile:
-    """`head_mask.json`: a head mask with what it was found for and how."""
+    """`head_mask.json`: a head mask with its model, window and search."""
 
     model: str
     method: str
@@ -164,18 +159,45 @@ class HeadMaskFile:
     seed: int | None = None
     format: int = field(default=_FORMAT)
 
+    @classmethod
+    def of(
+        cls,
+        mask: HeadMask,
+        window: Window,
+        *,
+        model: str,
+        method: str,
+        swa_ratio: float,
+        score: float | None = None,
+        seed: int | None = None,
+    ) -> HeadMaskFile:
+        """The file of `mask`, with the model and the search that it comes from."""
+        return cls(
+            model,
+            method,
+            swa_ratio,
+            window.size,
+            window.sinks,
+            mask.num_layers,
+            mask.num_key_value_heads,
+            mask.swa_kv_heads,
+            score,
+            seed,
+        )
+
+    @property
+    def window(self) -> Window:
+        return Window(self.window_size, self.sinks)
+
     @property
     def mask(self) -> HeadMask:
         return HeadMask.from_swa_kv_heads(self.swa_kv_heads, self.num_key_value_heads)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, complete or not at all."""
-        target = Path(path)
         fields = asdict(self)
         content = {"format": fields.pop("format"), **fields}
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, target)
+        write_json(Path(path), content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
@@ -225,12 +247,7 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
     fields: dict[str, Any] = {name: content.get(name) for name in types}
     loaded = HeadMaskFile(**fields)
     try:
-        _ = loaded.mask
+        _ = loaded.mask, loaded.window
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    if loaded.window_size < 1 or loaded.sinks < 0:
-        raise UserError(
-            f"{path}: window_size must be at least 1 and sinks at least 0, found "
-            f"{loaded.window_size} and {loaded.sinks}"
-        )
     return loaded

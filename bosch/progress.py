@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then in a log."""
+"""Progress of long work: a bar on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The processes that share one search: each has a model, and a part of the calibration set."""
+"""The processes that share one search: each has a model and some batches of the calibration set."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -16,13 +18,18 @@ from bosch.errors import LostRankError
 
 T = TypeVar("T")
 
+# What gloo writes of a connection that broke or a partner that is late.
+_BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_ALIVE = "bosch/alive"
+_REPORT_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Ranks:
     """This process among `size` of a torch.distributed group; by default it is alone.
 
-    Or it holds part `shard` of a model that `shards` processes share: then all of them compute the
-    same, and go by what the first one found. `device` is where this rank's tensors must lie to be
+    With `shards` > 1 it holds shard `shard` of one model instead: then all processes compute the
+    same numbers, and use those of the first. `device` is where this rank's tensors must lie to be
     sent: a GPU for nccl, the CPU for gloo.
     """
 
@@ -34,7 +41,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes files and speaks to the user."""
+        """Whether this rank writes the files and prints for the user."""
         return self.rank == self.shard == 0
 
     @property
@@ -42,21 +49,21 @@ class Ranks:
         """Whether there is no other process."""
         return self.size == self.shards == 1
 
-    def merge(self, *parts: Tensor) -> list[Tensor]:
+    def merge(self, *tensors: Tensor) -> list[Tensor]:
         """float64 tensors on the CPU in which each entry is set by one rank and 0 on the others.
 
         Every rank gets all entries, to the bit. Raises LostRankError when another rank has ended.
         """
         if self.is_alone:
-            return list(parts)
-        together = torch.cat([part.reshape(-1) for part in parts]).to(self.device)
+            return list(tensors)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)
         if self.shard > 0:
-            together = torch.zeros_like(together)
+            flat = torch.zeros_like(flat)
         with _partners_alive():
-            dist.all_reduce(together)
-            together = together.cpu()
-        pieces = torch.split(together, [part.numel() for part in parts])
-        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+            dist.all_reduce(flat)
+            flat = flat.cpu()
+        sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [total.reshape(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
 
     def from_first(self, value: T) -> T:
         """Rank 0's `value`, on every rank. Raises LostRankError when another rank has ended."""
@@ -68,14 +75,14 @@ class Ranks:
         result: T = box[0]
         return result
 
-    def agree(self, fact: bool) -> bool:
-        """Whether `fact` holds for every shard of the model, which must take the same decisions."""
+    def agree(self, condition: bool) -> bool:
+        """Whether `condition` holds on every shard of the model: all must decide the same."""
         if self.shards == 1:
-            return fact
-        told = torch.tensor([int(fact)], device=self.device)
+            return condition
+        votes = torch.tensor([int(condition)], device=self.device)
         with _partners_alive():
-            dist.all_reduce(told, op=dist.ReduceOp.MIN)
-            return bool(told.item())
+            dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+            return bool(votes.item())
 
 
 @contextmanager
@@ -84,5 +91,62 @@ def _partners_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise LostRankError(f"another process of this run does not answer ({reason})") from error
+        raise _lost(error) from error
+
+
+@contextmanager
+def partners_alive() -> Iterator[None]:
+    """Around work with collectives in it: LostRankError where a connection to another rank broke.
+
+    It says which processes and nodes do not answer. Other errors go through.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not connection_broke(error) or not dist.is_initialized():
+            raise
+        raise _lost(error) from error
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether an error is how gloo and nccl report that another process has ended."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
+    )
+
+
+def _lost(error: RuntimeError) -> LostRankError:
+    reason = " ".join(str(error).split())[:200]
+    return LostRankError(f"{_silent_partners()} of this run does not answer ({reason})")
+
+
+def _silent_partners() -> str:
+    """Which processes do not report, as the beginning of a sentence.
+
+    All that are left report by the launcher's store, once their own connections are broken; the
+    store is on the first node.
+    """
+    unknown = "another process"
+    if not dist.is_initialized():
+        return unknown
+    rank, size = dist.get_rank(), dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{_ALIVE}/{rank}", "1")
+        with suppress(RuntimeError):
+            dist.destroy_process_group()  # whoever waits for this process ends waiting
+        deadline = time.monotonic() + _REPORT_SECONDS
+        silent = [other for other in range(size) if other != rank]
+        while silent and time.monotonic() < deadline:
+            silent = [other for other in silent if not store.check([f"{_ALIVE}/{other}"])]
+            time.sleep(0.2)
+    except RuntimeError:
+        return "node 0, or its launcher," if per_node and rank >= per_node else unknown
+    if not silent:
+        return unknown
+    numbers = ", ".join(map(str, silent))
+    if not per_node or size == per_node:
+        return f"process {numbers}"
+    nodes = ", ".join(str(node) for node in sorted({other // per_node for other in silent}))
+    return f"node {nodes} (process {numbers})"

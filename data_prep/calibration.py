@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.haystacks import make_samples
+from data_prep.haystacks import make_sample
 from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids
+from data_prep.ruler_samples import StoredSample
 
 
 def write_calibration(
@@ -25,31 +25,24 @@ def write_calibration(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
-    questions_per_haystack: int = 1,
 ) -> dict[str, Any]:
     """Write calibration.jsonl (token ids) and needles.jsonl (what is hidden in each example).
 
     Tasks take turns. A record of calibration.jsonl holds task, index, seed, input_ids and
-    answer_length: the last `answer_length` ids are the answer; where several questions are asked
-    about one haystack, also shared_length: the first ids, which all of them have. Returns
-    statistics.
+    answer_length: the last `answer_length` ids are the answer. Returns statistics.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = []
-    made = forced_records(
-        tasks, examples, length, "calibration", seed, tokenizer, essay_words, questions_per_haystack
-    )
+    records = forced_records(tasks, examples, length, "calibration", seed, tokenizer, essay_words)
     with (
         (folder / "calibration.jsonl").open("w") as ids_file,
         (folder / "needles.jsonl").open("w") as needles_file,
         progress(examples, "calibration examples", "examples") as bar,
     ):
-        for sample, (ids, answer_length, shared_length) in made:
+        for sample, (ids, answer_length) in records:
             lengths.append(len(ids))
             head = {"task": sample.task, "index": sample.index, "seed": seed}
             record = {**head, "input_ids": ids, "answer_length": answer_length}
-            if shared_length:
-                record["shared_length"] = shared_length
             ids_file.write(json.dumps(record) + "\n")
             needles = {"needles": sample.needles, "prompt_sha256": _digest(sample.prompt)}
             needles_file.write(json.dumps({**head, **needles}) + "\n")
@@ -57,7 +50,6 @@ def write_calibration(
     return {
         "tasks": list(tasks),
         "examples": examples,
-        "questions_per_haystack": questions_per_haystack,
         "length": length,
         "shortest": min(lengths),
         "longest": max(lengths),
@@ -72,30 +64,16 @@ def forced_records(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
-    questions_per_haystack: int = 1,
-) -> Iterator[tuple[NeedleSample, tuple[list[int], int, int]]]:
-    """Teacher-forced examples: the sample, and its ids, answer length and ids shared by a haystack.
+) -> Iterator[tuple[NeedleSample, tuple[list[int], int]]]:
+    """Teacher-forced examples: the sample, and its token ids and answer length.
 
-    Prompt and answer together have at most `length` tokens. `questions_per_haystack` examples in a
-    row ask for different needles of one haystack, the last haystack perhaps for fewer; haystacks
-    take tasks in turn. What their prompts share is found in their ids, so that they may be
-    tokenised each by itself; the last id of a prompt is never shared.
+    Tasks take turns. Prompt and answer together have at most `length` tokens.
     """
-    for number, first in enumerate(range(0, examples, questions_per_haystack)):
-        samples = make_samples(
-            tasks[number % len(tasks)], length, tokenizer, seed_space, seed, number, None,
-            essay_words, questions_per_haystack,
-        )[: examples - first]  # fmt: skip
-        forced = [forced_ids(sample, tokenizer) for sample in samples]
-        shared = _common_start([prompt[:-1] for prompt, _ in forced]) if len(forced) > 1 else 0
-        for sample, (prompt, answer) in zip(samples, forced, strict=True):
-            yield sample, (prompt + answer, len(answer), shared)
-
-
-def _common_start(sequences: list[list[int]]) -> int:
-    """Number of first ids that all `sequences` have."""
-    columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*sequences, strict=False))
-    return sum(1 for _ in columns)
+    for number in range(examples):
+        task = tasks[number % len(tasks)]
+        sample = make_sample(task, length, tokenizer, seed_space, seed, number, None, essay_words)
+        prompt, answer = forced_ids(sample, tokenizer)
+        yield sample, (prompt + answer, len(answer))
 
 
 def _digest(prompt: str) -> str:
@@ -104,7 +82,7 @@ def _digest(prompt: str) -> str:
 
 @dataclass(frozen=True)
 class CalibrationNeedles:
-    """What evaluation must not ask about."""
+    """Needles and prompts of the calibration set, which evaluation must not use."""
 
     pairs: frozenset[Needle]
     prompts: frozenset[str]
@@ -121,13 +99,12 @@ class CalibrationNeedles:
                 prompts.add(record["prompt_sha256"])
         return cls(frozenset(pairs), frozenset(prompts))
 
-    def check(self, samples: Iterable[NeedleSample]) -> None:
+    def check(self, sample: StoredSample) -> None:
         """Raise RunError if a sample shares a needle or its prompt with the calibration set."""
-        for sample in samples:
-            shared = self.pairs.intersection(sample.needles)
-            if shared or _digest(sample.prompt) in self.prompts:
-                what = f"the needle {min(shared)}" if shared else "its whole prompt"
-                raise RunError(
-                    f"evaluation sample {sample.task} {sample.index} shares {what} with the "
-                    "calibration set: the score would be no held-out score"
-                )
+        shared = self.pairs.intersection(sample.needles)
+        if shared or sample.prompt_sha256 in self.prompts:
+            what = f"the needle {min(shared)}" if shared else "its whole prompt"
+            raise RunError(
+                f"evaluation sample {sample.task} {sample.index} shares {what} with the "
+                "calibration set: the score would be no held-out score; choose another seed"
+            )

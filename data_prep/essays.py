@@ -1,4 +1,4 @@
-"""The prose in which needles are hidden: a folder the user names, or pydoc's topics."""
+"""The text in which needles are hidden: a folder of the user, or pydoc's topics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def haystack_words(essay_dir: str | Path | None) -> list[str]:
     if essay_dir is None:
         words = " ".join(pydoc_topics().values()).split()
     else:
-        words = " ".join(_read(path) for path in _essay_files(Path(essay_dir))).split()
+        words = " ".join(_read(path) for path in haystack_files(Path(essay_dir))).split()
     if not words:
         raise UserError(f"essay_dir {essay_dir}: the files hold no text; name a folder of prose")
     return words
@@ -51,12 +51,13 @@ def pydoc_topics() -> dict[str, str]:
     return dict(sorted(topics.items()))
 
 
-def _essay_files(folder: Path) -> list[Path]:
+def haystack_files(folder: Path, name: str = "essay_dir") -> list[Path]:
+    """The folder's texts in the order of their names. Raises UserError where there is none."""
     if not folder.is_dir():
-        raise UserError(f"essay_dir {folder}: no such folder; name a folder of .txt or .md files")
+        raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
     files = sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
     if not files:
-        raise UserError(f"essay_dir {folder}: holds no {', '.join(_SUFFIXES)} file")
+        raise UserError(f"{name} {folder}: holds no {', '.join(_SUFFIXES)} file")
     return files
 
 

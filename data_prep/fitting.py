@@ -1,4 +1,4 @@
-"""How large a haystack may be when its tokens can only be counted by making it."""
+"""Search for the largest haystack that fits, when only building it tells its token count."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -32,15 +31,10 @@ from data_prep.needles import (
     pair_owner,
     question,
 )
+from data_prep.sentences import split_by_rule
 from data_prep.words import word_key
 
-_DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
-
-# White space behind a full stop (a closing quote or bracket may follow it), before a new sentence;
-# the stop of an initial ends nothing.
-_SENTENCE_END = re.compile(
-    r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))(?<!\b[A-Za-z]\.)\s+(?=["'(\[]?[A-Z0-9])"""
-)
+DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
 
 
 def make_sample(
@@ -55,33 +49,9 @@ def make_sample(
 ) -> NeedleSample:
     """The sample of this task and index, its haystack as long as `length` tokens allow.
 
-    Args and errors as in `make_samples`.
-    """
-    (sample,) = make_samples(
-        task, length, tokenizer, seed_space, seed, index, max_new_tokens, essay_words
-    )
-    return sample
-
-
-def make_samples(
-    task: str,
-    length: int,
-    tokenizer: Any,
-    seed_space: SeedSpace,
-    seed: int,
-    index: int,
-    max_new_tokens: int | None,
-    essay_words: Sequence[str],
-    questions: int = 1,
-) -> list[NeedleSample]:
-    """Samples that ask `questions` different questions about one haystack.
-
-    The haystack hides at least as many needles. It is as long as `length` tokens allow, with the
-    longest question.
-
     Args:
         max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form is
-            made to fit instead, with the answer's own tokens inside `length`.
+            fitted instead, with the answer's own tokens inside `length`.
         essay_words: Words of the essay haystacks, see `data_prep.essays.haystack_words`.
 
     Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
@@ -90,23 +60,20 @@ def make_samples(
     Raises:
         UserError: not even the shortest haystack fits.
     """
-    draws = _Draws(task, length, seed_space, seed, index, essay_words, questions)
+    draws = _Draws(task, length, seed_space, seed, index, essay_words)
 
     def tokens(size: int) -> int:
-        return max(tokens_of(sample) for sample in draws.samples(size))
-
-    def tokens_of(sample: NeedleSample) -> int:
+        sample = draws.sample(size)
         if max_new_tokens is None:
             return sum(len(part) for part in forced_ids(sample, tokenizer))
         return len(encode_prompt(tokenizer, sample.generation_prompt)) + max_new_tokens
 
     per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
-    smallest = 0 if TASKS[task].haystack == "essay" else draws.needles
-    what = task if questions == 1 else f"{task} with {questions} questions per haystack"
-    return draws.samples(largest_fit(tokens, length, per_unit, smallest, what))
+    smallest = 0 if TASKS[task].haystack == "essay" else TASKS[task].needles
+    return draws.sample(largest_fit(tokens, length, per_unit, smallest, task))
 
 
-# Only saves time: what is kept depends on nothing but the key.
+# Only saves time: a value depends on its key alone.
 _UNIT_TOKENS: WeakKeyDictionary[Any, dict[tuple[str, int], float]] = WeakKeyDictionary()
 
 
@@ -145,12 +112,11 @@ class _Draws:
         seed: int,
         index: int,
         essay_words: Sequence[str],
-        questions: int = 1,
     ) -> None:
         if task not in TASKS:
             raise UserError(f"{task} is no needle task: choose from {', '.join(TASKS)}")
         if TASKS[task].haystack == "essay" and not essay_words:
-            raise UserError(f"{task} needs an essay: no words were given")
+            raise UserError(f"{task} needs an essay, but essay_words is empty")
         self.task, self.spec, self.index, self.seed_space = task, TASKS[task], index, seed_space
         self._words = essay_words
         entropy = [get_args(SeedSpace).index(seed_space), list(TASKS).index(task)]
@@ -163,29 +129,24 @@ class _Draws:
         self._keys: set[str] = set()
         self._distractors: list[Needle] = []
         rng = random.Random(needles)
-        self.needles = max(questions, self.spec.needles)
-        self._needles = [self._draw_needle(rng) for _ in range(self.needles)]
-        first = rng.randrange(self.needles)
-        self._asked = [(first + number) % self.needles for number in range(questions)]
+        self._needles = [self._draw_needle(rng) for _ in range(self.spec.needles)]
+        self._key, self._value = self._needles[rng.randrange(self.spec.needles)]
         rotated = seed_space != "evaluation" and len(essay_words) > 0
         self._start = start % len(essay_words) if rotated else 0
 
-    def samples(self, size: int) -> list[NeedleSample]:
-        """The samples with a haystack of `size` words (essay) or lines (noise, needles)."""
+    def sample(self, size: int) -> NeedleSample:
+        """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
         what = self.spec.value
         context = self._essay(size) if self.spec.haystack == "essay" else self._lines(size)
         hidden = self._needles + self._distractors[: size if self.spec.haystack == "needles" else 0]
-        return [
-            NeedleSample(
-                task=self.task,
-                index=self.index * len(self._asked) + number,
-                prompt=f"{instruction(what)}\n{context}\n{question(key, what)}",
-                answer_prefix=answer_prefix(key, what),
-                answers=[value],
-                needles=hidden,
-            )
-            for number, (key, value) in enumerate(self._needles[asked] for asked in self._asked)
-        ]
+        return NeedleSample(
+            task=self.task,
+            index=self.index,
+            prompt=f"{instruction(what)}\n{context}\n{question(self._key, what)}",
+            answer_prefix=answer_prefix(self._key, what),
+            answers=[self._value],
+            needles=hidden,
+        )
 
     def distractor(self, number: int) -> str:
         """The line of the `number`-th distractor needle."""
@@ -207,8 +168,8 @@ class _Draws:
         return "\n".join(lines)
 
     def _essay(self, size: int) -> str:
-        sentences = _SENTENCE_END.split(_take_words(self._words, self._start, size))
-        depths = random.Random(self._place_seed).sample(_DEPTHS, len(self._needles))
+        sentences = split_by_rule(take_words(self._words, self._start, size))
+        depths = random.Random(self._place_seed).sample(DEPTHS, len(self._needles))
         places = sorted((int(len(sentences) * depth / 100) for depth in depths), reverse=True)
         for place, needle in zip(places, self._needles, strict=True):
             sentences.insert(place, self._line(needle))
@@ -217,14 +178,14 @@ class _Draws:
     def _draw_needle(self, rng: random.Random) -> Needle:
         """A pair that belongs to this seed space, its key new in this sample."""
         while True:
-            key = _draw(rng, self.spec.key)
-            value = _draw(rng, self.spec.value)
+            key = draw_value(rng, self.spec.key)
+            value = draw_value(rng, self.spec.value)
             if key not in self._keys and pair_owner(key, value) == self.seed_space:
                 self._keys.add(key)
                 return key, value
 
 
-def _draw(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str:
+def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str:
     if kind == "words":
         return word_key(rng)
     if kind == "numbers":
@@ -232,7 +193,7 @@ def _draw(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _take_words(words: Sequence[str], start: int, size: int) -> str:
+def take_words(words: Sequence[str], start: int, size: int) -> str:
     """`size` words from `start`, from the beginning again where the essay ends."""
     times = math.ceil((start + size) / len(words))
     tiled = words if times <= 1 else list(words) * times

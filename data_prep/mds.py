@@ -1,4 +1,4 @@
-"""Direct reader of MosaicML's MDS shards: an index.json and plain or zstd-compressed shard files.
+"""Direct reader of MosaicML's MDS shards, plain or zstd-compressed.
 
 A shard holds, little-endian: the number of samples n (uint32), n + 1 offsets from the file's start
 (uint32), the writer's settings, the samples. A sample holds the sizes (uint32) of its columns of
@@ -7,139 +7,145 @@ variable size, then the columns' bytes in the index's order.
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from bosch.errors import UserError
-from data_prep.text import decode_utf8, read_utf8
+from data_prep.mds_index import Shard
+from data_prep.text import decode_utf8
+
+# A file of a few kilobytes may claim to be gigabytes when it is decompressed.
+_MOST_DECOMPRESSED = 2**30
+# What an encoding's decoder raises on bytes that it cannot have written.
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
 _SCALARS = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64",
 )  # fmt: skip
 
-# An array of no fixed type says its type in the first byte.
+# The first byte of an array without a fixed type is the code of its type.
 _VALUE_TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One shard of an index, and how its columns are written."""
-
-    path: Path
-    compressed: bool
-    samples: int
-    size: int
-    columns: tuple[tuple[str, str, int | None], ...]
-
-
-def read_index(folder: Path) -> list[Shard]:
-    """The shards of a folder, in order.
+def read_samples(
+    folder: Path, shard: Shard, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The shard's samples as column name to value; with `columns`, only those that it has of them.
 
     Raises:
-        UserError: index.json is missing, damaged or of an unknown version, or a shard is missing.
+        UserError: the shard is missing, cut short, damaged, or not what its index states (size,
+            hashes, number of samples); names the file and the sample.
     """
-    index = folder / "index.json"
-    if not index.is_file():
-        raise UserError(f"{index}: no such file; an MDS folder holds one beside its shards")
-    try:
-        return [_shard(folder, entry) for entry in json.loads(read_utf8(index))["shards"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index}: not an index of MDS shards, version 2 ({error!r})") from None
-
-
-def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
-    if entry["version"] != 2 or entry["format"] != "mds":
-        raise ValueError(f"format {entry['format']}, version {entry['version']}")
-    raw = folder / entry["raw_data"]["basename"]
-    zipped = entry["zip_data"]
-    compressed = zipped is not None and not raw.exists()
-    path = folder / zipped["basename"] if compressed else raw
-    if not path.is_file():
-        raise UserError(f"{path}: this shard is in index.json but not in the folder")
-    if compressed and not entry["compression"].startswith("zstd"):
-        raise UserError(f"{path}: compressed with {entry['compression']}; only zstd can be read")
-    columns = zip(
-        entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
-    )
-    return Shard(path, compressed, entry["samples"], path.stat().st_size, tuple(columns))
-
-
-def read_samples(shard: Shard) -> Iterator[dict[str, Any]]:
-    """The shard's samples as column name to value.
-
-    Raises:
-        UserError: the shard is cut short or damaged; names the file and the sample.
-    """
-    data = _shard_bytes(shard)
-    header = np.frombuffer(data[: 4 * (len(data) // 4)], "<u4")
+    path, is_compressed = shard.file(folder)
+    data = _shard_bytes(path, shard, is_compressed)
+    header = np.frombuffer(data, "<u4", len(data) // 4)
     if len(header) < 2 + shard.samples or header[0] != shard.samples:
-        raise UserError(f"{shard.path}: expected {shard.samples} samples; the shard is damaged")
+        raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
     offsets = header[1 : shard.samples + 2].tolist()
-    for number in range(shard.samples):
-        begin, end = offsets[number], offsets[number + 1]
+    decoders = _decoders(path, shard, columns)
+    for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if not begin <= end <= len(data):
-            raise UserError(f"{shard.path}: ends inside sample {number}; fetch it again")
+            raise UserError(f"{path}: ends inside sample {number}; get it again")
         try:
-            yield _decode_sample(shard, data[begin:end])
-        except (ValueError, IndexError, KeyError) as error:
-            raise UserError(f"{shard.path}: sample {number} is damaged ({error})") from None
+            yield _decode_sample(shard.column_sizes, decoders, data[begin:end])
+        except _DAMAGE as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}: sample {number} is damaged ({reason})") from None
 
 
-def _shard_bytes(shard: Shard) -> bytes:
-    data = shard.path.read_bytes()
-    if not shard.compressed:
-        return data
-    import zstandard
-
+def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
+    """The plain bytes of the shard, verified by what the index states of the file that is there."""
+    form = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as reader:
-            return reader.read()
-    except zstandard.ZstdError as error:
-        raise UserError(f"{shard.path}: not a whole zstd file ({error})") from None
+        with path.open("rb") as file:
+            stored = file.read(form.size + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    form.check(stored, path)
+    if not is_compressed:
+        return memoryview(stored)
+    if shard.raw_data.size > _MOST_DECOMPRESSED:
+        raise UserError(f"{path}: more than {_MOST_DECOMPRESSED:,} bytes decompressed; split it")
+    try:
+        plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
+    except OSError as error:
+        raise UserError(
+            f"{path}: not a whole zstd file of {shard.raw_data.size:,} bytes ({error}); "
+            "get it again"
+        ) from None
+    if not form.hashes:
+        shard.raw_data.check(plain, path)
+    return memoryview(plain)
 
 
-def _decode_sample(shard: Shard, data: bytes) -> dict[str, Any]:
-    variable = sum(size is None for _, _, size in shard.columns)
-    sizes = iter(np.frombuffer(data[: 4 * variable], "<u4").tolist())
+_Decoder = Callable[[memoryview], Any]
+
+
+def _decoders(
+    path: Path, shard: Shard, columns: Sequence[str] | None
+) -> list[tuple[str, _Decoder | None]]:
+    """Each column's name and how it is read; None for one that is not asked for."""
+    return [
+        (
+            name,
+            _decoder(encoding, f"{path}: column {name}")
+            if columns is None or name in columns
+            else None,
+        )
+        for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True)
+    ]
+
+
+def _decode_sample(
+    fixed_sizes: Sequence[int | None],
+    decoders: Sequence[tuple[str, _Decoder | None]],
+    data: memoryview,
+) -> dict[str, Any]:
+    variable = fixed_sizes.count(None)
+    sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
     sample, at = {}, 4 * variable
-    for name, encoding, fixed in shard.columns:
+    for (name, decode), fixed in zip(decoders, fixed_sizes, strict=True):
         size = next(sizes) if fixed is None else fixed
         if at + size > len(data):
             raise ValueError(f"column {name} is cut short")
-        sample[name] = _decode(encoding, data[at : at + size], f"{shard.path}: column {name}")
+        if decode is not None:
+            sample[name] = decode(data[at : at + size])
         at += size
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes are left over")
     return sample
 
 
-def _decode(encoding: str, data: bytes, where: str) -> Any:
+def _decoder(encoding: str, where: str) -> _Decoder:
+    kind, *fixed = encoding.split(":")
     if encoding == "str":
-        return decode_utf8(data, where)
+        return lambda data: decode_utf8(bytes(data), where)
     if encoding == "bytes":
-        return data
-    if encoding == "int":
-        return int(np.frombuffer(data, "<i8")[0])
-    if encoding in _SCALARS:
-        return np.frombuffer(data, encoding)[0].item()
+        return bytes
     if encoding == "json":
-        return json.loads(data)
-    if encoding.split(":")[0] == "ndarray":
-        return _decode_array(encoding.split(":")[1:], data)
+        return lambda data: json.loads(bytes(data))
+    if encoding == "int" or encoding in _SCALARS:
+        dtype = np.dtype("<i8" if encoding == "int" else encoding)
+        return lambda data: np.frombuffer(data, dtype)[0].item()
+    if kind == "ndarray" and (not fixed or fixed[0] in _SCALARS) and len(fixed) <= 2:
+        return partial(_decode_array, fixed)
     raise UserError(
-        f"{where} has the encoding {encoding}, which is not read; write it as str or ndarray"
+        f"{where} has the encoding {encoding[:100]}, which is not read; write it as str or ndarray"
     )
 
 
-def _decode_array(fixed: list[str], data: bytes) -> np.ndarray:
+def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
     """An array; its type and shape stand before the data where the encoding lacks them."""
     at = 0
     if fixed:
@@ -156,8 +162,8 @@ def _decode_array(fixed: list[str], data: bytes) -> np.ndarray:
     return np.frombuffer(data[at:], dtype).reshape(shape)
 
 
-def read_documents(folder: Path, number: int, tokenizer: Any) -> Iterator[str]:
-    """Texts of the folder's shard `number`: its token ids (`input_ids`) in words again.
+def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
+    """Texts of the shard's documents, decoded from its token ids (`input_ids`).
 
     A packed record (with `indices`, pairs of start and end) gives one text per document.
 
@@ -167,19 +173,54 @@ def read_documents(folder: Path, number: int, tokenizer: Any) -> Iterator[str]:
     Raises:
         UserError: the shard is damaged, or holds tokens that this tokenizer does not have.
     """
-    shard = read_index(folder)[number]
-    for row, sample in enumerate(read_samples(shard)):
-        if "input_ids" not in sample:
-            raise UserError(f"{shard.path}: no column `input_ids` (there is {', '.join(sample)})")
-        ids = np.asarray(sample["input_ids"])
-        if len(ids) and int(ids.max()) >= len(tokenizer):
-            raise UserError(
-                f"{shard.path}, sample {row}: token {int(ids.max())} is not in the vocabulary of "
-                f"{tokenizer.name_or_path}; name the tokenizer the shards were written with"
-            )
-        for begin, end in sample.get("indices", [(0, len(ids))]):
+    path = shard.file(folder)[0]
+    if "input_ids" not in shard.column_names:
+        there = ", ".join(shard.column_names)[:200]
+        raise UserError(f"{path}: no column `input_ids` (there is {there})")
+    vocabulary = len(tokenizer)
+    for row, sample in enumerate(read_samples(folder, shard, ("input_ids", "indices"))):
+        where = f"{path}, sample {row}"
+        ids = _token_ids(sample["input_ids"], vocabulary, tokenizer.name_or_path, where)
+        for begin, end in _spans(sample, len(ids), where):
             yield tokenizer.decode(
                 ids[begin:end].tolist(),
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
             )
+
+
+def _token_ids(values: Any, vocabulary: int, tokenizer: str, where: str) -> np.ndarray:
+    ids = _whole_numbers(values, "input_ids", where)
+    if ids.ndim != 1:
+        raise UserError(f"{where}: input_ids has {ids.ndim} dimensions; expected 1")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        token = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise UserError(
+            f"{where}: token {token} is not in the vocabulary of {tokenizer}; "
+            "name the tokenizer the shards were written with"
+        )
+    return ids
+
+
+def _spans(sample: dict[str, Any], tokens: int, where: str) -> list[tuple[int, int]]:
+    if "indices" not in sample:
+        return [(0, tokens)]
+    spans = _whole_numbers(sample["indices"], "indices", where)
+    if not spans.size:
+        return []
+    if spans.ndim != 2 or spans.shape[1] != 2:
+        raise UserError(f"{where}: indices has the shape {spans.shape}; expected pairs")
+    begins, ends = spans[:, 0], spans[:, 1]
+    if int(begins.min()) < 0 or bool((begins > ends).any()) or int(ends.max()) > tokens:
+        raise UserError(f"{where}: indices has a span outside the record's {tokens:,} tokens")
+    return [(int(begin), int(end)) for begin, end in spans.tolist()]
+
+
+def _whole_numbers(values: Any, column: str, where: str) -> np.ndarray:
+    try:
+        numbers = np.asarray(values)
+    except ValueError:
+        numbers = np.asarray(None)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise UserError(f"{where}: {column} does not hold whole numbers")
+    return numbers

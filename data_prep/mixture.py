@@ -1,4 +1,4 @@
-"""Mixing tokenised sources by weight, each in an order drawn anew every time it is read."""
+"""Mix tokenised sources by weight; each pass over a source has a newly drawn order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from data_prep.tokenize import TokenisedSource
+from data_prep.tokenization import TokenisedSource
 
 logger = logging.getLogger(__name__)
 

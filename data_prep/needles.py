@@ -23,12 +23,14 @@ NOISE_LINE = (
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What distinguishes one needle task from another."""
+    """Parameters of a needle task; `needles` is the number of keys."""
 
     haystack: Literal["noise", "essay", "needles"]
     key: Literal["words", "uuids"]
     value: Literal["numbers", "uuids"]
     needles: int
+    values: int = 1
+    queries: int = 1
 
 
 TASKS: dict[str, TaskSpec] = {
@@ -43,7 +45,7 @@ TASKS: dict[str, TaskSpec] = {
 
 @dataclass(frozen=True)
 class NeedleSample:
-    """One question: text, what is asked and what is right.
+    """One question: the text, the question in it, and the correct answers.
 
     `prompt` ends with the question; a model continues `prompt + answer_prefix`. `needles` are the
     (key, value) pairs hidden in the text, distractors included.
@@ -63,12 +65,12 @@ class NeedleSample:
 
     @property
     def forced_prompt(self) -> str:
-        """The text before the answer when the answer is given: it holds the needle's colon too."""
+        """The prompt of the teacher-forced form, which includes the colon before the value."""
         return self.prompt + self.answer_prefix + ":"
 
     @property
     def forced_answer(self) -> str:
-        """What stands behind `forced_prompt`: the value alone, with its space."""
+        """Text after `forced_prompt`: the value with its leading space."""
         return " " + self.answers[0]
 
 
@@ -77,23 +79,24 @@ def needle_sentence(key: str, value: str, what: str) -> str:
     return f"One of the special magic {what} for {key} is: {value}."
 
 
-def question(key: str, what: str) -> str:
-    """The question at the prompt's end."""
-    noun = what.removesuffix("s")
-    return f"What is the special magic {noun} for {key} mentioned in the provided text?"
+def question(key: str, what: str, many: bool = False) -> str:
+    """The question at the prompt's end; `many`: it has several answers."""
+    subject = f"are all the special magic {what}" if many else f"is the special magic {what[:-1]}"
+    return f"What {subject} for {key} mentioned in the provided text?"
 
 
-def answer_prefix(key: str, what: str) -> str:
-    """The answer's beginning, which is given; the model continues with a colon and the value."""
-    noun = what.removesuffix("s")
-    return f" The special magic {noun} for {key} mentioned in the provided text is"
+def answer_prefix(key: str, what: str, many: bool = False) -> str:
+    """The beginning of the answer, part of the prompt; the model goes on behind it."""
+    noun, verb = (what, "are") if many else (what[:-1], "is")
+    return f" The special magic {noun} for {key} mentioned in the provided text {verb}"
 
 
-def instruction(what: str) -> str:
-    """What a prompt begins with."""
-    noun = what.removesuffix("s")
+def instruction(what: str, many: bool = False) -> str:
+    """Beginning of a prompt."""
+    noun = what if many else what[:-1]
+    hidden = f"Some special magic {what} are" if many else f"A special magic {noun} is"
     return (
-        f"A special magic {noun} is hidden within the following text. Make sure to memorize it. "
+        f"{hidden} hidden within the following text. Make sure to memorize it. "
         f"I will quiz you about the {noun} afterwards."
     )
 
@@ -113,7 +116,7 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
 
 
 def forced_ids(sample: NeedleSample, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Prompt and answer ids of the teacher-forced form; each part is tokenised on its own."""
+    """Prompt and answer ids of the teacher-forced form; each is tokenised on its own."""
     return (
         encode_prompt(tokenizer, sample.forced_prompt),
         encode_answer(tokenizer, sample.forced_answer),

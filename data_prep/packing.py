@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-_FILE_TOKENS = 128 * 2**20
-_BATCH_TOKENS = 2**20
+FILE_TOKENS = 128 * 2**20
+BATCH_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def write_dataset(
         }
     )
     folder.mkdir(parents=True, exist_ok=True)
-    per_file = max(1, _FILE_TOKENS // sequence_length)
+    per_file = max(1, FILE_TOKENS // sequence_length)
     files = math.ceil(count / per_file)
     names = [f"data-{index:05d}-of-{files:05d}.arrow" for index in range(files)]
     iterator = iter(sequences)
@@ -89,7 +89,7 @@ def _write_file(
 ) -> None:
     import pyarrow as pa
 
-    per_batch = max(1, _BATCH_TOKENS // length)
+    per_batch = max(1, BATCH_TOKENS // length)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, rows, per_batch):
             batch = [next(sequences) for _ in range(min(per_batch, rows - start))]

@@ -2,120 +2,138 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from bosch.errors import UserError
+from data_prep.filters import Filters
 from data_prep.text import decode_utf8
+
+# A record is held whole while it is read; one of this size takes up to a gigabyte.
+MOST_RECORD_BYTES = 64 * 2**20
+_TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
+_BATCH_BYTES = 2**24
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a JSONL file is read as gzip or zstd, from its name."""
+    """Whether the file's name says gzip or zstd."""
     return path.suffix in (".gz", ".zst")
 
 
-def read_jsonl(path: Path, start: int, stop: int, field: str) -> Iterator[str]:
-    """Text of the records whose lines begin in bytes `start` to `stop`; of all if compressed.
+def read_jsonl(
+    path: Path, start: int, stop: int, field: str, filters: Filters
+) -> Iterator[str | None]:
+    """Texts of the records whose lines begin in bytes `start` to `stop`; of all if compressed.
+
+    None stands for a record that a pattern of `filters` leaves out.
 
     Raises:
-        UserError: a record is cut short, no JSON, not UTF-8, or has no text in `field`.
+        UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
     try:
         with _open_binary(path) as file:
             at = start
             if at:
                 file.seek(at - 1)
-                at += len(file.readline()) - 1
+                at += _skip_line(file) - 1
             while at < stop or is_compressed(path):
-                line = file.readline()
+                line = file.readline(MOST_RECORD_BYTES + 1)
                 if not line:
                     break
+                if len(line) > MOST_RECORD_BYTES:
+                    raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
-                    yield _record_text(line, at, path, field)
+                    yield _record_text(line, at, path, field, filters)
                 at += len(line)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
 
 
-class _ZstdReader(io.RawIOBase):
-    """Decompressed bytes of a zstd file; unlike the library's reader it notices a missing end."""
-
-    def __init__(self, path: Path) -> None:
-        import zstandard
-
-        self._path, self._file = path, path.open("rb")
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._error = zstandard.ZstdError
-        self._frame: Any = None
-        self._out = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._out:
-            data = self._file.read(2**17)
-            if not data:
-                if self._frame is not None:
-                    raise self._damaged("it ends inside a frame")
-                return 0
-            self._out = self._decompress(data)
-        size = min(len(buffer), len(self._out))
-        buffer[:size], self._out = self._out[:size], self._out[size:]
-        return size
-
-    def _decompress(self, data: bytes) -> bytes:
-        out = b""
-        try:
-            while data:
-                self._frame = self._frame or self._new_frame()
-                out += self._frame.decompress(data)
-                data = self._frame.unused_data if self._frame.eof else b""
-                self._frame = None if self._frame.eof else self._frame
-        except self._error as error:
-            raise self._damaged(str(error)) from None
-        return out
-
-    def _damaged(self, reason: str) -> UserError:
-        return UserError(f"{self._path}: not a whole zstd file ({reason}); fetch it again")
+def _skip_line(file: io.BufferedIOBase) -> int:
+    """Read to the line's end; returns the number of bytes."""
+    skipped = 0
+    while block := file.readline(MOST_RECORD_BYTES):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _open_binary(path: Path) -> io.BufferedIOBase:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(path))
+    """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
+    if is_compressed(path):
+        return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
     return path.open("rb")
 
 
-def _record_text(line: bytes, at: int, path: Path, field: str) -> str:
+def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters) -> str | None:
     try:
-        record = json.loads(decode_utf8(line, str(path), at))
+        record = _parse(decode_utf8(line, str(path), at))
     except json.JSONDecodeError as error:
-        cut = "the file ends inside it" if not line.endswith(b"\n") else error.msg
-        where = f"{path}, line {_line_number(path, at)}"
-        raise UserError(f"{where}: not a complete JSON record ({cut})") from None
-    if isinstance(record, dict) and isinstance(record.get(field), str):
-        return str(record[field])
-    where = f"{path}, line {_line_number(path, at)}"
-    if isinstance(record, dict) and field in record:
-        raise UserError(f"{where}: field `{field}` is no text but {_type_name(record[field])}")
-    has = ", ".join(record) if isinstance(record, dict) else f"a {_type_name(record)}, no object"
-    raise UserError(f"{where}: no field `{field}` (there is {has}); set text_field")
+        reason = error.msg if line.endswith(b"\n") else "the file ends inside it"
+        problem = f"not a complete JSON record ({reason})"
+    except RecursionError:
+        problem = "a record that is nested too deeply; leave it out"
+    else:
+        problem = text_problem(record, field, checked=b"\\u" not in line)
+        if problem is None:
+            return str(record[field]) if filters.allow_record(record) else None
+    raise _record_fault(path, at, problem)
+
+
+def text_problem(record: Any, field: str, *, checked: bool = False) -> str | None:
+    """Fault of a record that should hold text in `field`, if any.
+
+    With `checked` its text is known to be made of whole characters.
+    """
+    if not isinstance(record, dict):
+        return f"expected a JSON object, not {_type_name(record)}"
+    if field not in record:
+        return f"no field `{field}` (there is {printable(', '.join(record))}); set text_field"
+    if not isinstance(record[field], str):
+        return f"field `{field}` is {_type_name(record[field])}, not text"
+    if not checked and not _is_utf8(record[field]):
+        return f"field `{field}` has half a surrogate pair (\\ud800 to \\udfff), no character"
+    return None
+
+
+def _record_fault(path: Path, at: int, problem: str) -> UserError:
+    return UserError(f"{path}, line {_line_number(path, at)}: {problem}")
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # Python reads no whole number of more than 4,300 digits; as a float it is infinite.
+        return json.loads(text, parse_int=float)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """Text of a stranger's file for a message: without control characters, and not too long."""
+    text = "".join(c if c.isprintable() else "?" for c in text[:201])
+    return text if len(text) <= 200 else f"{text[:200]} …"
 
 
 def _type_name(value: Any) -> str:
     return {"NoneType": "null", "dict": "an object", "list": "a list"}.get(
-        type(value).__name__, type(value).__name__
+        type(value).__name__, f"of type {type(value).__name__}"
     )
 
 
@@ -139,43 +157,64 @@ def parquet_row_groups(path: Path, field: str) -> int:
     names = file.schema_arrow.names
     if field not in names:
         raise UserError(
-            f"{path}: no column `{field}` (there is {', '.join(names)}); set text_field"
+            f"{path}: no column `{field}` (there is {printable(', '.join(names))}); set text_field"
         )
     return int(file.num_row_groups)
 
 
 def _open_parquet(path: Path) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).split(".")[0]
-        raise UserError(f"{path}: not a whole Parquet file ({reason}); fetch it again") from None
+        return pq.ParquetFile(path)
+    except _PARQUET_FAULTS as error:
+        reason = _reason(error)
+        raise UserError(f"{path}: not a whole Parquet file ({reason}); get it again") from None
 
 
-def read_parquet(path: Path, group: int, field: str) -> Iterator[str]:
-    """Text of one row group's rows.
+_PARQUET_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, TypeError)
+
+
+def _reason(error: BaseException) -> str:
+    return printable(" ".join(str(error).split(".")[0].split()))
+
+
+def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterator[str | None]:
+    """Text of one row group's rows; None for a row that a pattern of `filters` leaves out.
 
     Raises:
-        UserError: the row group is damaged, or a row's `field` is no text.
+        UserError: the row group is damaged, or a row's `field` is not text.
     """
-    import pyarrow as pa
-
     where, row = f"{path}, row group {group}", 0
     try:
-        batches = _open_parquet(path).iter_batches(
-            batch_size=1000, row_groups=[group], columns=[field]
-        )
-        for batch in batches:
-            for value in batch.column(0).to_pylist():
+        file = _open_parquet(path)
+        rows = _rows_per_batch(file, group, field)
+        columns = list(dict.fromkeys([field, *filters.matches]))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+            filter_columns = [name for name in filters.matches if name in batch.schema.names]
+            for index, scalar in enumerate(batch.column(field)):
+                if _scalar_bytes(scalar) > MOST_RECORD_BYTES:
+                    raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
+                value = scalar.as_py()
                 if not isinstance(value, str):
                     kind = _type_name(value)
-                    raise UserError(f"{where}, row {row}: column `{field}` is no text but {kind}")
-                yield value
+                    raise UserError(f"{where}, row {row}: column `{field}` is {kind}, not text")
+                record = {name: batch.column(name)[index].as_py() for name in filter_columns}
+                yield value if filters.allow_record(record) else None
                 row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except _PARQUET_FAULTS as error:
         raise UserError(
-            f"{where}, after row {row}: damaged ({error}); fetch the file again"
+            f"{where}, after row {row}: damaged ({_reason(error)}); get the file again"
         ) from None
+
+
+def _rows_per_batch(file: Any, group: int, field: str) -> int:
+    """Number of rows that fit the memory bound, by their mean size."""
+    metadata = file.metadata.row_group(group)
+    columns = (metadata.column(index) for index in range(metadata.num_columns))
+    size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+    mean = max(1, size // max(1, metadata.num_rows))
+    return int(min(1000, max(1, _BATCH_BYTES // mean)))
+
+
+def _scalar_bytes(scalar: Any) -> int:
+    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+    return 0 if buffer is None else len(buffer)

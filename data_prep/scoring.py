@@ -9,10 +9,14 @@ from collections.abc import Sequence
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def string_match_all(output: str, answers: Sequence[str]) -> float:
-    """Share of the answers that occur in the output, case-insensitive, in [0, 1]."""
+def string_match(output: str, answers: Sequence[str], any_answer: bool = False) -> float:
+    """Share of the answers that occur in the output, case-insensitive, in [0, 1].
+
+    With `any_answer` (RULER's string_match_part) one of them is enough for 1.
+    """
     text = _CONTROL.sub("\n", output).strip().lower()
-    return sum(answer.lower() in text for answer in answers) / len(answers)
+    matches = [answer.lower() in text for answer in answers]
+    return float(any(matches)) if any_answer else sum(matches) / len(matches)
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:

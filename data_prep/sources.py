@@ -1,40 +1,40 @@
-"""Where training documents come from, cut into parts that workers read on their own.
+"""Sources of training documents, split into parts that workers read independently.
 
 A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
-a shard. What a part yields depends on nothing but the part, so any number of workers gives the same
-documents.
+a shard. Its documents depend on the part alone, so any number of workers gives the same documents.
 """
 
 from __future__ import annotations
 
-import glob
 import itertools
 import logging
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from bosch.errors import UserError
-from data_prep import mds, records
+from data_prep import hub, mds, records
 from data_prep.essays import haystack_words, pydoc_topics
-from data_prep.text import read_utf8
+from data_prep.filters import Filters
+from data_prep.mds_index import Shard, read_index
+from data_prep.retrieval import retrieval_documents
+from data_prep.source_files import source_files
+from data_prep.text import Document, TextFile, read_utf8
+from data_prep.tokenizer import WINDOW, TokenizerSpec, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SourceKind = Literal["text", "jsonl", "parquet", "mds", "python_docs", "retrieval"]
+SourceKind = Literal["text", "jsonl", "parquet", "mds", "huggingface", "python_docs", "retrieval"]
 
-_PART_BYTES = 4 * 2**20
+PART_BYTES = 4 * 2**20
 _LIBRARY_PART_BYTES = 2**20
 _RETRIEVAL_DOCUMENTS = 256
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-}
 # Tests are left out of many installations; files in odd encodings live there too.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -49,36 +49,41 @@ class Source:
     text_field: str = "text"
     tokenizer: str | None = None
     weight: float = 1.0
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    filters: Filters = field(default_factory=Filters)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: `start` and `stop` are bytes, a row group, a shard, or seeds."""
+    """A piece of a source: some files, one file from `start` to `stop`, or an MDS folder's `shard`.
 
-    paths: tuple[str, ...]
+    `start` is a byte (JSONL), a row group (Parquet), a shard's number (Hugging Face) or a seed
+    (retrieval); `stop` a byte (JSONL) or the most characters of a document (retrieval).
+    """
+
+    paths: tuple[Path, ...]
     start: int = 0
     stop: int = 0
-    characters: int = 0
+    shard: Shard | None = None
 
 
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
-    """The source's parts in the order they are read, drawn by `seed`; endless if synthetic.
+    """The source's parts in an order drawn from `seed`; endless for `retrieval`.
 
     Raises:
         UserError: there is no file, or a file's header is damaged.
     """
     if source.kind == "retrieval":
-        for index in itertools.count():
-            state = np.random.SeedSequence([seed, index]).generate_state(2, np.uint32).tolist()
-            longest = max(4000, 2 * sequence_length)
-            yield Part((), start=state[0] << 32 | state[1], characters=longest)
+        yield from _retrieval_parts(seed, sequence_length)
     parts = _PARTS[source.kind](source)
     for index in np.random.default_rng([seed, 0]).permutation(len(parts)):
         yield parts[index]
 
 
-def read_part(part: Part, source: Source) -> Iterator[str]:
-    """The part's documents, empty ones included.
+def read_part(part: Part, source: Source) -> Iterator[Document | None]:
+    """The part's documents, empty ones included; None for one that a pattern leaves out.
 
     Raises:
         UserError: a file is damaged; names the file and the byte, line, row or sample.
@@ -87,39 +92,17 @@ def read_part(part: Part, source: Source) -> Iterator[str]:
 
 
 def _source_files(source: Source) -> list[Path]:
-    """Files named by a path: the file, what a glob matches, or a folder's files of this kind."""
     assert source.path is not None
-    where = f"source {source.name}: path {source.path}"
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        return [path]
-    suffixes = _SUFFIXES.get(source.kind, ("",))
-    if path.is_dir():
-        candidates = (p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-        files = sorted(p for p in candidates if p.name.endswith(suffixes))
-        if not files:
-            raise UserError(f"{where}: the folder holds no {' or '.join(suffixes) or 'file'}")
-        return files
-    if glob.has_magic(source.path):
-        matches = glob.glob(str(path), recursive=True)
-        files = sorted(Path(match) for match in matches if Path(match).is_file())
-        if not files:
-            raise UserError(f"{where}: no file matches; correct the pattern")
-        return files
-    raise UserError(f"{where}: no such file or folder")
-
-
-def _hidden(path: Path, below: Path) -> bool:
-    return any(name.startswith(".") for name in path.relative_to(below).parts)
+    return source_files(f"source {source.name}", source.kind, source.path)
 
 
 def _grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Files in order, small ones together."""
+    """Parts of at least `part_bytes` from consecutive files; the last may be smaller."""
     parts: list[Part] = []
-    group: list[str] = []
+    group: list[Path] = []
     size = 0
     for file in files:
-        group.append(str(file))
+        group.append(file)
         size += file.stat().st_size
         if size >= part_bytes:
             parts.append(Part(tuple(group)))
@@ -128,65 +111,76 @@ def _grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
 
 
 def _text_parts(source: Source) -> list[Part]:
-    return _grouped(_source_files(source), _PART_BYTES)
+    return _grouped(_source_files(source), PART_BYTES)
 
 
-def _read_text(part: Part, source: Source) -> Iterator[str]:
+def _read_text(part: Part, source: Source) -> Iterator[Document]:
     for path in part.paths:
-        yield read_utf8(Path(path))
+        yield TextFile(path) if path.stat().st_size > WINDOW else read_utf8(path)
 
 
 def _jsonl_parts(source: Source) -> list[Part]:
     parts = []
     for file in _source_files(source):
         size = 1 if records.is_compressed(file) else max(1, file.stat().st_size)
-        starts = range(0, size, _PART_BYTES)
-        parts += [Part((str(file),), at, min(at + _PART_BYTES, size)) for at in starts]
+        starts = range(0, size, PART_BYTES)
+        parts += [Part((file,), at, min(at + PART_BYTES, size)) for at in starts]
     return parts
 
 
-def _read_jsonl(part: Part, source: Source) -> Iterator[str]:
-    return records.read_jsonl(Path(part.paths[0]), part.start, part.stop, source.text_field)
+def _read_jsonl(part: Part, source: Source) -> Iterator[str | None]:
+    name, filters = source.text_field, source.filters
+    return records.read_jsonl(part.paths[0], part.start, part.stop, name, filters)
 
 
 def _parquet_parts(source: Source) -> list[Part]:
     return [
-        Part((str(file),), group)
+        Part((file,), group)
         for file in _source_files(source)
         for group in range(records.parquet_row_groups(file, source.text_field))
     ]
 
 
-def _read_parquet(part: Part, source: Source) -> Iterator[str]:
-    return records.read_parquet(Path(part.paths[0]), part.start, source.text_field)
-
-
-def _mds_folders(source: Source) -> list[Path]:
-    assert source.path is not None
-    path = Path(source.path).expanduser()
-    folders = [Path(p) for p in sorted(glob.glob(str(path)))] if not path.exists() else [path]
-    found = sorted(index.parent for folder in folders for index in folder.rglob("index.json"))
-    # A parent folder may hold an index of its own, merged from those below it.
-    return [f for f in found if not any(other in f.parents for other in found)]
+def _read_parquet(part: Part, source: Source) -> Iterator[str | None]:
+    return records.read_parquet(part.paths[0], part.start, source.text_field, source.filters)
 
 
 def _mds_parts(source: Source) -> list[Part]:
-    folders = _mds_folders(source)
-    if not folders:
-        raise UserError(f"source {source.name}: path {source.path}: no index.json of MDS shards")
-    return [
-        Part((str(folder),), number)
-        for folder in folders
-        for number in range(len(mds.read_index(folder)))
+    parts = [
+        Part((index.parent,), shard=shard)
+        for index in _source_files(source)
+        for shard in read_index(index)
     ]
+    for part in parts:
+        assert part.shard is not None
+        part.shard.file(part.paths[0])
+    return parts
 
 
 def _read_mds(part: Part, source: Source) -> Iterator[str]:
-    from data_prep.tokenize import TokenizerSpec, load_tokenizer
-
-    assert source.tokenizer is not None
+    assert source.tokenizer is not None and part.shard is not None
     tokenizer = load_tokenizer(TokenizerSpec(source.tokenizer))
-    return mds.read_documents(Path(part.paths[0]), part.start, tokenizer)
+    return mds.read_documents(part.paths[0], part.shard, tokenizer)
+
+
+def _huggingface_parts(source: Source) -> list[Part]:
+    return [Part((), shard) for shard in range(_dataset(source).num_shards)]
+
+
+def _read_huggingface(part: Part, source: Source) -> Iterator[str | None]:
+    where = f"source {source.name}: dataset {source.path}, split {source.split}"
+    name, filters = source.text_field, source.filters
+    return hub.read_dataset(where, _dataset(source), part.start, name, filters)
+
+
+@lru_cache(maxsize=4)
+def _opened(name: str, path: str, subset: str | None, split: str, revision: str | None) -> Any:
+    return hub.open_dataset(f"source {name}", path, subset, split, revision)
+
+
+def _dataset(source: Source) -> Any:
+    assert source.path is not None
+    return _opened(source.name, source.path, source.subset, source.split, source.revision)
 
 
 def _python_parts(source: Source) -> list[Part]:
@@ -213,13 +207,16 @@ def _read_python(part: Part, source: Source) -> Iterator[str]:
             logger.warning("source %s: left out %s, which is not text", source.name, path)
 
 
-def _read_retrieval(part: Part, source: Source) -> Iterator[str]:
-    from data_prep.retrieval import retrieval_documents
+def _retrieval_parts(seed: int, sequence_length: int) -> Iterator[Part]:
+    longest = max(4000, 2 * sequence_length)
+    for index in itertools.count():
+        high, low = np.random.SeedSequence([seed, index]).generate_state(2, np.uint32).tolist()
+        yield Part((), start=high << 32 | low, stop=longest)
 
-    documents = retrieval_documents(
-        part.start, haystack_words(None), characters=(500, part.characters)
-    )
-    yield from itertools.islice(documents, _RETRIEVAL_DOCUMENTS)
+
+def _read_retrieval(part: Part, source: Source) -> Iterator[str]:
+    documents = retrieval_documents(part.start, haystack_words(None), characters=(500, part.stop))
+    return itertools.islice(documents, _RETRIEVAL_DOCUMENTS)
 
 
 _PARTS = {
@@ -227,6 +224,7 @@ _PARTS = {
     "jsonl": _jsonl_parts,
     "parquet": _parquet_parts,
     "mds": _mds_parts,
+    "huggingface": _huggingface_parts,
     "python_docs": _python_parts,
 }
 _READERS = {
@@ -234,6 +232,7 @@ _READERS = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "mds": _read_mds,
+    "huggingface": _read_huggingface,
     "python_docs": _read_python,
     "retrieval": _read_retrieval,
 }

@@ -1,12 +1,19 @@
-"""Plain English words, and the needle keys (`adjective-noun`) that are made of them.
+"""Plain English words, and needle keys (`adjective-noun`) made from them.
 
 Both lists are sorted; their order is part of what a seed means, so changing a list changes every
-needle sample.
+needle sample. RULER's own words are those of the package wonderwords, where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from random import Random
+from typing import overload
 
 _ADJECTIVES = """
 able active agile alert amber ample ancient apt arctic autumn awake azure bald basic bitter
@@ -60,3 +67,79 @@ NOUNS = tuple(_NOUNS.split())
 def word_key(rng: Random) -> str:
     """A key like `quiet-harbor`; two draws from `rng`."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+class PairedWords(Sequence[str]):
+    """All different `adjective-noun` in the order of the alphabet, none of them made before it is
+    asked for: wonderwords has six million.
+    """
+
+    def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
+        self._nouns = sorted(set(nouns))
+        self._blocks: list[tuple[str, ...]] = []
+        for head in sorted({f"{adjective}-" for adjective in adjectives}):
+            # Pairs of two adjectives mix only where one goes on as the other does (high-pitched).
+            if self._blocks and head.startswith(self._blocks[-1][0]):
+                self._blocks[-1] += (head,)
+            else:
+                self._blocks.append((head,))
+        self._mixed = {
+            heads: sorted({head + noun for head in heads for noun in self._nouns})
+            for heads in self._blocks
+            if len(heads) > 1
+        }
+        sizes = [len(self._mixed.get(heads, self._nouns)) for heads in self._blocks]
+        self._ends = list(accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        heads = self._blocks[number]
+        at = index - (self._ends[number - 1] if number else 0)
+        mixed = self._mixed.get(heads)
+        return mixed[at] if mixed else heads[0] + self._nouns[at]
+
+
+@dataclass(frozen=True)
+class WordLists:
+    """Words of RULER's tasks: keys of needles, and single words in the order of the alphabet.
+
+    `is_upstream`: they are those RULER draws from.
+    """
+
+    keys: Sequence[str]
+    single: Sequence[str]
+    is_upstream: bool
+
+
+def words_identity() -> str:
+    """Which words RULER's tasks draw from on this machine."""
+    try:
+        return f"wonderwords {importlib.metadata.version('wonderwords')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "built in"
+
+
+@lru_cache
+def ruler_words() -> WordLists:
+    """The words of wonderwords where it is installed, else the lists above."""
+    try:
+        from wonderwords.random_word import _get_words_from_text_file as read
+    except ImportError:
+        keys = PairedWords(ADJECTIVES, NOUNS)
+        return WordLists(keys, sorted({*ADJECTIVES, *NOUNS}), is_upstream=False)
+    nouns, adjectives, verbs = (read(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
+    single = sorted({*nouns, *adjectives, *verbs})
+    return WordLists(PairedWords(adjectives, nouns), single, is_upstream=True)

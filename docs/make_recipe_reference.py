@@ -19,15 +19,16 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.recipe import Recipe  # noqa: E402
-from stages.configs import Section, parse_count  # noqa: E402
+from pipeline.recipe.recipe import Recipe  # noqa: E402
+from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
 
 TARGET = ROOT / "docs" / "recipe_reference.md"
 
 INTRODUCTION = """\
 # Recipe reference
 
-<!-- Written by docs/make_recipe_reference.py from stages/configs.py and pipeline/recipe.py. -->
+<!-- Written by docs/make_recipe_reference.py from stages/configs.py and
+pipeline/recipe/recipe.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
 `evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
@@ -35,6 +36,7 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
 
 - *count*: a positive integer, or one with a suffix: `32k` (× 1,024), `2M` (× 1,048,576), `2.5B`
   (× 1,000,000,000).
+- *size*: bytes, or `512MiB`, `40GB`.
 - *number*: `1e-5` is read as one.
 """
 
@@ -49,7 +51,7 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
     inner: list[tuple[str, FieldInfo, type[Section]]] = []
     rows = []
     for name, field in model.model_fields.items():
-        section = _section_of(field.annotation)
+        section = section_of(field.annotation)
         if section is not None:
             inner.append((name, field, section))
         else:
@@ -68,13 +70,13 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
         yield from _sections(section, below, f"`{below}`{mark}")
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """The section a field holds, by itself, in a list, or optionally."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if get_origin(annotation) in (list, Union, types.UnionType):
-        found = [_section_of(part) for part in get_args(annotation)]
-        return next((section for section in found if section is not None), None)
+        sections = [section_of(argument) for argument in get_args(annotation)]
+        return next((section for section in sections if section is not None), None)
     return None
 
 
@@ -82,16 +84,22 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type with its bounds, as a recipe's writer names it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = [part.metadata if isinstance(part, FieldInfo) else [part] for part in arguments[1:]]
+        inner = [
+            bound.metadata if isinstance(bound, FieldInfo) else [bound] for bound in arguments[1:]
+        ]
         return _kind(arguments[0], [item for items in inner for item in items])
     if any(getattr(item, "func", None) is parse_count for item in metadata):
         return "count"
+    if any(getattr(item, "func", None) is parse_bytes for item in metadata):
+        return "size"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:
         return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        return f"{_kind(arguments[0])} to {_kind(arguments[1])}"
     if origin in (Union, types.UnionType):
-        return " or ".join(_kind(part) for part in arguments if part is not type(None))
+        return " or ".join(_kind(argument) for argument in arguments if argument is not type(None))
     name = {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
     return ", ".join([name, *_bounds(metadata)]).replace(", ", " ", 1)
 
@@ -99,7 +107,7 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 def _bounds(metadata: Sequence[Any]) -> list[str]:
     signs = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
     return [
-        f"{sign} {getattr(item, name):g}"
+        f"{sign} {getattr(item, name):,}"
         for item in metadata
         for kind, name, sign in signs
         if isinstance(item, kind)

@@ -4,8 +4,10 @@ python=
 if [ ! -e "$root/.venv" ]; then
     for candidate in python python3; do
         if "$candidate" - >/dev/null 2>&1 <<'CHECK'; then
-import importlib.util as util, sys
-needed = "torch transformers accelerate datasets pydantic yaml PyNomad matplotlib rich".split()
+import sys
+sys.path[:] = filter(None, sys.path)  # without the current directory
+import importlib.util as util
+needed = "torch transformers accelerate datasets pydantic yaml PyNomad matplotlib rich lm_eval".split()
 sys.exit(any(util.find_spec(name) is None for name in needed))
 CHECK
             python=$candidate

@@ -9,13 +9,15 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
 stamp="$venv/setup-stamp"
 log="$root/.venv-setup.log"
+# Python imports from the current directory first, where a tokenize.py may lie.
+cd "$root"
 
 fail() {
     echo "error: $1" >&2
     exit 1
 }
 
-mode= extras=pipeline
+mode= extras="pipeline eval"
 for word in "$@"; do
     case "$word" in
         cpu | gpu) mode=$word ;;
@@ -71,9 +73,13 @@ if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$fingerprint" ]; then
 fi
 rm -f "$stamp"
 
+# Without --no-compile half the time goes into bytecode of modules that are never imported.
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >>"$log" 2>&1
+}
 install() {
     echo "  installing $*"
-    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1 || {
+    pip_install "$@" || {
         tail -n 5 "$log" >&2
         fail "pip could not install $*; see $log"
     }
@@ -87,8 +93,7 @@ install_cpu_build() {
     "$venv/bin/python" -c "import importlib.metadata as m, sys
 sys.exit(m.version('torch').split('+')[0] != '$torch')" >/dev/null 2>&1 && return
     for index in "" "--extra-index-url=https://download.pytorch.org/whl/cpu"; do
-        "$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 \
-            ${index:+"$index"} "torch==$torch+cpu" >>"$log" 2>&1 && return
+        pip_install --retries 1 ${index:+"$index"} "torch==$torch+cpu" && return
     done
     install "torch==$torch"
 }
@@ -98,10 +103,10 @@ if [ "$mode" = cpu ]; then
 else
     install "torch==$torch,!=$torch+cpu"
 fi
-(cd "$root" && install -e ".[${extras// /,}]")
+install -e ".[${extras// /,}]"
 if [ "$mode" = gpu ]; then
     # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.
-    "$venv/bin/python" -m pip install --no-build-isolation "$root[flash]" >>"$log" 2>&1 ||
+    pip_install --no-build-isolation "$root[flash]" ||
         echo "  note: flash-attn could not be built (see $log); attention 'auto' does without it"
 fi
 printf '%s\n%s\n' "$fingerprint" "$extras" >"$stamp"

@@ -2,9 +2,15 @@
 # Sets itself up, then checks style and types and runs every test this machine can run.
 #
 #   launch/test.sh [pytest options]
+#   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
+if [ "${1:-}" = vllm ]; then
+    shift
+    launch/setup_vllm.sh
+    exec .venv-vllm/bin/python -m pytest -q tests/vllm "$@"
+fi
 launch/setup.sh test
 bin="$root/.venv/bin"
 
@@ -16,5 +22,9 @@ check() {
 check "$bin/ruff" check .
 check "$bin/ruff" format --check .
 check "$bin/mypy"
-check "$bin/python" -m pytest -q "$@"
+# One test file a core: the models are so small that more threads would only wait. In the order of
+# pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
+cores=$(nproc) # before OMP_NUM_THREADS is set, which nproc heeds
+export OMP_NUM_THREADS=1
+check "$bin/python" -m pytest -q -n "$cores" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 exit $failed

@@ -1,13 +1,41 @@
-"""`python -m pipeline run|status|validate|plan RECIPE [key.path=value ...]`."""
+"""`python -m pipeline COMMAND …`; as a file, also the way to start a process of a run.
+
+`python pipeline/__main__.py --process MODULE …` calls `main()` of a module of this checkout.
+Nothing is imported from the current directory: a yaml.py or a tokenize.py there is somebody's file,
+not the library of that name. (With -m, the interpreter's own `runpy` still comes before this file.)
+"""
 
 import os
 import sys
 
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(_FOLDER)
+
+
+def trusted_path(path: list[str]) -> list[str]:
+    """`sys.path` with the checkout first, and without the current directory and this folder.
+
+    The interpreter puts one of them in front; an empty entry of PYTHONPATH means the first, too.
+    """
+    here = os.getcwd()
+    # Whoever works in the folder of an installed package needs that package nevertheless.
+    library = here == os.path.dirname(os.__file__) or here.endswith("-packages")
+    unwanted = {"", _FOLDER, _ROOT} | (set() if library else {here})
+    return [_ROOT, *(entry for entry in path if entry not in unwanted)]
+
+
 if __name__ == "__main__":
+    sys.path[:] = trusted_path(sys.path)
+    import importlib
+
     # Looking for plugins reads the metadata of every installed package; `status` must be instant.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    module = "pipeline.cli"
+    if sys.argv[1:2] == ["--process"]:
+        module = sys.argv.pop(2)
+        del sys.argv[1]
     try:
-        from pipeline.cli import main
+        main = importlib.import_module(module).main
     except ModuleNotFoundError as missing:
         print(
             f"error: this Python lacks {missing.name}; run launch/setup.sh and use "

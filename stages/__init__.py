@@ -1,1 +1,1 @@
-"""The six stages of the pipeline; each calls bosch or data_prep and writes one directory."""
+"""The six stages of the pipeline, one package each; a stage's run() writes one directory."""

@@ -1,6 +1,7 @@
 """Typed configuration of every stage: what a recipe may say, with its defaults and its limits.
 
-The types check each field by itself; what must hold between fields stands in pipeline/checks.py.
+The types check each field by itself; what must hold between fields stands in
+pipeline/recipe/checks.py.
 
 Nothing here imports torch, so that `python -m pipeline status` stays instant. Everything in these
 sections changes results and is part of the stage's key; what does not stands in `Runtime`.
@@ -8,65 +9,34 @@ sections changes results and is part of the stage's key; what does not stands in
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal, TypeVar
+from dataclasses import fields
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-# Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
-# budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
-# in batches of 2M are 1,192 steps.
-_SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
-_FILE_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*[KMGTkmgt][bB]\s*$")
-_Value = TypeVar("_Value", int, float)
-_COUNT = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
-
-
-def parse_count(value: object) -> object:
-    """An integer from 32768, "32k", "2M" or "2.5B"; what is no string is left to pydantic."""
-    if isinstance(value, bool):
-        raise ValueError(f"expected a whole number, found {str(value).lower()}")
-    if not isinstance(value, str):
-        return value
-    match = _COUNT.match(value)
-    if not match:
-        raise ValueError(f"'{value}' is not a count: write an integer, or one like 32k, 2M, 2.5B")
-    number = float(match[1].replace("_", "").replace(",", ""))
-    number *= _SUFFIX[match[2].lower()] if match[2] else 1
-    if abs(number - round(number)) > 1e-6:
-        raise ValueError(f"'{value}' is not a whole number")
-    return round(number)
-
-
-def parse_number(value: object) -> object:
-    """A float that YAML 1.1 read as a string (`1e-5`)."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"'{value}' is not a number") from None
-    return value
-
-
-def file_size(value: str) -> str:
-    """A size in bytes as transformers writes it: a number and KB, MB, GB or TB."""
-    match = _FILE_SIZE.match(value)
-    if not match or not float(match[1]):
-        raise ValueError(f"'{value}' is not a file size like 5GB or 500MB")
-    return value
-
-
-def rising(values: list[_Value]) -> list[_Value]:
-    """The values, which must rise and not repeat."""
-    if values != sorted(set(values)):
-        raise ValueError("the values must rise and not repeat")
-    return values
-
-
-Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
-CountOrAuto = Annotated[int, Field(gt=0)] | Literal["auto"]
-Number = Annotated[float, BeforeValidator(parse_number)]
-Ratio = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]
+from bosch.search.methods import METHODS, MethodName
+from bosch.search.settings import SearchSettings, SolverName
+from bosch.window import Window
+from data_prep.longbench import TASKS as LONGBENCH
+from data_prep.ruler_tasks import NEW_TOKENS
+from stages.fields import (
+    MOST,
+    BatchSize,
+    Bytes,
+    Count,
+    Flag,
+    Line,
+    Number,
+    PathText,
+    ProcessesOrAuto,
+    Ratio,
+    Section,
+    different,
+    file_size,
+    parse_number,
+    regular_expression,
+    rising,
+)
 
 NeedleTask = Literal[
     "niah_single_1",
@@ -78,59 +48,95 @@ NeedleTask = Literal[
 ]
 
 
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, values do not change after loading."""
+RulerTask = Literal[
+    NeedleTask, "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"
+]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+def unsearched(names: list[MethodName]) -> list[MethodName]:
+    """The methods, which must be layer rules and rankings: they measure no score."""
+    for name in names:
+        if METHODS[name].kind not in ("layer rule", "ranking"):
+            known = ", ".join(n for n in METHODS if METHODS[n].kind in ("layer rule", "ranking"))
+            raise ValueError(f"{name} is neither a rule nor a ranking: choose from {known}")
+    return names
 
 
 class ModelConfig(Section):
     """The pretrained model that is made hybrid."""
 
-    path: str = Field(description="Directory of the base model, or its name on the hub.")
-    revision: str | None = Field(None, description="Hub revision; ignored for a directory.")
+    path: PathText = Field(description="Directory of the base model, or its name on the hub.")
+    revision: Line | None = Field(None, description="Hub revision; ignored for a directory.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Precision of the model in search and evaluation."
     )
-    trust_remote_code: bool = Field(
+    trust_remote_code: Flag = Field(
         False, description="Whether code that comes with the model may be run."
+    )
+
+
+class FilterConfig(Section):
+    """Which documents of a source are used. Bounds include their ends."""
+
+    min_characters: Count | None = Field(None, description="Fewest characters of a document.")
+    max_characters: Count | None = Field(None, description="Most characters of a document.")
+    min_tokens: Count | None = Field(None, description="Fewest tokens of a document.")
+    max_tokens: Count | None = Field(None, description="Most tokens of a document.")
+    matches: dict[str, Annotated[str, AfterValidator(regular_expression)]] = Field(
+        default={},
+        description=(
+            "Fields of a record, each with a regular expression (Python's) that its value must "
+            "hold; a record without the field is left out."
+        ),
     )
 
 
 class SourceConfig(Section):
     """One source of training documents."""
 
-    name: str = Field(description="Name in statistics and logs.")
-    kind: Literal["text", "jsonl", "parquet", "mds", "python_docs", "retrieval"] = Field(
-        description=(
-            "text, jsonl, parquet, mds: files below `path`. python_docs: the standard library's "
-            "source and pydoc's topics. retrieval: synthetic key-value and needle documents."
+    name: Line = Field(description="Name in statistics and logs.")
+    kind: Literal["text", "jsonl", "parquet", "mds", "huggingface", "python_docs", "retrieval"] = (
+        Field(
+            description=(
+                "text, jsonl, parquet, mds: files below `path`. huggingface: a dataset of the hub, "
+                "streamed. python_docs: the standard library's "
+                "source and pydoc's topics. retrieval: synthetic key-value and needle documents."
+            )
         )
     )
-    path: str | None = Field(None, description="File, folder or glob; needed by the file kinds.")
-    text_field: str = Field("text", description="Field of a jsonl or parquet record with the text.")
-    tokenizer: str | None = Field(
+    path: PathText | None = Field(
+        None,
+        description=(
+            "File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a "
+            "directory with a dataset's files."
+        ),
+    )
+    text_field: Line = Field("text", description="Field of a record that holds the text.")
+    subset: Line | None = Field(None, description="huggingface: the dataset's configuration.")
+    split: Line = Field("train", description="huggingface: split to read.")
+    revision: Line | None = Field(
+        None, description="huggingface: commit of the dataset on the hub, all 40 digits."
+    )
+    tokenizer: PathText | None = Field(
         None, description="mds: tokenizer the shards were written with, to detokenise them."
     )
     weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0)] = Field(
         1.0, description="Share of the training tokens, relative to the other sources."
     )
+    filters: FilterConfig = FilterConfig()
 
 
 class CalibrationConfig(Section):
     """The set D on which S(z) is measured (BOSCH 3.3, B.4)."""
 
-    tasks: list[NeedleTask] = Field(
+    tasks: Annotated[list[NeedleTask], AfterValidator(different)] = Field(
         default=["niah_single_2", "niah_multikey_1"],
         min_length=1,
         description="Needle tasks, in turn.",
     )
     examples: Count = Field(64, description="Number of examples.")
     length: Count = Field(32768, description="Tokens of an example, answer included.")
-    questions_per_haystack: Annotated[int, Field(gt=0, le=40)] = Field(
-        1, description="Examples that ask about one haystack, computed once for all of them."
-    )
-    essay_dir: str | None = Field(
+    essay_dir: PathText | None = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
     )
 
@@ -147,50 +153,81 @@ class PrepareConfig(Section):
 class SearchConfig(Section):
     """Which KV heads become sliding-window attention (BOSCH Algorithms 1 to 3)."""
 
-    method: Literal[
-        "bosch", "bosch_plus", "b_single", "b_multi", "b_layer",
-        "rand", "bme", "intr",
-        "dcam", "apl", "proxy", "qada", "razor", "fisher",
-    ] = Field(
+    method: MethodName = Field(
         "bosch",
-        description=(
-            "How the head mask is found: bosch searches as published; bosch_plus spends a tenth "
-            "of its evaluations, on swaps that gradients propose; b_single, b_multi and b_layer "
-            "are bosch's first stage's own masks, by layers, groups of layers and whole layers; "
-            "rand, bme and intr choose layers by their place; the others rank the heads once."
-        ),
-    )  # fmt: skip
+        description="How the head mask is found. "
+        + "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+        + ".",
+    )
     swa_ratio: Ratio = Field(description="Share of KV heads that become sliding (rho).")
     window_size: Count = Field(1024, description="Keys a sliding head sees, itself included (W).")
-    sinks: int = Field(0, ge=0, description="First tokens a sliding head always sees besides.")
-    solver: Literal["nomad", "nomad_penalty", "one_plus_one"] = Field(
-        "nomad",
+    sinks: int = Field(
+        0, ge=0, le=MOST, description="First tokens a sliding head always sees besides."
+    )
+    solver: SolverName = Field(
+        SearchSettings.solver,
         description=(
             "Optimiser where a sub-problem is too large for brute force. nomad stays on the budget "
             "by decoding; nomad_penalty sees the penalty of Eq. 5 instead, as published."
         ),
     )
-    budget_per_layer: Count = Field(100, description="Evaluations per layer (kappa).")
-    alpha: Number = Field(100.0, gt=0, description="Weight of the budget penalty (Eq. 5).")
-    gamma: Number = Field(0.2, ge=0, description="Head room of the upper anchor (Eq. 2).")
-    buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
-        default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=2, description="Ratios a layer can get."
+    budget_per_layer: Count = Field(
+        SearchSettings.budget_per_layer, description="Evaluations per layer (kappa)."
     )
-    max_group_variables: Count = Field(50, description="Largest joint sub-problem in stage 3.")
+    alpha: Number = Field(
+        SearchSettings.alpha, gt=0, description="Weight of the budget penalty (Eq. 5)."
+    )
+    gamma: Number = Field(
+        SearchSettings.gamma, ge=0, description="Head room of the upper anchor (Eq. 2)."
+    )
+    buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
+        default=list(SearchSettings.buckets), min_length=2, description="Ratios a layer can get."
+    )
+    max_group_variables: Count = Field(
+        SearchSettings.max_group_variables, description="Largest joint sub-problem in Algorithm 3."
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**31, description="Seed of the search alone; default: the recipe's seed."
     )
-    tie_break: Literal["none", "log_likelihood"] = Field(
-        "none",
-        description="Whether masks of equal score are told apart by the answer's log-likelihood.",
+    strict: bool = Field(
+        SearchSettings.strict,
+        description=(
+            "Whether bosch and its ablations follow the paper to the letter: ties are broken by "
+            "index, and the last phase's mask is the result. By default log-likelihoods break ties "
+            "and the best mask on budget that was measured is the result."
+        ),
     )
-    race: bool = Field(
-        False,
+    race: Flag = Field(
+        SearchSettings.race,
         description=(
             "Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus "
             "always does."
         ),
     )
+
+    mask: str | None = Field(
+        None, description="File with the head mask that method given takes, see docs/format.md."
+    )
+
+    head_granularity: Count = Field(
+        SearchSettings.head_granularity,
+        description=(
+            "The full KV heads of each layer are a multiple of it (g): 2 for a hybrid served on "
+            "two tensor-parallel ranks, see docs/serving.md."
+        ),
+    )
+
+    def settings(self, seed: int) -> SearchSettings:
+        """The library's settings, field by field; `seed` counts where the section has none."""
+        values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
+        values["buckets"] = tuple(self.buckets)
+        values["seed"] = seed if self.seed is None else self.seed
+        return SearchSettings(**values)
+
+    @property
+    def window(self) -> Window:
+        """Window of the sliding heads."""
+        return Window(self.window_size, self.sinks)
 
 
 class MaterializeConfig(Section):
@@ -202,6 +239,13 @@ class MaterializeConfig(Section):
     max_shard_size: Annotated[str, AfterValidator(file_size)] = Field(
         "5GB", description="Largest safetensors file."
     )
+
+
+class LoraConfig(Section):
+    """Adapters of low rank in the place of whole weights (LoRA, arXiv 2106.09685)."""
+
+    rank: Annotated[int, Field(gt=0, le=65536)] = Field(16, description="Rank of an adapter (r).")
+    alpha: Number = Field(32, gt=0, description="An adapter's output is scaled by alpha / rank.")
 
 
 class TrainConfig(Section):
@@ -223,16 +267,65 @@ class TrainConfig(Section):
         ),
     )
     mixed_precision: Literal["no", "bf16"] = Field("bf16", description="Autocast precision.")
-    document_masking: bool = Field(
+    document_masking: Flag = Field(
         False, description="Whether attention stops at the documents' borders."
     )
-    liger: bool = Field(False, description="Liger kernels (GPU only; refused elsewhere).")
+    liger: Flag = Field(False, description="Liger kernels (GPU only; refused elsewhere).")
+    teacher: Literal["none", "original"] = Field(
+        "none",
+        description=(
+            "Distillation: original adds the KL divergence to the full-attention model of the same "
+            "weights, which is held in memory beside the hybrid."
+        ),
+    )
+    teacher_weight: Ratio = Field(
+        1.0, description="Share of the divergence in the loss; the rest is cross-entropy."
+    )
+    teacher_tokens: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1)] = Field(
+        1.0,
+        description=(
+            "Share of a sequence's tokens, those where the two models differ most, on which the "
+            "divergence is taken."
+        ),
+    )
+    freeze: Literal["none", "attention_only"] = Field(
+        "none",
+        description="What is trained: none is every weight, attention_only attention's alone.",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description=(
+            "Train adapters of the linear maps that `freeze` leaves to training, and no weight "
+            "itself; checkpoints hold the sums. Default: train whole weights."
+        ),
+    )
+    bad_steps: Literal["stop", "skip"] = Field(
+        "stop",
+        description=(
+            "What training does at a step whose gradient is not finite or a spike: end with an "
+            "error, or leave the step out and say so."
+        ),
+    )
+    spike_factor: Annotated[float, BeforeValidator(parse_number), Field(gt=1)] | None = Field(
+        None,
+        description=(
+            "How many times the median gradient norm of the last 100 steps makes a spike; default: "
+            "only what is not finite is bad."
+        ),
+    )
+    averaged_checkpoints: Annotated[int, Field(gt=1, le=1000)] | None = Field(
+        None,
+        description=(
+            "How many of the last checkpoints the final one is the mean of; default: it holds the "
+            "last step's weights."
+        ),
+    )
 
 
 class NeedleEvaluation(Section):
-    """RULER needle tasks (spec of NVIDIA/RULER)."""
+    """RULER (NVIDIA/RULER at commit c3f5e3b)."""
 
-    tasks: list[NeedleTask] = Field(
+    tasks: Annotated[list[RulerTask], AfterValidator(different)] = Field(
         default=[
             "niah_single_1",
             "niah_single_2",
@@ -242,17 +335,95 @@ class NeedleEvaluation(Section):
             "niah_multikey_3",
         ],
         min_length=1,
-        description="Needle tasks; the average is their unweighted mean.",
+        description="Tasks; the average is their unweighted mean.",
     )
-    lengths: list[Count] = Field(
+    lengths: Annotated[list[Count], AfterValidator(different)] = Field(
         default=[4096, 8192, 16384, 32768],
         min_length=1,
         description="Tokens of a sample, generated ones included.",
     )
     samples: Count = Field(500, description="Samples per task and length.")
-    max_new_tokens: Count = Field(128, description="Tokens generated, counted inside the length.")
-    essay_dir: str | None = Field(
+    max_new_tokens: Count | None = Field(
+        None,
+        description="Tokens generated, counted inside the length; default: RULER's for each task.",
+    )
+    yarn: dict[Count, Annotated[float, BeforeValidator(parse_number), Field(gt=1, le=1024)]] = (
+        Field(
+            default={},
+            description=(
+                "Lengths at which RoPE is stretched by YaRN, each with its factor, like "
+                "{64k: 2, 128k: 4}; for all models, in evaluation alone."
+            ),
+        )
+    )
+    essay_dir: PathText | None = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
+    )
+    data_dir: PathText | None = Field(
+        None,
+        description=(
+            "Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2), "
+            "english_words.json (cwe, where a length needs more words than there are)."
+        ),
+    )
+
+    def new_tokens(self, task: str) -> int:
+        """Tokens that a model may generate in a task."""
+        return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
+
+    def yarn_factor(self, length: int) -> float | None:
+        """Factor by which RoPE is stretched at this length."""
+        return self.yarn.get(length)
+
+
+class HarnessEvaluation(Section):
+    """Tasks of lm-evaluation-harness (the extra eval): LongBench v1, GSM8K and many others."""
+
+    tasks: Annotated[list[Line], AfterValidator(different)] = Field(
+        min_length=1,
+        description=(
+            "Names as lm-eval has them, like gsm8k, mmlu, hellaswag; longbench stands for the 21 "
+            "tasks of LongBench v1."
+        ),
+    )
+    data_dir: PathText | None = Field(
+        None,
+        description=(
+            "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others."
+        ),
+    )
+    hub: Flag = Field(
+        True, description="Whether data that data_dir does not hold is fetched from the hub."
+    )
+    samples: Count | None = Field(
+        None, description="Documents per task, from its first on; default: all."
+    )
+    num_fewshot: int | None = Field(
+        None, ge=0, le=1000, description="Worked examples in a prompt; default: the task's own."
+    )
+    max_length: Count = Field(
+        31500,
+        description="LongBench: tokens of a prompt, of which the first and last half are kept.",
+    )
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks, LongBench's one by one."""
+        every = {"longbench": [f"longbench_{task}" for task in LONGBENCH]}
+        return list(dict.fromkeys(one for name in self.tasks for one in every.get(name, [name])))
+
+
+class PositionEvaluation(Section):
+    """Loss by position in held-out long documents."""
+
+    length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
+    documents: Count = Field(32, description="Documents, the first that are long enough.")
+    path: PathText | None = Field(
+        None,
+        description=(
+            "Folder of .txt or .md files that are no training data; default: the source files of "
+            "transformers' models, the longest first."
+        ),
     )
 
 
@@ -260,22 +431,45 @@ class EvaluateConfig(Section):
     """Scores of the original, the untrained hybrid and every checkpoint."""
 
     needle: NeedleEvaluation | None = NeedleEvaluation()
+    harness: HarnessEvaluation | None = None
+    positions: PositionEvaluation | None = None
+    rivals: Annotated[list[MethodName], AfterValidator(different), AfterValidator(unsearched)] = (
+        Field(
+            default=[],
+            description=(
+                "Layer rules and rankings to compare the search with: their untrained hybrids, at "
+                "its ratio and window, answer the same samples."
+            ),
+        )
+    )
+
+    @property
+    def suites(self) -> dict[str, Section | None]:
+        """The sections of the suites by name, None where the recipe leaves one out."""
+        return {"needle": self.needle, "harness": self.harness, "positions": self.positions}
 
 
 class ReportConfig(Section):
     """The HTML page."""
 
-    title: str | None = Field(None, description="Heading of the page; default: the recipe's name.")
+    title: Line | None = Field(None, description="Heading of the page; default: the recipe's name.")
 
 
 class Runtime(Section):
     """What does not change results and is no part of any key."""
 
-    output_root: str = Field("runs", description="Folder of the store and of runs/<recipe name>.")
-    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = Field(
-        "auto", description="Attention backend; auto is sdpa, flex and flash are to be asked for."
+    output_root: PathText = Field(
+        "runs", description="Folder of the store and of runs/<recipe name>."
     )
-    processes: CountOrAuto = Field(
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash", "varlen"] = Field(
+        "auto",
+        description=(
+            "Attention backend. auto: sdpa, but in training on a GPU the first of flash "
+            "(flash-attn), varlen (torch's own) and flex that is installed and has what the model "
+            "needs; the log says which."
+        ),
+    )
+    processes: ProcessesOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
     )
     search_parallel: Literal["data", "tensor"] = Field(
@@ -285,17 +479,45 @@ class Runtime(Section):
             "model; tensor shards one model over the processes of a node."
         ),
     )
-    data_workers: CountOrAuto = Field("auto", description="Tokenising processes.")
-    micro_batch_size: CountOrAuto = Field(
+    reuse_memory: Literal["auto"] | Bytes = Field(
+        "auto",
+        description=(
+            "Memory per process for what the passes of a search leave to later ones, like 40GB; "
+            "auto is what is free beside a pass."
+        ),
+    )
+    data_workers: ProcessesOrAuto = Field("auto", description="Tokenising processes.")
+    micro_batch_size: BatchSize | Literal["auto"] = Field(
         "auto", description="Sequences per forward pass and process in training; auto: 1 on a GPU."
     )
-    eval_batch_size: int = Field(8, gt=0, description="Examples per forward pass outside training.")
+    eval_batch_size: BatchSize = Field(8, description="Examples per forward pass outside training.")
     sharding: Literal["none", "fsdp", "deepspeed"] = Field(
         "none", description="How training shards the model over processes."
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in training.")
+    gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
     save_every_steps: int = Field(
-        100, gt=0, description="Steps between the restart points of training."
+        100, gt=0, le=MOST, description="Steps between the restart points of training."
+    )
+    save_every_minutes: Number = Field(
+        30,
+        gt=0,
+        description="Minutes after which training writes a restart point at the next step's end.",
+    )
+    needle_every_steps: Count | None = Field(
+        None,
+        description=(
+            "Steps of training between needle scores on a few samples of prepare.calibration's "
+            "tasks and length, made for this alone; default: none."
+        ),
+    )
+    needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        16, description="Samples of such a score: the share whose answer tokens are all right."
+    )
+    wandb_project: Line | None = Field(
+        None, description="Project at Weights & Biases to which training sends its metrics too."
+    )
+    timeout_minutes: Number = Field(
+        360, gt=0, description="Longest wait of a process for the others, in every stage."
     )
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="Least severity that is logged."

@@ -1,26 +1,37 @@
-"""What a stage is given: its own section of the recipe and the little it shares with others."""
+"""The configuration a stage runs with: its section of the recipe and what all stages share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from stages.configs import ModelConfig, Runtime, Section
+from stages.configs import ModelConfig, Runtime
+from stages.fields import Section
+
+AnySection = TypeVar("AnySection", bound=Section)
+OwnSection = TypeVar("OwnSection", bound=Section, covariant=True)
 
 
 @dataclass(frozen=True)
-class StageConfig:
+class StageConfig(Generic[OwnSection]):
     """Resolved configuration of one stage.
 
-    `section` is the stage's own part of the recipe; `upstream` holds the sections of the stages it
-    depends on, by stage name. Only `runtime` and `shared` are no part of the stage's key: `shared`
-    is a folder that all runs of this stage on the same model may use, to pay for nothing twice.
+    `section` is the stage's own section of the recipe; `upstream` holds the sections of the stages
+    it depends on, by stage name. `runtime` and `shared` do not enter the stage's key. `shared` is a
+    folder that other runs may use too, to pay for nothing twice. `model_identity` is the hash of
+    what the stage reads of the base model.
     """
 
-    section: Section
+    section: OwnSection
     model: ModelConfig
     seed: int
     runtime: Runtime
     upstream: Mapping[str, Section] = field(default_factory=dict)
     shared: Path | None = None
+    model_identity: str | None = None
+
+    def upstream_section(self, kind: type[AnySection]) -> AnySection:
+        """The section of type `kind` among those upstream; StopIteration where there is none."""
+        return next(section for section in self.upstream.values() if isinstance(section, kind))

@@ -1,4 +1,4 @@
-"""What the last bits of a result depend on, besides the weights and the data."""
+"""Device, kernels and code that the last bits of a result depend on."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Version by name of those `packages` that are installed; none of them is imported."""
-    found = {}
+    versions = {}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from bosch.attention import HeadLayout, Span
+from bosch.attention import AttentionContext, HeadLayout
+from bosch.window import Window
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Case:
     padding: str = "none"
     seed: int = 0
 
-    def span(self) -> Span:
+    def context(self) -> AttentionContext:
         total = self.past + self.length
         generator = torch.Generator().manual_seed(self.seed)
         valid = document = None
@@ -41,7 +42,7 @@ class Case:
         if self.padding == "documents":
             borders = torch.rand(self.batch, total, generator=generator) < 4 / total
             document = borders.long().cumsum(-1)
-        return Span(self.length, self.past, valid, document)
+        return AttentionContext(self.length, self.past, valid, document)
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
         torch.manual_seed(self.seed)
@@ -51,7 +52,7 @@ class Case:
         return [torch.randn(self.batch, *shape, 4, **options) for shape in shapes]
 
     def layout(self) -> HeadLayout:
-        return HeadLayout.search(self.rows, self.window, self.sinks)
+        return HeadLayout.search(self.rows, Window(self.window, self.sinks))
 
 
 @st.composite

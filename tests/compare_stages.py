@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stages.artifacts import Scores, SearchSummary
 from stages.configs import SearchConfig
 from stages.context import StageConfig
 
@@ -24,17 +25,21 @@ def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> d
     assert isinstance(section, SearchConfig)
     score = hybrid_score(section.method, section.swa_ratio, section.seed)
     summary = {
+        "anchors": {},
         "best_score": score / 100,
         "best_log_likelihood": -1.0,
         "evaluations": 12,
         "reused_evaluations": 2,
         "full_forward_equivalents": 4.0,
         "reused_full_forward_equivalents": 2.0,
+        "naive_full_forward_equivalents": 12.0,
         "model_seconds": 3.0,
         "solver_seconds": 0.5,
+        "layer_importance": [],
+        "trace": [],
         "notes": [],
     }
-    (work_dir / "summary.json").write_text(json.dumps(summary))
+    SearchSummary.model_validate(summary).write(work_dir)
     (work_dir / "hybrid.json").write_text(json.dumps(score))
     return summary
 
@@ -46,12 +51,32 @@ def materialize(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path)
 
 def evaluate(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     score = json.loads((inputs["materialize"] / "hybrid.json").read_text())
-    averages = {"original": 97.0, "hybrid": score}
+    averages = {**_average(inputs["original"]), "hybrid": score}
     if "train" in inputs:
         averages |= {"tokens-1024": score + 1, "tokens-2048": score + 5}
+    _write_scores(work_dir, averages)
+    return {}
+
+
+def original(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
+    _write_scores(work_dir, {"original": 97.0})
+    return {}
+
+
+def _average(folder: Path) -> dict[str, float]:
+    scores = Scores.read(folder)
+    return {name: suites["needle"] for name, suites in scores.averages.items()}
+
+
+def _cell(value: float) -> dict[str, float]:
+    return {
+        "score": value, "low": value - 1, "high": value + 1, "standard_error": 1.0, "samples": 4,
+    }  # fmt: skip
+
+
+def _write_scores(folder: Path, averages: Mapping[str, float]) -> None:
     checkpoints = {
-        name: {"needle": {"average": value, "standard_error": 1.0}}
+        name: {"needle": {"average": value, "standard_error": 1.0, "vt": {"512": _cell(value)}}}
         for name, value in averages.items()
     }
-    (work_dir / "scores.json").write_text(json.dumps({"checkpoints": checkpoints, "corpus": {}}))
-    return {}
+    Scores.model_validate({"checkpoints": checkpoints, "corpus": {}}).write(folder)

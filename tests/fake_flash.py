@@ -29,17 +29,17 @@ def flash_attn_func(
     right = 0 if causal else right
     rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     columns = torch.arange(k.shape[1])[None]
-    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     if left >= 0:
-        seen &= columns >= rows - left
+        visible &= columns >= rows - left
     if right >= 0:
-        seen &= columns <= rows + right
-    assert bool(seen.any(1).all())
+        visible &= columns <= rows + right
+    assert bool(visible.any(1).all())
     heads = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(heads, dim=2) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("bhij,bjhd->bihd", weights, v).contiguous()
 
 

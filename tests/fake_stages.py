@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError, StoppedError, UserError
 from stages.context import StageConfig
 
 VERSION = 1
@@ -28,6 +29,8 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         (Path(os.environ["FAKE_MARK"]) / "helper").write_text(str(helper.pid))
     if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
         (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
+        if os.environ.get("FAKE_SAVE") == name:
+            signal.signal(signal.SIGUSR1, _save_and_stop)
         time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
     if os.environ.get("FAKE_FAIL") == f"{name}=user":
         raise UserError("the corpus at x is empty; name another")
@@ -40,13 +43,29 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     if os.environ.get("FAKE_FAIL") == f"{name}=kill":
         os.kill(os.getpid(), 9)
     if rank == 0:
-        told = {stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()}
+        files = {
+            stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()
+        }
         content = {
             "section": config.section.model_dump(mode="json"),
             "seed": config.seed,
-            "inputs": told,
+            "inputs": files,
             "upstream": sorted(config.upstream),
             "world": os.environ.get("WORLD_SIZE", "1"),
         }
         (work_dir / "output.json").write_text(json.dumps(content))
+        if name == "evaluate":
+            missing = json.loads(os.environ.get("FAKE_MISSING", "{}"))
+            scores = {"checkpoints": {}, "missing": missing}
+            (work_dir / "scores.json").write_text(json.dumps(scores))
+        if name == "evaluate":
+            missing = json.loads(os.environ.get("FAKE_MISSING", "{}"))
+            scores = {"checkpoints": {}, "missing": missing}
+            (work_dir / "scores.json").write_text(json.dumps(scores))
     return {"stage": name, "rank": rank}
+
+
+def _save_and_stop(signum: int, frame: object) -> None:
+    """As training does, which takes longer to save than a runner waits after Ctrl-C."""
+    time.sleep(12)
+    raise StoppedError("saved")

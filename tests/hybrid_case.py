@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from bosch.heads import HeadMask
+from bosch.model.loading import auto_class
+from bosch.model.search_mode import mask_shape
+from bosch.window import Window
 
 LAYERS, KV_HEADS, VOCABULARY = 3, 4, 61
 
@@ -34,6 +37,17 @@ OWN_WINDOW: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
+_WITH_STATES = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, **_WITH_STATES,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 2}
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": KV_HEADS,
+    "num_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, **OWN_WINDOW,
+}  # fmt: skip
 # What differs from _SIZES, so that each family's peculiarities are at work.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -83,39 +97,162 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": {},
+    "stablelm": {"partial_rotary_factor": 0.5, "num_attention_heads": KV_HEADS},
+    "phi": {"partial_rotary_factor": 0.5, "num_attention_heads": KV_HEADS},
+    "gpt_neox": {"num_key_value_heads": None, "num_attention_heads": KV_HEADS},
+    "opt": {"ffn_dim": 40, "num_attention_heads": KV_HEADS, "word_embed_proj_dim": 48},
+    "biogpt": {"num_attention_heads": KV_HEADS},
+    "persimmon": {"num_attention_heads": KV_HEADS, "num_key_value_heads": KV_HEADS},
+    "hyperclovax": {"head_dim": 8},
+    "hy_v3": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS},
+    "nanochat": {"head_dim": 8},
+    "dots1": {"head_dim": 8, "n_shared_experts": 1, **_ROUTED_EXPERTS},
+    "aria_text": {"head_dim": 8, "moe_num_experts": 4, "moe_topk": 2},
+    "mellum": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS, **OWN_WINDOW},
+    "cwm": {"head_dim": 8, **OWN_WINDOW},
+    "exaone_moe": {"head_dim": 8, **_ROUTED_EXPERTS, **OWN_WINDOW},
+    "cohere2_moe": {"head_dim": 8, "logit_scale": 1.0, **_EXPERTS, **OWN_WINDOW},
+    "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 1.5, **OWN_WINDOW},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "granite_swa": {"head_dim": 8, **OWN_WINDOW},
+    "granitemoe_swa": {**_LOCAL_EXPERTS, **OWN_WINDOW},
+    "flint": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS, **OWN_WINDOW},
+    "kolibri1": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS, **OWN_WINDOW},
+    "afmoe": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS, **OWN_WINDOW},
+    "beam": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS, **OWN_WINDOW},
+    "laguna": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS},
+    "qwen3_next": {"moe_intermediate_size": 16, **_EXPERTS, **_DELTA_NET},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {"moe_intermediate_size": 16, **_EXPERTS, **_DELTA_NET},
+    "olmo_hybrid": _DELTA_NET,
+    "nemotron_h": {
+        "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
+        "ssm_state_size": 8, "num_hidden_layers": None,
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "full_attention"],
+    },
+    "granitemoehybrid": {
+        "shared_intermediate_size": 16, **_LOCAL_EXPERTS, **_MAMBA, **_WITH_STATES,
+    },
+    "bamba": {"attn_layer_indices": [0, 2], **_MAMBA},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False, **_EXPERTS,
+    },
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, **_MAMBA},
+    "lfm2": {"layer_types": ["full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {
+        "layer_types": ["full_attention", "conv", "full_attention"], "num_dense_layers": 1,
+        "moe_intermediate_size": 16, **_EXPERTS,
+    },
+    "lfm3": {
+        "head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"],
+        "moe_intermediate_size": 16, **_EXPERTS,
+    },
+    "gemma3": {},
+    "gemma4": {},
+    "mistral3": {},
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+}  # fmt: skip
+# The text decoder of each family that takes more than text; its vision tower is as small.
+_TEXT = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    "head_dim": 8,
+}
+_MROPE_OF_6 = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]},
+}
+_TEXT_EXTRA: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": _MROPE_OF_6,
+    "qwen2_5_vl_text": _MROPE_OF_6,
+    "qwen3_vl_text": _MROPE,
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 16, **_EXPERTS, **_MROPE},
+}
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8, "depth": 1, "num_heads": 2, "out_hidden_size": 48,
+    "embed_dim": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
 FAMILY_NAMES = tuple(_EXTRA)
-PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if "layer_types" in extra)
-SEARCHABLE = tuple(name for name in FAMILY_NAMES if name not in PARTLY_SLIDING)
+PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if extra.get("sliding_window"))
+# Full attention alone in every layer, so that the number of layers may change.
+PLAIN = tuple(
+    name
+    for name, extra in _EXTRA.items()
+    if name not in _TEXT
+    and not any(key.startswith(("layer", "attn_layer", "mamba")) for key in extra)
+)
+# Some of those with layers that slide by themselves, hold other states, or are part of a model that
+# takes images.
+OTHER_LAYERS = (
+    "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "afmoe", "qwen3_next",
+    "qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "gemma3", "qwen3_vl",
+)  # fmt: skip
+# Families whose attention, masks and caches are those of another one here.
+LIKE_ANOTHER = frozenset((
+    "aria_text", "bamba", "beam", "biogpt", "cohere2_moe", "cwm", "dots1", "exaone_moe", "flint",
+    "gemma4_unified_text", "granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "jamba",
+    "kolibri1", "lfm2_moe", "mellum", "nanochat", "persimmon", "qwen2_vl", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_vl_moe", "vaultgemma",
+))  # fmt: skip
 
 
 def small_config(family: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(family, **{**_SIZES, **_EXTRA[family], **changes})
+    if family not in _TEXT:
+        return AutoConfig.for_model(family, **{**_SIZES, **_EXTRA[family], **changes})
+    text = _TEXT[family]
+    extra = _EXTRA[text] if text in _EXTRA else _TEXT_EXTRA[text]
+    default = AutoConfig.for_model(family)
+    known = default.vision_config or AutoConfig.for_model(f"{family}_vision")
+    vision = {name: value for name, value in _VISION.items() if hasattr(known, name)}
+    return AutoConfig.for_model(
+        family,
+        text_config={"model_type": text, **_SIZES, **extra, **changes},
+        vision_config={"model_type": known.model_type, **vision},
+    )
 
 
 def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     """Random model in eval mode; norms and biases random too, so that none of them is neutral."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(small_config(family, **changes))
+    config = small_config(family, **changes)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "self_attn" in name:
+            elif "self_attn" in name or ".attention." in name:
                 parameter.mul_(8.0)  # sharp attention: what a head sees must matter
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
-def random_mask(seed: int = 0) -> HeadMask:
-    """A mixed mask: layer 0 interleaved, the others random with both kinds of heads."""
+def random_mask(seed: int = 0, layers: int = LAYERS) -> HeadMask:
+    """A mixed mask: row 0 interleaved, the others random with both kinds of heads."""
     generator = np.random.default_rng(seed)
     rows = [[True, False, True, False]]
-    while len(rows) < LAYERS:
+    while len(rows) < layers:
         row = generator.random(KV_HEADS) < 0.5
         if row.any() and not row.all():
             rows.append(row.tolist())
     return HeadMask(np.array(rows))
+
+
+def mask_of(config: Any, seed: int = 0) -> HeadMask:
+    """A mixed mask for the layers of a model that have full attention."""
+    return random_mask(seed, mask_shape(config)[0])
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -124,14 +261,14 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def sees(
-    query: int, key: int, valid: list[bool], document: list[int], window: int | None, sinks: int
+    query: int, key: int, valid: list[bool], document: list[int], window: Window | None
 ) -> bool:
     """Whether slot `query` sees slot `key`; window None is a full head."""
     if query == key:
         return True
     if key > query or not valid[key] or document[query] != document[key]:
         return False
-    if window is None or query - key < window:
+    if window is None or query - key < window.size:
         return True
     place = sum(valid[j] and document[j] == document[key] for j in range(key))
-    return place < sinks
+    return place < window.sinks

@@ -7,14 +7,15 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from bosch.errors import UserError
-from pipeline.graph import STAGES, Stage
-from pipeline.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.run.graph import STAGES, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,14 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def fake_table(distributed: bool = False) -> tuple[Stage, ...]:
     """The real table with every function replaced; only train keeps its processes if asked."""
     return tuple(
-        Stage(
-            stage.name,
-            "tests.fake_stages:run",
-            stage.needs,
-            stage.section,
-            stage.model,
-            stage.seeded,
-            distributed and stage.name == "train",
+        replace(
+            stage,
+            function="tests.fake_stages:run",
+            distributed=distributed and stage.name == "train",
         )
         for stage in STAGES
     )

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.objective.evaluation_log import EvaluationLog
 from stages.context import StageConfig
+from stages.search.run import run
 
 VERSION = 1
 
@@ -23,9 +25,6 @@ def prepare(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> 
 
 def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     """The search; with KILL_AT=n its second rank is killed as soon as it knows n evaluations."""
-    from bosch.evaluation_log import EvaluationLog
-    from stages.search import run
-
     append = EvaluationLog.append
 
     def append_or_die(self: Any, mask: Any, evaluation: Any, stage: str) -> None:

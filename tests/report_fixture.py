@@ -5,9 +5,23 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.journal import Journal
+from stages.artifacts import (
+    HYBRID,
+    METRICS,
+    ORIGINAL,
+    MaterializeSummary,
+    Scores,
+    SearchSummary,
+    Statistics,
+)
+from stages.artifacts import (
+    SAMPLES as SAMPLES_FILE,
+)
 from stages.configs import (
     EvaluateConfig,
     MaterializeConfig,
@@ -21,11 +35,24 @@ from stages.configs import (
     TrainConfig,
 )
 from stages.context import StageConfig
+from stages.evaluate.position_suite import position_table
+from stages.evaluate.tables import SubtaskScores, suite_table, write_samples
 
-SECONDS = {"prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0, "evaluate": 4321.0}
+SECONDS = {
+    "prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0, "original": 1234.0,
+    "evaluate": 4321.0,
+}  # fmt: skip
 TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
 LENGTHS = [512, 1024, 2048]
+SAMPLES = 200
 BYTES_PER_HEAD = 128
+AVERAGES = {
+    ORIGINAL: 97.5,
+    "intr": 12.0,
+    HYBRID: 31.0,
+    "tokens-1000000": 78.5,
+    "tokens-4000000": 96.0,
+}
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
 
 
@@ -34,12 +61,15 @@ def publish(
 ) -> dict[str, Path]:
     """Write one directory per stage below `root`, but for those in `without`."""
     rng = random.Random(0)
+    checkpoints = () if "train" in without else ("tokens-1000000", "tokens-4000000")
+    evaluated = (ORIGINAL, "intr", HYBRID, *checkpoints)
     writers = {
         "prepare": _prepare,
         "search": lambda folder: _search(folder, layers, heads, rng),
         "materialize": lambda folder: _materialize(folder, layers, heads),
         "train": lambda folder: _train(folder, rng),
-        "evaluate": lambda folder: _evaluate(folder, "train" not in without),
+        "original": lambda folder: _evaluate(folder, ORIGINAL),
+        "evaluate": lambda folder: _evaluate(folder, *evaluated),
     }
     inputs = {}
     for stage, write in writers.items():
@@ -71,10 +101,11 @@ def config(inputs: dict[str, Path], title: str | None = None) -> StageConfig:
             train_tokens=4_000_000,
             sources=[SourceConfig(name="python", kind="python_docs")],
         ),
-        "search": SearchConfig(swa_ratio=0.75, window_size=128, tie_break="log_likelihood"),
+        "search": SearchConfig(swa_ratio=0.75, window_size=128),
         "materialize": MaterializeConfig(),
         "train": TrainConfig(total_tokens=4_000_000, checkpoint_tokens=[1_000_000, 4_000_000]),
-        "evaluate": EvaluateConfig(needle=NeedleEvaluation(lengths=LENGTHS, samples=50)),
+        "original": EvaluateConfig(),
+        "evaluate": EvaluateConfig(needle=NeedleEvaluation(lengths=LENGTHS, samples=SAMPLES)),
     }
     return StageConfig(
         section=ReportConfig(title=title),
@@ -98,16 +129,23 @@ def sliding_heads(layers: int, heads: int) -> list[list[int]]:
     ]
 
 
+DOCUMENT_LENGTHS = [
+    {"up_to": 512, "documents": 400, "tokens": 160_000},
+    {"up_to": 4096, "documents": 402, "tokens": 1_200_000},
+    {"up_to": 2**20, "documents": 10, "tokens": 2_641_792},
+]
+
+
 def _prepare(folder: Path) -> None:
     statistics = {
-        "train": {
-            "sequences": 1954,
-            "tokens": 4_001_792,
-            "sources": {"python": {"documents": 812}},
-        },
+        "documents": 812,
+        "tokens": 4_001_792,
+        "sequences": 1954,
+        "bytes_per_token": 3.5,
+        "sources": {"python": {"documents": 812, "lengths": DOCUMENT_LENGTHS}},
         "calibration": {"examples": 24, "length": 512},
     }
-    write_json(folder / "statistics.json", statistics)
+    Statistics.model_validate(statistics).write(folder)
 
 
 def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
@@ -118,15 +156,15 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
     }  # fmt: skip
     write_json(folder / "head_mask.json", mask)
     trace: list[dict[str, Any]] = []
-    _evaluate_unit(trace, "anchors", "all sliding", [0.02])
-    _evaluate_unit(trace, "anchors", "all full", [1.0])
+    _evaluate_subproblem(trace, "anchors", "all sliding", [0.02])
+    _evaluate_subproblem(trace, "anchors", "all full", [1.0])
     for layer in reversed(range(layers)):
         mean = 0.6 + 0.35 * layer / layers
-        _evaluate_unit(trace, "layer_importance", f"layer {layer}", _scores(rng, mean, 28))
+        _evaluate_subproblem(trace, "layer_importance", f"layer {layer}", _scores(rng, mean, 28))
     for group in range(3):
         mean = 0.8 - 0.2 * group
-        _evaluate_unit(trace, "head_selection", f"group {group}", _scores(rng, mean, 50))
-    _evaluate_unit(trace, "final", "final mask", [0.92])
+        _evaluate_subproblem(trace, "head_selection", f"group {group}", _scores(rng, mean, 50))
+    _evaluate_subproblem(trace, "final", "final mask", [0.92])
     importance = [
         {
             "layer": layer,
@@ -142,22 +180,24 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
         "best_score": 0.92, "best_log_likelihood": -0.41, "evaluations": len(trace),
         "model_seconds": 171.0, "solver_seconds": 4.0, "full_forward_equivalents": 143.2,
         "naive_full_forward_equivalents": float(len(trace)), "layer_importance": importance,
-        "trace": trace, "notes": ["Stage 1: 2 layers tie at score 1."],
+        "trace": trace, "notes": ["Algorithm 1: 2 layers tie at score 1."],
     }  # fmt: skip
-    write_json(folder / "summary.json", summary)
+    SearchSummary.model_validate(summary).write(folder)
 
 
 def _scores(rng: random.Random, mean: float, count: int) -> list[float]:
     return [min(1.0, max(0.0, round(rng.gauss(mean, 0.15) * 24) / 24)) for _ in range(count)]
 
 
-def _evaluate_unit(trace: list[dict[str, Any]], stage: str, unit: str, scores: list[float]) -> None:
+def _evaluate_subproblem(
+    trace: list[dict[str, Any]], phase: str, name: str, scores: list[float]
+) -> None:
     best = 0.0
     for score in scores:
         best = max(best, score)
         trace.append(
             {
-                "stage": stage, "step": len(trace) + 1, "unit": unit, "score": score,
+                "phase": phase, "step": len(trace) + 1, "subproblem": name, "score": score,
                 "log_likelihood": -0.2 - 9 * (1 - score), "best_score": best,
             }
         )  # fmt: skip
@@ -170,39 +210,51 @@ def _materialize(folder: Path, layers: int, heads: int) -> None:
         "parameters": 7_345_920,
         "kv_cache_bytes_per_token_before": total * BYTES_PER_HEAD,
         "kv_cache_bytes_per_token_after": (total - sliding) * BYTES_PER_HEAD,
+        "sliding_bytes_constant": sliding * BYTES_PER_HEAD * 127,
     }
-    write_json(folder / "summary.json", summary)
+    MaterializeSummary.model_validate(summary).write(folder)
 
 
 def _train(folder: Path, rng: random.Random) -> None:
     lines = []
     for step in range(1, 201):
         loss = 2.1 + 0.9 * math.exp(-step / 40) + rng.gauss(0, 0.04)
-        lines.append({"step": step, "tokens": step * 20_000, "loss": loss, "learning_rate": 1e-4})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-    summary = {"final_loss": lines[-1]["loss"], "tokens": 4_000_000, "steps": 200, "seconds": 230.0}
-    write_json(folder / "summary.json", summary)
-
-
-def _evaluate(folder: Path, trained: bool) -> None:
-    averages = {"original": 97.5, "hybrid": 31.0}
-    if trained:
-        averages |= {"tokens-4000000": 96.0, "tokens-1000000": 78.5}
-    checkpoints = {name: {"needle": _suite(average)} for name, average in averages.items()}
-    write_json(folder / "scores.json", {"checkpoints": checkpoints, "corpus": CORPUS})
-
-
-def _suite(average: float) -> dict[str, Any]:
-    suite: dict[str, Any] = {"average": average, "standard_error": 1.25}
-    for index, task in enumerate(TASKS):
-        suite[task] = {
-            str(length): {
-                "score": max(0.0, min(100.0, average + 2 * (1 - index))),
-                "standard_error": 2.5,
-                "samples": 50,
+        lines.append(
+            {
+                "step": step, "tokens": step * 20_000, "loss": loss, "learning_rate": 1e-4,
+                "grad_norm": 1.0, "seconds": float(step),
             }
-            for length in LENGTHS
-        }
-    suite["by_length"] = {str(length): average for length in LENGTHS}
-    return suite
+        )  # fmt: skip
+    Journal(folder / METRICS).append(*lines)
+
+
+def _evaluate(folder: Path, *models: str) -> None:
+    answers = {name: _answers(AVERAGES[name]) for name in models}
+    checkpoints = {
+        name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}
+        for name, subtasks in answers.items()
+    }
+    positions = {
+        name: position_table(8, [[3.0, 2.5, 2.0], [2.8, 2.4, 1.9]], None) for name in models
+    }
+    content = {"checkpoints": checkpoints, "positions": positions, "corpus": CORPUS}
+    Scores.model_validate(content).write(folder)
+    write_samples(folder / SAMPLES_FILE, _records(answers))
+
+
+def _records(answers: Mapping[str, SubtaskScores]) -> Iterator[dict[str, Any]]:
+    for name, subtasks in answers.items():
+        for (task, length), scores in subtasks.items():
+            for index, score in enumerate(scores):
+                yield {
+                    "checkpoint": name, "suite": "needle", "task": task, "length": length,
+                    "index": index, "score": score, "answers": ["1234567"],
+                    "question": "What is <it>?", "output": f"output {index} of {name}",
+                }  # fmt: skip
+
+
+def _answers(average: float) -> dict[tuple[str, int], list[float]]:
+    """Samples whose scores have this mean in every subtask."""
+    right = round(SAMPLES * average / 100)
+    scores = [1.0] * right + [0.0] * (SAMPLES - right)
+    return {(task, length): scores for task in TASKS for length in LENGTHS}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bosch.calibration import CalibrationSet
+from bosch.objective.calibration import CalibrationSet
 from stages.context import StageConfig
 from tests.hybrid_case import small_model, tokens
 
@@ -53,7 +53,7 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
 def order(
     config: StageConfig, inputs: dict[str, Path], work: Path, function: str
 ) -> dict[str, Any]:
-    """What `pipeline.worker` is to do for a search."""
+    """What `pipeline.run.worker` is to do for a search."""
 
     def typed(section: Any) -> dict[str, Any]:
         return {

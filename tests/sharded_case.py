@@ -10,16 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bosch.baselines.static import STATIC_RANKINGS
-from bosch.calibration import CalibrationSet
-from bosch.fingerprint import model_fingerprint
 from bosch.heads import HeadMask
-from bosch.interface import attention_modules, head_state
-from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective
-from bosch.sharding import load_sharded
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.interface import attention_modules, head_state
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.model.tensor_parallel import load_sharded
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.search.methods import METHODS
+from bosch.window import Window
 from stages.context import StageConfig
-from stages.searching.processes import joined
+from stages.search.processes import join_process_group
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, tokens
 
 VERSION = 1
@@ -42,18 +44,19 @@ def measured(model: Any, ranks: Any = None) -> dict[str, Any]:
     """Everything that is asked of a model in a search."""
     prepare_for_search(model)
     data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in (40, 33, 37))
-    objective = Objective(model, data, WINDOW, batch_size=2, ranks=ranks)
+    objective = Objective(model, data, Window(WINDOW), batch_size=2, ranks=ranks)
     evaluations = [objective.evaluate(mask, shared) for mask, shared in masks()]
     gradient = objective.gate_gradient(random_mask(1))
     return {
         "scores": [e.score for e in evaluations],
         "log_likelihoods": [e.log_likelihood for e in evaluations],
         "work": [e.full_forward_equivalents for e in evaluations],
-        "reuse": objective.kept.enabled,
+        "reuse": objective.cache.enabled,
         "gradient": gradient.values,
         "rankings": {
-            name: ranking.score(model, data, WINDOW, 0).tolist()
-            for name, ranking in STATIC_RANKINGS.items()
+            name: method.load()(model, data, WINDOW).tolist()
+            for name, method in METHODS.items()
+            if method.kind == "ranking"
         },
         "fingerprint": model_fingerprint(model),
     }
@@ -64,11 +67,11 @@ def families(
 ) -> dict[str, dict[str, Any]]:
     """On each of two processes: what the sharded model of each family gives; rank 0 tells."""
     torch.set_num_threads(1)
-    told = {}
-    with joined("tensor") as ranks:
+    results = {}
+    with join_process_group("tensor") as ranks:
         for family in FAMILIES:
             model = load_sharded(inputs[family], ranks, dtype="float32")
-            found = measured(model, ranks)
+            result = measured(model, ranks)
             module: Any = attention_modules(model)[0]
             weight = (module.k_proj if hasattr(module, "k_proj") else module.qkv_proj).weight
             state = head_state(module)
@@ -77,15 +80,15 @@ def families(
             mine = [list(weight.to_local().shape), state.layout.num_key_value_heads]
             dist.all_gather_object(shapes, mine)
             everywhere: list[Any] = [None] * ranks.shards
-            dist.all_gather_object(everywhere, found)
-            told[family] = {
-                **found,
+            dist.all_gather_object(everywhere, result)
+            results[family] = {
+                **result,
                 "whole": list(weight.shape),
                 "held": shapes,
                 "agree": everywhere[0] == everywhere[1],
             }
     if ranks.is_first:
-        (work_dir / "found.json").write_text(json.dumps(told))
+        (work_dir / "found.json").write_text(json.dumps(results))
     return {}
 
 

@@ -11,12 +11,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from bosch.heads import HeadMask
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from stages.configs import MaterializeConfig, ModelConfig, Runtime, TrainConfig
 from stages.context import StageConfig
-from stages.model_card import UNTRAINED
+from stages.materialize.model_card import UNTRAINED
+from stages.train.metrics import Speed
+from stages.train.run import run
+from stages.train.trainer import PretrainingTrainer
+from tests.rank_processes import run_module
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 64, 32, 40
@@ -36,9 +44,6 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
     import torch
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from bosch.heads import HeadMask
-    from bosch.modeling import materialize
 
     rng = np.random.default_rng(0)
     rows, lengths = [], []
@@ -61,7 +66,7 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
     model_dir = directory / "materialize" / "model"
     base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
-    materialize(base, mask, window_size=6).save_pretrained(model_dir)
+    materialize(base, mask, Window(6)).save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
     (model_dir / "README.md").write_text(f"# Card\n\n{UNTRAINED}\n", encoding="utf-8")
     return directory
@@ -82,57 +87,53 @@ def stage_config(
 
 def train_here(case: Path, work_dir: Path, **changes: Any) -> dict[str, Any]:
     """Run the stage in this process."""
-    from stages.train import run
-
     inputs = {name: case / name for name in ("prepare", "materialize")}
     work_dir.mkdir(parents=True, exist_ok=True)
     return run(stage_config(**changes), inputs, work_dir)
 
 
 def train_in_processes(
-    case: Path, work_dir: Path, processes: int = 1, kill_at_step: int | None = None, **changes: Any
+    case: Path,
+    work_dir: Path,
+    processes: int = 1,
+    kill_at_step: int | None = None,
+    module: str = "tests.training_case",
+    per_node: int | None = None,
+    **changes: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the stage in one new process, or in several under torchrun with gloo."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += [
-            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        ]  # fmt: skip
-    command = [*launcher, "-m", "tests.training_case", str(case), str(work_dir)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if kill_at_step is not None:
-        environment["KILL_AT_STEP"] = str(kill_at_step)
-    return subprocess.run(
-        [*command, json.dumps(changes)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    """Run the stage in one new process, or in several with gloo, all on one node by default."""
+    environment = {} if kill_at_step is None else {"KILL_AT_STEP": str(kill_at_step)}
+    arguments = [str(case), str(work_dir), json.dumps(changes)]
+    return run_module(module, arguments, processes, environment, per_node)
 
 
 def metrics(work_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, without the seconds, which no two runs share."""
+    """The records of metrics.jsonl, without speed and checksum, which no two runs share."""
     lines = (work_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     for record in records:
         assert record.pop("seconds") >= 0
+        for name in (*(field.name for field in fields(Speed)), "crc32"):
+            record.pop(name, None)
     return records
 
 
 def _kill_self_at(step: int) -> None:
     """Die as by `kill -9` right after the record of `step`, before anything else is saved."""
-    from stages.training.metrics import MetricsLog
+    log = PretrainingTrainer.log
 
-    write = MetricsLog.write
-
-    def write_and_die(self: MetricsLog, at: int, *values: float) -> None:
-        write(self, at, *values)
-        if at == step:
+    def log_and_die(self: PretrainingTrainer, *args: Any, **options: Any) -> None:
+        log(self, *args, **options)
+        if self.state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    MetricsLog.write = write_and_die  # type: ignore[method-assign]
+    PretrainingTrainer.log = log_and_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    if "KILL_AT_STEP" in os.environ:
+    if "KILL_AT_STEP" in os.environ and os.environ.get("RANK", "0") == os.environ.get(
+        "KILL_RANK", "0"
+    ):
         _kill_self_at(int(os.environ["KILL_AT_STEP"]))
     train_here(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Confidence intervals by the bootstrap (Efron 1979), for results over seeds and examples.
 
-The paper gives no error bars; its referee asks for them. S seeds, E examples.
+The paper gives no error bars. S seeds, E examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How different are the heads that two methods make sliding (BOSCH §4.2, Figures 2 and 7)."""
+"""Jaccard distance between the sliding heads of two methods (BOSCH §4.2, Figures 2 and 7)."""
 
 from __future__ import annotations
 

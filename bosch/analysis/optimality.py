@@ -1,6 +1,6 @@
-"""How far from the best mask on budget is a mask: every one of them measured.
+"""Optimality gap: how far a mask is from the best mask on budget, found by measuring every one.
 
-The paper's referee asks for it. It takes a model so small that all C(N, ceil(rho N)) masks
+It needs a model so small that all C(N, ceil(rho N)) masks
 (BOSCH Eq. 1) can be evaluated.
 """
 
@@ -13,8 +13,9 @@ from math import comb
 
 import numpy as np
 
-from bosch.evaluation_log import Evaluation
-from bosch.heads import HeadMask, swa_budget
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Do two runs rank the layers alike: rank correlation of stage 1's results over seeds.
+"""Stability of Algorithm 1: rank correlation of its layer order between seeds.
 
-The paper's referee asks for it: stages 2 and 3 build on the order of the layers that stage 1
+The order matters: Algorithms 2 and 3 build on the order of layers that Algorithm 1
 finds (BOSCH Algorithm 1), and a score counted in examples leaves many layers tied.
 """
 

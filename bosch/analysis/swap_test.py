@@ -1,4 +1,4 @@
-"""Does it matter which heads turned over: the swap test (BOSCH C.1, Tables 5, 19 and 20)."""
+"""Swap test: what it costs to exchange the heads that turned over (BOSCH C.1, Tables 5, 19, 20)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which heads slide at a small ratio and are full again at a larger one (BOSCH §4.3, Table 3)."""
+"""Turnover: heads that slide at a small ratio and not at a larger one (BOSCH §4.3, Table 3)."""
 
 from __future__ import annotations
 

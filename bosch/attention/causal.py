@@ -6,23 +6,23 @@ Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
-from bosch.attention.scores import Scores, dense_attention
-from bosch.attention.span import Span
+from bosch.attention.context import AttentionContext
+from bosch.attention.kernels import fused_attention
+from bosch.attention.logit_transform import LogitTransform, dense_attention
 
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
-_DENSE_MASK_ENTRIES = 2**24
+DENSE_MASK_ENTRIES = 2**24
 
 
 def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    transform: LogitTransform,
     dropout: float,
     mask: Tensor | None = None,
     is_causal: bool = False,
@@ -31,11 +31,11 @@ def masked_attention(
 
     `mask` is bool and broadcasts to [B, HQ, T, Tk]; `is_causal` needs Tk = T.
     """
-    if not scores.is_plain:
-        return _unfused(query, key, value, scores, dropout, mask, is_causal)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
-        scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
+    if not transform.is_plain:
+        return _unfused(query, key, value, transform, dropout, mask, is_causal)
+    return fused_attention(
+        query, key, value, mask=mask, dropout=dropout, is_causal=is_causal,
+        scale=transform.scaling,
     )  # fmt: skip
 
 
@@ -43,87 +43,133 @@ def _unfused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    transform: LogitTransform,
     dropout: float,
     mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """As `masked_attention`, for scores that no fused kernel makes.
+    """As `masked_attention`, for logits that no fused kernel computes.
 
     Few queries at a time, to bound memory.
     """
     rows, heads, length, _ = query.shape
-    step = max(16, _DENSE_MASK_ENTRIES // (rows * heads * key.shape[2]))
+    step = max(16, DENSE_MASK_ENTRIES // (rows * heads * key.shape[2]))
     outputs = []
     for start in range(0, length, step):
         stop = min(start + step, length)
-        seen, end = None if mask is None else mask[..., start:stop, :], key.shape[2]
+        visible, end = None if mask is None else mask[..., start:stop, :], key.shape[2]
         if is_causal:
             end = stop
             slots = torch.arange(stop, device=query.device)
-            seen = slots <= slots[start:, None]
-        part = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(dense_attention(*part, seen, scores, dropout))
+            visible = slots <= slots[start:, None]
+        states = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
+        outputs.append(dense_attention(*states, visible, transform, dropout))
     return torch.cat(outputs, dim=2)
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, span: Span, scores: Scores, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
+    transform: LogitTransform,
+    dropout: float,
 ) -> Tensor:
     """Causal attention over every key, [B, HQ, T, D]; a mask is made only where none can be spared.
 
     A plain chunk after a past needs none, except on the CPU with gradients or dropout.
     """
     length = key.shape[2]
-    fixed = span.start is not None or length != span.kv_length  # all that a cache has room for
-    if span.is_plain and not fixed:
-        if span.q_length == 1 or span.q_offset == 0:
-            return masked_attention(query, key, value, scores, dropout, is_causal=span.q_length > 1)
-        found = _after_past(query, key, value, scores, dropout)
-        if found is not None:
-            return found
-    queries = span.query_slots(query.device)
+    fixed = (
+        context.start is not None or length != context.kv_length
+    )  # all that a cache has room for
+    if context.is_plain and not fixed:
+        if context.q_length == 1 or context.q_offset == 0:
+            return masked_attention(
+                query, key, value, transform, dropout, is_causal=context.q_length > 1
+            )
+        out = attention_after_past(query, key, value, transform, dropout)
+        if out is not None:
+            return out
+    if _is_packed(context, fixed):
+        return _documents_apart(query, key, value, context, transform, dropout)
+    queries = context.query_slots(query.device)
     keys = torch.arange(length, device=query.device)[None]
-    rows = 1 if span.is_plain else query.shape[0]
-    if fixed or rows * span.q_length * length <= _DENSE_MASK_ENTRIES:
-        mask = span.memo(("full", length), lambda: span.visible(queries, keys)[:, None])
-        return masked_attention(query, key, value, scores, dropout, mask)
-    step = max(64, _DENSE_MASK_ENTRIES // (rows * span.kv_length))
+    rows = 1 if context.is_plain else query.shape[0]
+    if fixed or rows * context.q_length * length <= DENSE_MASK_ENTRIES:
+        mask = context.memo(("full", length), lambda: context.visible(queries, keys)[:, None])
+        return masked_attention(query, key, value, transform, dropout, mask)
+    step = max(64, DENSE_MASK_ENTRIES // (rows * context.kv_length))
     outputs = []
-    for start in range(0, span.q_length, step):
-        stop = min(start + step, span.q_length)
-        end = span.q_offset + stop
-        mask = span.visible(queries[:, start:stop], keys[:, :end])[:, None]
+    for start in range(0, context.q_length, step):
+        stop = min(start + step, context.q_length)
+        end = context.q_offset + stop
+        mask = context.visible(queries[:, start:stop], keys[:, :end])[:, None]
         block = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(masked_attention(*block, scores, dropout, mask))
+        outputs.append(masked_attention(*block, transform, dropout, mask))
     return torch.cat(outputs, dim=2)
 
 
-def _after_past(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float
+def _is_packed(context: AttentionContext, fixed: bool) -> bool:
+    """Whether documents are all that keeps tokens apart, in a pass that knows where they begin."""
+    whole = context.valid is None and context.q_offset == 0 and not fixed
+    return context.document is not None and whole and not torch.compiler.is_compiling()
+
+
+def _documents_apart(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
+    transform: LogitTransform,
+    dropout: float,
+) -> Tensor:
+    """Causal attention within each document, [B, HQ, T, D]: no mask, nothing between documents."""
+    rows = []
+    for row, lengths in enumerate(context.document_lengths()):
+        outputs, start = [], 0
+        for length in lengths:
+            document = slice(row, row + 1), slice(None), slice(start, start + length)
+            outputs.append(
+                masked_attention(
+                    query[document],
+                    key[document],
+                    value[document],
+                    transform,
+                    dropout,
+                    is_causal=True,
+                )
+            )
+            start += length
+        rows.append(torch.cat(outputs, dim=2))
+    return torch.cat(rows)
+
+
+def attention_after_past(
+    query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, dropout: float
 ) -> Tensor | None:
     """Causal attention of queries that are the last of the keys; None where no kernel has it."""
     states = (query, key, value)
-    if not scores.is_plain or any(x.stride(-1) != 1 for x in states):
+    if not transform.is_plain or any(x.stride(-1) != 1 for x in states):
         return None
     if query.device.type == "cpu":
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in states)
-        return None if dropout or differentiable else _in_two_parts(*states, scores.scaling)
+        return None if dropout or differentiable else _past_and_chunk(*states, transform.scaling)
     shared = query.shape[1] != key.shape[1]
     if query.device.type != "cuda" or torch.compiler.is_compiling():
         return None
     if not can_use_flash_attention(SDPAParams(*states, None, dropout, False, shared)):
         return None  # torch would make a mask of all T x Tk
-    return F.scaled_dot_product_attention(
-        *states, attn_mask=causal_lower_right(query.shape[2], key.shape[2]), dropout_p=dropout,
-        scale=scores.scaling, enable_gqa=shared,
+    return fused_attention(
+        *states, mask=causal_lower_right(query.shape[2], key.shape[2]), dropout=dropout,
+        scale=transform.scaling,
     )  # fmt: skip
 
 
-def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _past_and_chunk(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """The past, which every query sees whole, and the chunk itself, which is causal: no mask.
 
-    Each part's softmax has its own sum; the sums' logarithms say how much each part weighs.
+    Each of the two softmaxes has its own sum; the sums' logarithms say how much each weighs.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = key.shape[2] - query.shape[2]

@@ -14,54 +14,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bosch.attention.span import Span
-from bosch.windows import check_window
+from bosch.attention.context import AttentionContext
+from bosch.window import Window
 
 
 @dataclass(frozen=True)
 class HeadLayout:
     """Full and sliding KV heads of one layer.
 
-    `full` and `sliding` are the head indices, ascending; window_size and sinks as in
-    `bosch.windows`. Raises ValueError when the indices are no partition of the heads.
+    `full` and `sliding` are the head indices, ascending. Raises ValueError when they are no
+    partition of the heads.
     """
 
     full: tuple[int, ...]
     sliding: tuple[int, ...]
-    window_size: int
-    sinks: int = 0
+    window: Window
     _indices: dict[tuple[str, int, torch.device], Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        check_window(self.window_size, self.sinks)
         heads = sorted((*self.full, *self.sliding))
         if heads != list(range(len(heads))) or not heads:
             raise ValueError(f"heads {self.full} and {self.sliding} are no partition of the layer")
 
     @classmethod
-    def search(cls, is_full: Sequence[bool], window_size: int, sinks: int = 0) -> HeadLayout:
+    def search(cls, is_full: Sequence[bool], window: Window) -> HeadLayout:
         """Layout by index: row `is_full` [HKV] of a head mask on unpermuted weights."""
         row = np.asarray(is_full, dtype=bool)
         return cls(
             tuple(np.flatnonzero(row).tolist()),
             tuple(np.flatnonzero(~row).tolist()),
-            window_size,
-            sinks,
+            window,
         )
 
     @classmethod
-    def deploy(
-        cls, num_full: int, num_key_value_heads: int, window_size: int, sinks: int = 0
-    ) -> HeadLayout:
+    def deploy(cls, num_full: int, num_key_value_heads: int, window: Window) -> HeadLayout:
         """Layout by slices: the first `num_full` heads of permuted weights are full."""
-        return cls(
-            tuple(range(num_full)),
-            tuple(range(num_full, num_key_value_heads)),
-            window_size,
-            sinks,
-        )
+        return cls(tuple(range(num_full)), tuple(range(num_full, num_key_value_heads)), window)
 
     @property
     def num_key_value_heads(self) -> int:
@@ -94,28 +84,31 @@ class HeadLayout:
             whole = full if sliding is None else sliding
             assert whole is not None
             return whole.transpose(1, 2).contiguous()
-        parts = [full.transpose(1, 2), sliding.transpose(1, 2)]
+        outputs = [full.transpose(1, 2), sliding.transpose(1, 2)]
         if self.is_contiguous:
-            return torch.cat(parts if self.full[0] < self.sliding[0] else parts[::-1], dim=2)
+            return torch.cat(outputs if self.full[0] < self.sliding[0] else outputs[::-1], dim=2)
         order = self._index("inverse", q_per_kv, full.device)
-        return torch.cat(parts, dim=2).index_select(2, order)
+        return torch.cat(outputs, dim=2).index_select(2, order)
 
     def _index(self, kind: str, q_per_kv: int, device: torch.device) -> Tensor:
         """Head indices on `device`: of a kind, or where merged heads are found.
 
         Made once, except in a compiled pass, which would depend on what was made before.
         """
-        found = None
-        if not torch.compiler.is_compiling():
-            found = self._indices.get((kind, q_per_kv, device))
-        if found is None:
-            heads = {"full": self.full, "sliding": self.sliding}.get(kind, self.full + self.sliding)
-            index = torch.tensor(heads, device=device)[:, None] * q_per_kv
-            index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
-            found = torch.argsort(index) if kind == "inverse" else index
-            if not torch.compiler.is_compiling():
-                self._indices[kind, q_per_kv, device] = found
-        return found
+        if torch.compiler.is_compiling():
+            return self._make_index(kind, q_per_kv, device)
+        key = (kind, q_per_kv, device)
+        if key not in self._indices:
+            # Made as an inference tensor it could not serve a later pass with gradients.
+            with torch.inference_mode(False):
+                self._indices[key] = self._make_index(kind, q_per_kv, device)
+        return self._indices[key]
+
+    def _make_index(self, kind: str, q_per_kv: int, device: torch.device) -> Tensor:
+        heads = {"full": self.full, "sliding": self.sliding}.get(kind, self.full + self.sliding)
+        index = torch.tensor(heads, device=device)[:, None] * q_per_kv
+        index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
+        return torch.argsort(index) if kind == "inverse" else index
 
 
 @dataclass
@@ -132,7 +125,7 @@ class CachedStates:
     sliding: Tensor
     sinks: Tensor | None = None
     slots: Tensor | None = None
-    done: Callable[[Span], None] | None = None
+    done: Callable[[AttentionContext], None] | None = None
 
     def to(self, dtype: torch.dtype) -> CachedStates:
         """The same in another dtype."""
@@ -140,10 +133,10 @@ class CachedStates:
         full, sliding = self.full.to(dtype), self.sliding.to(dtype)
         return CachedStates(full, sliding, sinks, self.slots, self.done)
 
-    def settle(self, span: Span) -> None:
-        """Tell the cache layer that handed these out that the pass `span` is done with them."""
+    def settle(self, context: AttentionContext) -> None:
+        """Tell the cache layer that handed these out that the pass `context` is done with them."""
         if self.done is not None:
-            self.done(span)
+            self.done(context)
 
 
 @dataclass
@@ -160,25 +153,25 @@ class SlidingStates:
     sink_value: Tensor | None = None
     slots: Tensor | None = None
 
-    def with_slots(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+    def with_slots(self, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """All keys, all values, and their slots [B or 1, S + R], out of range where none counts.
 
         A sink that is among the recent keys too must not count twice.
         """
         key, value, slots = self.key, self.value, self.slots
         if slots is None:
-            first = span.kv_length - key.shape[2]
-            slots = torch.arange(first, span.kv_length, device=key.device)
+            first = context.kv_length - key.shape[2]
+            slots = torch.arange(first, context.kv_length, device=key.device)
             if self.sink_key is not None and self.sink_value is not None:
                 # Without padding they are slots 0, 1, …: those that are recent too stand last.
-                kept = min(first, self.sink_key.shape[2]) if span.is_plain else None
-                key = torch.cat([self.sink_key[:, :, :kept], key], dim=2)
-                value = torch.cat([self.sink_value[:, :, :kept], value], dim=2)
-        count = key.shape[2] - slots.shape[0]
-        if not count:
+                count = min(first, self.sink_key.shape[2]) if context.is_plain else None
+                key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
+                value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
+        sink_count = key.shape[2] - slots.shape[0]
+        if not sink_count:
             return key, value, slots[None]
-        sinks = span.sink_slots(count, key.device)
-        sinks = torch.where(sinks < slots.min(), sinks, span.kv_length)
+        sinks = context.sink_slots(sink_count, key.device)
+        sinks = torch.where(sinks < slots.min(), sinks, context.kv_length)
         return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
 
 
@@ -207,16 +200,18 @@ def split_states(
     )
 
 
-def gather_sinks(recent: Tensor, kept: Tensor | None, span: Span, sinks: int) -> Tensor:
+def gather_sinks(
+    recent: Tensor, earlier: Tensor | None, context: AttentionContext, sinks: int
+) -> Tensor:
     """States of each row's first `sinks` real tokens, [B, HKV_sliding, S, D].
 
-    Taken from `recent` (the last R slots) where they are there, else from `kept`, which holds those
-    that left earlier. A row's entry for a token it does not have yet is arbitrary.
+    Taken from `recent` (the last R slots) where they are there, else from `earlier`, which holds
+    those that have left. A row's entry for a token it does not have yet is arbitrary.
     """
-    first = span.end - recent.shape[2]
-    slots = span.sink_slots(sinks, recent.device)
+    first = context.end - recent.shape[2]
+    slots = context.sink_slots(sinks, recent.device)
     inside = (slots - first).clamp(0, recent.shape[2] - 1)[:, None, :, None]
-    found = recent.gather(2, inside.expand(*recent.shape[:2], -1, recent.shape[3]))
-    if kept is None:
-        return found
-    return torch.where((slots >= first)[:, None, :, None], found, kept)
+    sinks_of_recent = recent.gather(2, inside.expand(*recent.shape[:2], -1, recent.shape[3]))
+    if earlier is None:
+        return sinks_of_recent
+    return torch.where((slots >= first)[:, None, :, None], sinks_of_recent, earlier)

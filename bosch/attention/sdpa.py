@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bosch.attention.bands import bands
 from bosch.attention.causal import causal_attention, masked_attention
+from bosch.attention.context import AttentionContext
 from bosch.attention.layout import (
     CachedStates,
     HeadLayout,
@@ -20,10 +21,8 @@ from bosch.attention.layout import (
     gather_sinks,
     split_states,
 )
-from bosch.attention.scores import Scores
-from bosch.attention.span import Span
-
-_MAX_BLOCK = 128
+from bosch.attention.logit_transform import LogitTransform
+from bosch.window import Window, block_size
 
 
 def sdpa_attention(
@@ -31,39 +30,42 @@ def sdpa_attention(
     key: Tensor | CachedStates,
     value: Tensor | CachedStates,
     layout: HeadLayout,
-    span: Span,
-    scores: Scores,
+    context: AttentionContext,
+    transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of both kinds of heads: [B, T, HQ, D]."""
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    no_difference = not layout.sliding or span.kv_length <= layout.window_size
+    # No query is W or more slots after a key, so that both kinds of heads see the same.
+    no_difference = not layout.sliding or context.kv_length <= layout.window.size
     if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
-        out = causal_attention(query, key, value, span, scores, dropout)
+        out = causal_attention(query, key, value, context, transform, dropout)
         return out.transpose(1, 2).contiguous()
     full, sliding = split_states(key, value, layout)
     out_full = out_sliding = None
     if full is not None:
         query_full = layout.heads_of(query, "full", q_per_kv)
-        full_scores = scores.of(layout, "full", q_per_kv)
-        out_full = causal_attention(query_full, full.key, full.value, span, full_scores, dropout)
+        full_transform = transform.of(layout, "full", q_per_kv)
+        out_full = causal_attention(
+            query_full, full.key, full.value, context, full_transform, dropout
+        )
     if sliding is not None:
         query_sliding = layout.heads_of(query, "sliding", q_per_kv)
-        sliding_scores = scores.of(layout, "sliding", q_per_kv)
-        out_sliding = _sliding(query_sliding, sliding, layout, span, sliding_scores, dropout)
+        sliding_transform = transform.of(layout, "sliding", q_per_kv)
+        out_sliding = _sliding(query_sliding, sliding, layout, context, sliding_transform, dropout)
     return layout.merge(out_full, out_sliding, q_per_kv)
 
 
-def _trim(states: SlidingStates, span: Span, window: int, sinks: int) -> SlidingStates:
+def _trim(states: SlidingStates, context: AttentionContext, window: Window) -> SlidingStates:
     """Drop keys that no query of this pass sees; sinks among them are kept aside."""
-    needed = window - 1 + span.q_length
+    needed = window.past + context.q_length
     key, value = states.key, states.value
     if key.shape[2] <= needed:
         return states
     recent = SlidingStates(key[:, :, -needed:], value[:, :, -needed:])
-    if sinks:
-        recent.sink_key = gather_sinks(key, states.sink_key, span, sinks)
-        recent.sink_value = gather_sinks(value, states.sink_value, span, sinks)
+    if window.sinks:
+        recent.sink_key = gather_sinks(key, states.sink_key, context, window.sinks)
+        recent.sink_value = gather_sinks(value, states.sink_value, context, window.sinks)
     return recent
 
 
@@ -71,98 +73,142 @@ def _sliding(
     query: Tensor,
     states: SlidingStates,
     layout: HeadLayout,
-    span: Span,
-    scores: Scores,
+    context: AttentionContext,
+    transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
     """Sliding-window attention, [B, HQ_sliding, T, D]."""
-    window, sinks = layout.window_size, layout.sinks
-    if span.start is not None or states.slots is not None:
-        return _sliding_dense(query, states, layout, span, scores, dropout)
-    states = _trim(states, span, window, sinks)
-    first = span.kv_length - states.key.shape[2]
-    if first == 0 and span.kv_length <= window:
-        return causal_attention(query, states.key, states.value, span, scores, dropout)
-    block = block_size(window)
-    if span.q_length < block:
-        return _sliding_dense(query, states, layout, span, scores, dropout)
-    if span.is_plain and not sinks and span.q_offset == 0:
-        return _banded_prefill(query, states, span, window, block, scores, dropout)
+    window = layout.window
+    # A cache of fixed size: only the device knows which slots the ring holds, a mask must say it.
+    if context.start is not None or states.slots is not None:
+        return _sliding_dense(query, states, layout, context, transform, dropout)
+    states = _trim(states, context, window)
+    first = context.kv_length - states.key.shape[2]
+    # Everything so far lies in the window.
+    if first == 0 and context.kv_length <= window.size:
+        return causal_attention(query, states.key, states.value, context, transform, dropout)
+    block = block_size(window.size)
+    # Fewer queries than a block: filling one up would compute more than the mask does.
+    if context.q_length < block:
+        return _sliding_dense(query, states, layout, context, transform, dropout)
+    # A whole sequence in which every row sees the same slots: all rows at once.
+    if context.is_plain and context.q_offset == 0 and states.sink_key is None:
+        return _banded_prefill(query, states, context, window, block, transform, dropout)
+    # Padding, documents or a past: each row has its own mask and its own sinks.
     rows = [
         _banded_row(
-            query[row : row + 1], _row(states, row), layout, span, row, block, scores, dropout
+            query[row : row + 1], _row(states, row), layout, context, row, block, transform, dropout
         )
         for row in range(query.shape[0])
     ]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def block_size(window: int) -> int:
-    """Queries per block, C."""
-    return max(16, min(_MAX_BLOCK, window))
-
-
 def _sliding_dense(
     query: Tensor,
     states: SlidingStates,
     layout: HeadLayout,
-    span: Span,
-    scores: Scores,
+    context: AttentionContext,
+    transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
     """Few queries (decode, short chunks), or keys of a fixed size: all under one mask."""
-    fixed = span.start is not None or states.slots is not None
-    key, value, slots = states.with_slots(span)
-    if span.is_plain and not fixed and span.q_length == 1:
-        return masked_attention(query, key, value, scores, dropout)
+    fixed = context.start is not None or states.slots is not None
+    key, value, slots = states.with_slots(context)
+    if context.is_plain and not fixed and context.q_length == 1:
+        return masked_attention(query, key, value, transform, dropout)
 
     def make() -> Tensor:
-        queries = span.query_slots(query.device)
-        return span.visible(queries, slots, layout.window_size, layout.sinks)[:, None]
+        queries = context.query_slots(query.device)
+        return context.visible(queries, slots, layout.window)[:, None]
 
-    name = ("dense", layout.window_size, layout.sinks, key.shape[2])
-    return masked_attention(query, key, value, scores, dropout, span.memo(name, make))
+    name = ("dense", layout.window, key.shape[2])
+    return masked_attention(query, key, value, transform, dropout, context.memo(name, make))
 
 
 def _banded_prefill(
     query: Tensor,
     states: SlidingStates,
-    span: Span,
-    window: int,
+    context: AttentionContext,
+    window: Window,
     block: int,
-    scores: Scores,
+    transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
-    """A whole plain sequence without sinks: no padding, no copies of keys or queries.
+    """A whole plain sequence: no padding, and without sinks no copies of keys or queries.
 
-    The first W queries are plainly causal, whole blocks follow, the rest is one short block.
+    The first W + S queries are plainly causal, whole blocks follow, the rest is one short block.
     """
-    key, value = states.key, states.value
+    key, value, sinks = states.key, states.value, window.sinks
     batch, heads, length, dim = query.shape
+    first = min(window.most_keys, length)
     head = masked_attention(
-        query[:, :, :window], key[:, :, :window], value[:, :, :window], scores, dropout,
+        query[:, :, :first], key[:, :, :first], value[:, :, :first], transform, dropout,
         is_causal=True,
     )  # fmt: skip
     outputs = [head]
-    count = (length - window) // block
-    middle = window + count * block
+    count = (length - first) // block
+    middle = first + count * block
+    # What a band begins with: the W slots before its first query.
+    start, shown = first - window.size, (key[:, :, :sinks], value[:, :, :sinks])
     if count:
-        blocks = _blocks(query[:, :, window:middle].flatten(0, 1), count, block)
-        out = masked_attention(
-            blocks,
-            bands(key[:, :, :middle].flatten(0, 1), block, window),
-            bands(value[:, :, :middle].flatten(0, 1), block, window),
-            scores,
+        out = _attend_bands(
+            _blocks(query[:, :, first:middle].flatten(0, 1), count, block),
+            bands(key[:, :, start:middle].flatten(0, 1), block, window.size),
+            bands(value[:, :, start:middle].flatten(0, 1), block, window.size),
+            tuple(x.flatten(0, 1)[None].expand(count, -1, -1, -1) for x in shown),
+            _band_mask(context, block, window, query.device)[None],
+            transform,
             dropout,
-            _band_mask(span, block, window, query.device),
         )  # [n, B * HQ, C, D]
         outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
+        del out  # a copy was made of it
     if middle < length:
-        rest, start = length - middle, middle - window
-        mask = _band_mask(span, rest, window, query.device)
-        tail = query[:, :, middle:], key[:, :, start:], value[:, :, start:]
-        outputs.append(masked_attention(*tail, scores, dropout, mask))
+        rest, start = length - middle, middle - window.size
+        mask = _band_mask(context, rest, window, query.device)
+        last_key, last_value = key[:, :, start:], value[:, :, start:]
+        if sinks:
+            last_key = torch.cat([shown[0], last_key], dim=2)
+            last_value = torch.cat([shown[1], last_value], dim=2)
+        tail = query[:, :, middle:], last_key, last_value
+        outputs.append(masked_attention(*tail, transform, dropout, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
+
+
+def _attend_bands(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: tuple[Tensor, ...],
+    mask: Tensor,
+    transform: LogitTransform,
+    dropout: float,
+) -> Tensor:
+    """Attention of blocks [n, H, C, D] to the sinks [n, H, S, D] and the band of each, views.
+
+    `mask` is [n or 1, C, S + C + W]. Sinks and band must be copied into one tensor: of so few
+    blocks at a time that the copies of a pass without gradients never outgrow the keys.
+    """
+    if not sinks[0].shape[2]:
+        return masked_attention(queries, keys, values, transform, dropout, mask[:, None])
+    count = step = keys.shape[0]
+    # In a backward pass each slice of the bands would come back as large as all of them.
+    if not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)):
+        step = max(1, count * queries.shape[2] // (4 * keys.shape[2]))
+    outputs = []
+    for start in range(0, count, step):
+        blocks = slice(start, start + step)
+        outputs.append(
+            masked_attention(
+                queries[blocks],
+                torch.cat([sinks[0][blocks], keys[blocks]], dim=2),
+                torch.cat([sinks[1][blocks], values[blocks]], dim=2),
+                transform,
+                dropout,
+                (mask if mask.shape[0] == 1 else mask[blocks])[:, None],
+            )
+        )
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _blocks(states: Tensor, count: int, block: int) -> Tensor:
@@ -171,15 +217,21 @@ def _blocks(states: Tensor, count: int, block: int) -> Tensor:
     return states.reshape(heads, count, block, dim).transpose(0, 1)
 
 
-def _band_mask(span: Span, queries: int, window: int, device: torch.device) -> Tensor:
-    """Causal band for `queries` that end where their W + queries keys end: bool [queries, keys]."""
+def _band_mask(
+    context: AttentionContext, queries: int, window: Window, device: torch.device
+) -> Tensor:
+    """Causal band for `queries` whose band, and all sinks before it, end where they end.
+
+    Bool [queries, S + W + queries].
+    """
 
     def make() -> Tensor:
-        q = torch.arange(window, window + queries, device=device)[:, None]
-        k = torch.arange(window + queries, device=device)[None]
-        return (k <= q) & (q - k < window)
+        q = torch.arange(window.size, window.size + queries, device=device)[:, None]
+        k = torch.arange(window.size + queries, device=device)[None]
+        band = (k <= q) & (q - k < window.size)
+        return torch.cat([band.new_ones(queries, window.sinks), band], dim=1)
 
-    mask: Tensor = span.memo(("plain band", queries, window), make)
+    mask: Tensor = context.memo(("plain band", queries, window), make)
     return mask
 
 
@@ -194,71 +246,79 @@ def _banded_row(
     query: Tensor,
     states: SlidingStates,
     layout: HeadLayout,
-    span: Span,
+    context: AttentionContext,
     row: int,
     block: int,
-    scores: Scores,
+    transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
     """One row of the batch with padding, documents, sinks or a past: [1, HQ_sliding, T, D]."""
-    window, sinks, length = layout.window_size, layout.sinks, query.shape[2]
+    window, sinks, length = layout.window.size, layout.window.sinks, query.shape[2]
     count = -(-length // block)
-    first = span.kv_length - states.key.shape[2]
-    left, right = window - (span.q_offset - first), count * block - length
+    first = context.kv_length - states.key.shape[2]
+    # Pad the keys so that block 0's band begins W slots before its first query, and the last block
+    # is whole; what is padded has slots below `first` or beyond the end, which no mask shows.
+    left, right = window - (context.q_offset - first), count * block - length
     query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
     keys, values = (
         bands(F.pad(x[0], (0, 0, left, right)), block, window) for x in (states.key, states.value)
     )
 
     def make() -> tuple[Tensor, Tensor | None]:
-        return _row_mask(layout, span, row, block, first, query.device)
+        return _row_mask(layout, context, row, block, first, query.device)
 
-    shared = 0 if span.valid is None and span.document is None else row
-    name = ("band", window, sinks, block, first, shared)
-    mask, sink_slots = span.memo(name, make)
-    if sink_slots is not None:
-        if states.sink_key is not None and states.sink_value is not None:
-            narrow = span.row(row)  # some sinks may have come with this pass
-            extra_key = gather_sinks(states.key, states.sink_key, narrow, sinks)
-            extra_value = gather_sinks(states.value, states.sink_value, narrow, sinks)
-            extra = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
-        else:
-            index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
-            extra_key, extra_value = (
-                _blocks(x[0].index_select(1, index), count, sinks)
-                for x in (states.key, states.value)
-            )
-            extra = extra_key, extra_value
-        keys, values = torch.cat([extra[0], keys], dim=2), torch.cat([extra[1], values], dim=2)
-    out = masked_attention(query_blocks, keys, values, scores, dropout, mask[:, None])
+    shared = 0 if context.valid is None and context.document is None else row
+    name = ("band", layout.window, block, first, shared)
+    mask, sink_slots = context.memo(name, make)
+    if sink_slots is None:
+        shown = keys[:, :, :0], values[:, :, :0]
+    elif states.sink_key is not None and states.sink_value is not None:
+        # A cache keeps the sinks apart; some may have come with this pass only.
+        narrow = context.row(row)
+        extra_key = gather_sinks(states.key, states.sink_key, narrow, sinks)
+        extra_value = gather_sinks(states.value, states.sink_value, narrow, sinks)
+        shown = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
+    else:
+        # All keys are here: each block takes the sinks of the document its band begins in.
+        index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
+        extra_key, extra_value = (
+            _blocks(x[0].index_select(1, index), count, sinks) for x in (states.key, states.value)
+        )
+        shown = extra_key, extra_value
+    out = _attend_bands(query_blocks, keys, values, shown, mask, transform, dropout)
     return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
 def _row_mask(
-    layout: HeadLayout, span: Span, row: int, block: int, first: int, device: torch.device
+    layout: HeadLayout,
+    context: AttentionContext,
+    row: int,
+    block: int,
+    first: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
     """Masks [n, C, S + C + W] of a row's blocks; slots [n, S] of the sinks before each band.
 
     At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
     inside the band are keys of the band.
     """
-    window, sinks = layout.window_size, layout.sinks
-    count = -(-span.q_length // block)
-    starts = span.q_offset + block * torch.arange(count, device=device)[:, None]
+    window, sinks = layout.window.size, layout.window.sinks
+    count = -(-context.q_length // block)
+    starts = context.q_offset + block * torch.arange(count, device=device)[:, None]
     queries = starts + torch.arange(block, device=device)
     keys = starts + torch.arange(-window, block, device=device)
     keys = torch.where(keys < first, -1, keys)
-    queries = queries.clamp(max=span.kv_length - 1)
+    queries = queries.clamp(max=context.kv_length - 1)
     sink_slots = None
     if sinks:
         offsets = torch.arange(sinks, device=device)
-        if span.document is not None:
-            begin = (starts - window).clamp(min=0, max=span.kv_length - 1)
-            sink_slots = span.document_starts()[row][begin] + offsets
+        if context.document is not None:
+            begin = (starts - window).clamp(min=0, max=context.kv_length - 1)
+            sink_slots = context.document_starts()[row][begin] + offsets
         else:
-            slots = span.sink_slots(sinks, device)
+            slots = context.sink_slots(sinks, device)
             sink_slots = slots[min(row, slots.shape[0] - 1)].expand(count, -1)
         before = (sink_slots < starts - window) | (sink_slots < first)
         keys = torch.cat([torch.where(before, sink_slots, -1), keys], dim=1)
-    narrow = span.row(row)
-    return narrow.visible(queries[None], keys[None], window, sinks)[0], sink_slots
+    narrow = context.row(row)
+    return narrow.visible(queries[None], keys[None], layout.window)[0], sink_slots

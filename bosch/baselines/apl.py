@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from bosch.baselines.blocks import block_scores
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import LayerStates, query_heads, visit_layers
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 
 def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
@@ -21,7 +21,7 @@ def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     the middle two.
     """
     layers, _ = mask_shape(model.config)
-    lags = np.zeros((len(calibration), layers, model.config.num_attention_heads))
+    lags = np.zeros((len(calibration), layers, query_heads(model)))
     for index, example in enumerate(calibration.examples):
         last = len(example.input_ids) - 1  # t*, the last answer token
 

@@ -15,10 +15,10 @@ from bosch.baselines.capture import LayerStates
 ROWS = 128
 
 
-def row_blocks(length: int, rows: int = ROWS, first: int = 0) -> Iterator[tuple[int, int]]:
+def row_blocks(length: int, first: int = 0) -> Iterator[tuple[int, int]]:
     """Bounds (begin, end) of the blocks of rows first .. length - 1."""
-    for begin in range(first, length, rows):
-        yield begin, min(begin + rows, length)
+    for begin in range(first, length, ROWS):
+        yield begin, min(begin + ROWS, length)
 
 
 def grouped_product(query: Tensor, key: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def lags(begin: int, end: int, first_key: int, device: torch.device) -> Tensor:
     return rows - torch.arange(first_key, end, device=device)
 
 
-def attention_blocks(states: LayerStates, rows: int = ROWS) -> Iterator[tuple[int, int, Tensor]]:
+def attention_blocks(states: LayerStates) -> Iterator[tuple[int, int, Tensor]]:
     """(begin, end, alpha [HQ, end - begin, end]) for all rows in order."""
-    for begin, end in row_blocks(states.query.shape[1], rows):
+    for begin, end in row_blocks(states.query.shape[1]):
         yield begin, end, block_scores(states, begin, end).softmax(dim=-1)
 
 

@@ -7,22 +7,22 @@ from typing import Any
 import torch
 
 from bosch.baselines.blocks import attention_blocks, local_and_all
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import LayerStates, query_heads, visit_layers
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 
 def dcam(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest."""
     layers, _ = mask_shape(model.config)
-    sums = torch.zeros(layers, model.config.num_attention_heads, 2, dtype=torch.float64)
+    sums = torch.zeros(layers, query_heads(model), 2, dtype=torch.float64)
 
     def add(layer: int, states: LayerStates) -> None:
         # Eq. 7; both sums of Eq. 8 at once instead of a histogram over lags.
         blocks = attention_blocks(states)
-        parts = [local_and_all(alpha, begin, end, window_size) for begin, end, alpha in blocks]
-        sums[layer] += torch.stack(parts).sum(dim=0).cpu()
+        terms = [local_and_all(alpha, begin, end, window_size) for begin, end, alpha in blocks]
+        sums[layer] += torch.stack(terms).sum(dim=0).cpu()
 
     for example in calibration.examples:
         visit_layers(model, torch.tensor(example.input_ids), add)

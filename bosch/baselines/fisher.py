@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bosch.baselines.blocks import attention_blocks, grouped_product, local_and_all
-from bosch.baselines.capture import LayerStates, visit_gradients
+from bosch.baselines.capture import LayerStates, query_heads, visit_gradients
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 
 def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
@@ -22,17 +22,17 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     has no influence on it at all scores 1.
     """
     layers, _ = mask_shape(model.config)
-    sums = torch.zeros(layers, model.config.num_attention_heads, 2, dtype=torch.float64)
+    sums = torch.zeros(layers, query_heads(model), 2, dtype=torch.float64)
 
     def add(layer: int, states: LayerStates) -> None:
         gradient = states.output_gradient
         assert gradient is not None
         blocks = attention_blocks(states)
-        parts = [
+        terms = [
             local_and_all(_saliency(states, gradient, alpha, begin, end), begin, end, window_size)
             for begin, end, alpha in blocks
         ]
-        sums[layer] += torch.stack(parts).sum(dim=0).cpu()  # Eq. 24, both sums of Eq. 25 at once
+        sums[layer] += torch.stack(terms).sum(dim=0).cpu()  # Eq. 24, both sums of Eq. 25 at once
 
     for example in calibration.examples:
         visit_gradients(model, example, add)

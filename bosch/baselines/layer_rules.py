@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bosch.heads import HeadMask, swa_budget
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
 
 
 def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> HeadMask:
@@ -19,10 +20,10 @@ def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> HeadMa
 
 def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     """BME: full layers at the beginning, in the middle and at the end, in equal shares."""
-    wanted = _layers_touched(num_layers, num_heads, swa_ratio)
-    begin, rest = -(-wanted // 3), wanted - -(-wanted // 3)
+    full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
+    begin, rest = -(-full_layers // 3), full_layers - -(-full_layers // 3)
     end = -(-rest // 2)
-    middle_size = wanted - begin - end
+    middle_size = full_layers - begin - end
     middle_start = begin + (num_layers - end - begin - middle_size) // 2
     blocks = [
         list(range(begin)),
@@ -35,8 +36,8 @@ def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
 
 def intr(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     """INTR: full layers at even spacing, in the middle of equal stretches of layers."""
-    wanted = _layers_touched(num_layers, num_heads, swa_ratio)
-    order = [int((2 * i + 1) * num_layers / (2 * wanted)) for i in range(wanted)]
+    full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
+    order = [int((2 * i + 1) * num_layers / (2 * full_layers)) for i in range(full_layers)]
     return _first_full(order, num_layers, num_heads, swa_ratio)
 
 

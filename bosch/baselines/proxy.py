@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from bosch.baselines.blocks import attention_blocks
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import LayerStates, query_heads, visit_layers
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 
 def proxy(
@@ -35,15 +35,15 @@ def proxy(
     """
     layers, _ = mask_shape(model.config)
     size = max(1, window_size // 8) if key_block is None else key_block
-    sums = torch.zeros(layers, model.config.num_attention_heads, dtype=torch.float64)
+    sums = torch.zeros(layers, query_heads(model), dtype=torch.float64)
 
     def add(layer: int, states: LayerStates) -> None:
         heads = list(proxy_heads)
-        parts = [
+        terms = [
             fractional_budgets(alpha, begin, size, mass, heads).double().sum(dim=-1)
             for begin, _, alpha in attention_blocks(states)
         ]
-        sums[layer] += torch.stack(parts).sum(dim=0).cpu()
+        sums[layer] += torch.stack(terms).sum(dim=0).cpu()
 
     for example in calibration.examples:
         visit_layers(model, torch.tensor(example.input_ids), add)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bosch.baselines.blocks import block_scores, lags, row_blocks
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import LayerStates, query_heads, visit_layers
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 
 def qada(
@@ -28,14 +28,14 @@ def qada(
     """
     layers, _ = mask_shape(model.config)
     buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
-    sums = torch.zeros(layers, model.config.num_attention_heads, dtype=torch.float64)
+    sums = torch.zeros(layers, query_heads(model), dtype=torch.float64)
 
     def add(layer: int, states: LayerStates) -> None:
-        parts = [
+        terms = [
             _local_fractions(states, begin, end, window_size, buffer).double().sum(dim=-1)
             for begin, end in row_blocks(states.query.shape[1])
         ]
-        sums[layer] += torch.stack(parts).sum(dim=0).cpu()
+        sums[layer] += torch.stack(terms).sum(dim=0).cpu()
 
     for example in calibration.examples:
         visit_layers(model, torch.tensor(example.input_ids), add)

@@ -8,10 +8,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bosch.heads import HeadMask, swa_budget
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.units import Units
 
 Scores: TypeAlias = npt.NDArray[np.float64]
-MostLocal = Literal["largest", "smallest"]
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,29 @@ def group_means(scores: Scores, num_key_value_heads: int) -> Scores:
 
 
 def rank_units(
-    scores: Scores, num_key_value_heads: int, swa_ratio: float, most_local: MostLocal
+    scores: Scores,
+    num_key_value_heads: int,
+    swa_ratio: float,
+    most_local: Literal["largest", "smallest"],
+    head_granularity: int = 1,
 ) -> Ranked:
     """The ceil(rho N) most local KV groups become sliding; ties go to the lower index.
 
-    `scores` [L, HQ] are of query heads; `most_local` says which end of them is local. Raises
+    `scores` [L, HQ] are of query heads; `most_local` says which end of them is local. With
+    `head_granularity` g, units of g KV groups of similar score are ranked by their mean. Raises
     ValueError when a score is not finite.
     """
     if not np.isfinite(scores).all():
         raise ValueError("a head's score is not finite")
-    units = group_means(scores, num_key_value_heads).reshape(-1)
-    keys = -units if most_local == "largest" else units
+    heads = group_means(scores, num_key_value_heads)
+    heads = -heads if most_local == "largest" else heads
+    units = Units.by_value(heads, head_granularity)
+    keys = units.of_heads(heads).mean(axis=2).reshape(-1)
     order = np.argsort(keys, kind="stable")
-    budget = swa_budget(units.size, swa_ratio)
-    is_full = np.ones(units.size, dtype=np.bool_)
+    budget = swa_budget(keys.size, swa_ratio)
+    is_full = np.ones(keys.size, dtype=np.bool_)
     is_full[order[:budget]] = False
     tied = 0
-    if 0 < budget < units.size and keys[order[budget]] == keys[order[budget - 1]]:
+    if 0 < budget < keys.size and keys[order[budget]] == keys[order[budget - 1]]:
         tied = int((keys == keys[order[budget]]).sum())
-    return Ranked(HeadMask(is_full.reshape(-1, num_key_value_heads)), tied)
+    return Ranked(units.head_mask(HeadMask(is_full.reshape(units.shape))), tied)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bosch.baselines.blocks import block_scores, row_blocks
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import LayerStates, query_heads, visit_layers
 from bosch.baselines.ranking import Scores
-from bosch.calibration import CalibrationSet
-from bosch.modeling import mask_shape
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
 
 _REPEATS = 4
 
@@ -20,12 +20,13 @@ _REPEATS = 4
 def razor(
     model: Any,
     calibration: CalibrationSet,
+    window_size: int,
     *,
     block_length: int | None = None,
     induction_offset: int = 1,
     seed: int = 0,
 ) -> Scores:
-    """Scores [L, HQ]; the most local head has the smallest.
+    """Scores [L, HQ]; the most local head has the smallest. They do not depend on the window.
 
     The probe is a block of `block_length` random tokens, four times over (K; a quarter of the
     longest calibration example by default). Induction looks at key m - K + `induction_offset`: 1
@@ -37,7 +38,7 @@ def razor(
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(vocabulary, (length,), generator=generator)
-    means = torch.zeros(2, layers, model.config.num_attention_heads, dtype=torch.float64)
+    means = torch.zeros(2, layers, query_heads(model), dtype=torch.float64)
 
     def measure(layer: int, states: LayerStates) -> None:
         means[:, layer] = mean_attention(states, length, (0, induction_offset)).cpu()

@@ -1,11 +1,11 @@
-"""Make the quickstart's base model: a small Qwen3 that reads Python and really retrieves.
+"""Train the quickstart's base model: a small Qwen3 that models Python text and retrieves.
 
     python -m recipes.quickstart.make_base_model --output recipes/quickstart/base_model
 
 Trains a byte-level BPE tokenizer and the model on the standard library's source, pydoc's topics and
 synthetic retrieval documents (data_prep/retrieval.py), in phases of growing sequence length.
-Everything is seeded; a run that was stopped goes on from its last save. The log is kept as
-`training_log.jsonl` in the output. `measure_base_model.py` writes the model card.
+Everything is seeded; a stopped run resumes from its last save. The output directory also gets the
+log, `training_log.jsonl`. `measure_base_model.py` measures the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import math
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -24,9 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from bosch.files import replacing
+from data_prep.essays import haystack_words
 from recipes.quickstart.small_qwen3 import (
     LocalHeads,
     look_back_one,
+    rate_scale,
     small_config,
     spread_retrieval,
     token_losses,
@@ -36,19 +38,18 @@ from recipes.quickstart.training_rows import (
     FIRST_ANSWER_WEIGHT,
     SEED,
     Rows,
-    prose_words,
     python_text,
     train_tokenizer,
 )
 
-MICRO_BATCH_TOKENS = 2048  # what a core's cache holds: larger ones are slower
+MICRO_BATCH_TOKENS = 2048  # fits into a core's cache; larger ones are slower
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training.
+    """Steps with the same settings.
 
-    `text` and `copies` are shares of rows: plain text, and a block of random tokens over and over.
+    `text` and `copies` are shares of rows: plain text, and a repeated block of random tokens.
     The other rows hold retrieval documents. `local_heads` and `local_layers` are shares of KV
     groups and of whole layers that see only the latest tokens.
     """
@@ -74,7 +75,8 @@ PHASES = (
     Phase(100, 2e-3, 8192, 2048, 0.25, 0.0, 0.15, 0.15, (0.05, 0.90, 0.0, 0.05)),
     Phase(220, 2e-3, 8192, 2048, 0.15, 0.0, 0.05, 0.10, (0.0, 1.0, 0.0, 0.0)),
 )
-SPREAD_STEP = 800  # copying has formed, in one layer
+SCHEDULE = [phase for phase in PHASES for _ in range(phase.steps)]  # one entry per step
+SPREAD_STEP = 800  # by then copying has formed in one layer
 WARMUP_STEPS, DECAY_STEPS = 150, 200
 
 
@@ -85,7 +87,7 @@ def model_config() -> Qwen3Config:
 
 
 def batch(rows: Rows, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
-    """ids and weights, [B, T]: a function of the step alone, so that resuming is exact."""
+    """Ids and weights, [B, T]: a function of the step alone, so that resuming is exact."""
     return rows.batch(
         Random(f"{SEED}-{step}"),
         phase.batch_tokens // phase.length,
@@ -97,10 +99,8 @@ def batch(rows: Rows, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(step: int) -> float:
-    """The phase's rate, after a warm-up, with a linear decay at the very end."""
-    left = sum(phase.steps for phase in PHASES) - step
-    scale = min(1.0, (step + 1) / WARMUP_STEPS, 0.02 + 0.98 * left / DECAY_STEPS)
-    return phase_of(step).rate * scale
+    """The phase's rate times warm-up and decay."""
+    return SCHEDULE[step].rate * rate_scale(step, len(SCHEDULE), WARMUP_STEPS, DECAY_STEPS)
 
 
 def step_gradients(
@@ -111,35 +111,22 @@ def step_gradients(
     generator = torch.Generator().manual_seed(step)
     rows = MICRO_BATCH_TOKENS // phase.length
     losses = []
-    for part, part_weights in zip(ids.split(rows), weights.split(rows), strict=True):
-        local.draw(len(part), phase.length, phase.local_heads, phase.local_layers, generator)
-        loss = token_losses(model, part)
-        ((loss * part_weights).sum() / weights.sum()).backward()
+    for chunk, chunk_weights in zip(ids.split(rows), weights.split(rows), strict=True):
+        local.draw(len(chunk), phase.length, phase.local_heads, phase.local_layers, generator)
+        loss = token_losses(model, chunk)
+        ((loss * chunk_weights).sum() / weights.sum()).backward()
         losses.append(loss.detach())
     loss = torch.cat(losses)
     kinds = {"text": 1.0, "first": FIRST_ANSWER_WEIGHT, "rest": ANSWER_WEIGHT}
-    parts = {name: loss[weights == kind].mean().item() for name, kind in kinds.items()}
-    return {"loss": ((loss * weights).sum() / weights.sum()).item(), **parts}
-
-
-def phase_of(step: int) -> Phase:
-    for phase in PHASES:
-        if step < phase.steps:
-            return phase
-        step -= phase.steps
-    raise IndexError(step)
-
-
-def steps() -> Iterator[tuple[int, Phase]]:
-    for step in range(sum(phase.steps for phase in PHASES)):
-        yield step, phase_of(step)
+    means = {name: loss[weights == kind].mean().item() for name, kind in kinds.items()}
+    return {"loss": ((loss * weights).sum() / weights.sum()).item(), **means}
 
 
 def train(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(SEED)
     training_text, _ = python_text()
-    prose = prose_words()
+    prose = haystack_words(None)
     if not (output / "tokenizer.json").exists():
         train_tokenizer(training_text, prose).save_pretrained(output)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(output)
@@ -162,10 +149,9 @@ def train(output: Path) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start, minutes_before = state["step"], state["minutes"]
-        print(f"going on at step {start}", flush=True)
+        print(f"resuming at step {start}", flush=True)
     local = LocalHeads(model)
     compiled = torch.compile(model, dynamic=False)
-    total = sum(phase.steps for phase in PHASES)
     log = (output / "training_log.jsonl").open("a")
     began = time.process_time()
 
@@ -173,9 +159,8 @@ def train(output: Path) -> None:
         """CPU minutes of all threads so far, earlier runs included."""
         return minutes_before + (time.process_time() - began) / 60
 
-    for step, phase in steps():
-        if step < start:
-            continue
+    for step in range(start, len(SCHEDULE)):
+        phase = SCHEDULE[step]
         if step == SPREAD_STEP:
             spread_retrieval(model)
         rate = learning_rate(step)
@@ -188,7 +173,7 @@ def train(output: Path) -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 0 or step == total - 1:
+        if step % 10 == 0 or step == len(SCHEDULE) - 1:
             line = {"step": step, "length": phase.length, "rate": rate, **losses}
             line |= {"norm": norm.item(), "minutes": minutes()}
             line = {name: round(value, 5) for name, value in line.items()}
@@ -197,12 +182,10 @@ def train(output: Path) -> None:
             print(line, flush=True)
         if (step + 1) % 100 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(
-                state | {"step": step + 1, "minutes": minutes()}, state_file.with_suffix(".tmp")
-            )
-            state_file.with_suffix(".tmp").replace(state_file)
+            with replacing(state_file) as temporary:
+                torch.save(state | {"step": step + 1, "minutes": minutes()}, temporary)
     model.to(torch.bfloat16).save_pretrained(output)
-    details = {"seed": SEED, "phases": [asdict(phase) for phase in PHASES], "steps": total}
+    details = {"seed": SEED, "phases": [asdict(phase) for phase in PHASES], "steps": len(SCHEDULE)}
     details |= {"cpu_minutes": round(minutes(), 1)}
     details |= {"torch": torch.__version__, "python": platform.python_version()}
     (output / "training.json").write_text(json.dumps(details, indent=1) + "\n")

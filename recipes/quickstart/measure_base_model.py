@@ -1,10 +1,10 @@
-"""Measure the quickstart's base model and write measures.json and its model card.
+"""Measure the quickstart's base model; write measures.json, whose figures its README.md states.
 
     python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
 
-Exact match on fresh needle questions with full and with all-sliding attention, the cost of making
-each single KV head sliding, the spread over random masks, and the loss on held-out Python text. The
-questions come from the evaluation seed space: neither training nor calibration holds their needles.
+Measures exact match on needle questions with full and all-sliding attention, the cost of making
+each KV head sliding, the spread over random masks, and the loss on held-out Python text. The
+questions come from the evaluation seed space, which shares no needle with training or calibration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,16 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from bosch.calibration import CalibrationSet
 from bosch.heads import HeadMask
-from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
 from bosch.progress import progress
+from bosch.window import Window
 from data_prep.essays import haystack_words
 from data_prep.haystacks import make_sample
 from data_prep.needles import forced_ids
-from recipes.quickstart.base_model_card import Measures, write_card
 from recipes.quickstart.training_rows import python_text
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
@@ -67,12 +67,14 @@ def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     sliding: dict[str, float] = {}
     for task in TASKS:
         objective = Objective(
-            model, questions(tokenizer, [task], CONTEXT, SAMPLES // len(TASKS)), WINDOW
+            model, questions(tokenizer, [task], CONTEXT, SAMPLES // len(TASKS)), Window(WINDOW)
         )
         full[task] = objective.evaluate(all_full).score
         sliding[task] = objective.evaluate(all_sliding).score
         print(f"{task}: full {full[task]:.3f}, sliding {sliding[task]:.3f}", flush=True)
-    objective = Objective(model, questions(tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES), WINDOW)
+    objective = Objective(
+        model, questions(tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES), Window(WINDOW)
+    )
     return {
         "full": float(np.mean(list(full.values()))),
         "sliding": float(np.mean(list(sliding.values()))),
@@ -106,8 +108,8 @@ def mask_measures(
     }
     scores: dict[str, Any] = {name: [] for name in masks}
     with progress(sum(map(len, masks.values())), "masks", "masks") as bar:
-        for name, some in masks.items():
-            for mask in some:
+        for name, masks_of_kind in masks.items():
+            for mask in masks_of_kind:
                 scores[name].append(objective.evaluate(mask).score)
                 bar.update()
     scores["single_head"] = np.reshape(scores["single_head"], (layers, heads)).tolist()
@@ -116,7 +118,7 @@ def mask_measures(
 
 @torch.inference_mode()
 def text_measures(model: Any, tokenizer: Any) -> dict[str, float]:
-    """Loss on documents that were kept out of training, beside that of token frequencies alone."""
+    """Loss on held-out documents, of the model and of token frequencies alone."""
     training, held_out = python_text()
     encode = tokenizer.backend_tokenizer.encode_batch
     counts = np.ones(model.config.vocab_size)
@@ -156,9 +158,8 @@ def main() -> None:
         "search_length": SEARCH_LENGTH,
         "search_samples": SEARCH_SAMPLES,
     }
-    measures = Measures(**sizes, **needle_measures(model, tokenizer), **text)
-    (folder / "measures.json").write_text(json.dumps(asdict(measures), indent=1) + "\n")
-    write_card(folder)
+    measures = {**sizes, **needle_measures(model, tokenizer), **text}
+    (folder / "measures.json").write_text(json.dumps(measures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The small Qwen3s of this folder and of `recipes/study`, and how they are taught to retrieve.
+"""The small Qwen3 models of this folder and of `recipes/study`, and how they learn to retrieve.
 
 B rows, T tokens, HKV key/value heads.
 """
@@ -19,7 +19,7 @@ LOCAL_REACH = (1 / 16, 1 / 4)  # of a sequence
 def small_config(
     *, width: int, feed_forward: int, layers: int, kv_heads: int, tokens: int, rope_theta: float
 ) -> Qwen3Config:
-    """A Qwen3 of two query heads for each KV head, D = 32, with the small models' vocabulary."""
+    """A Qwen3 with two query heads per KV head, D = 32, and the small models' vocabulary."""
     return Qwen3Config(
         initializer_range=0.06,
         vocab_size=VOCABULARY,
@@ -40,10 +40,10 @@ def small_config(
 
 @torch.no_grad()
 def look_back_one(model: Qwen3ForCausalLM, groups: int = 4, gain: float = 1.5) -> None:
-    """Start half of the first layer's KV groups as heads that attend to the previous token.
+    """Initialise the first layer's first `groups` KV groups to attend to the previous token.
 
-    Copying needs such heads below the ones that match, and neither is of use alone: from random
-    weights a model this small sits on that plateau for thousands of steps. The embeddings get a
+    Copying needs such heads below the heads that match, and neither kind helps alone: from random
+    weights a model this small stays on that plateau for thousands of steps. All embeddings get a
     common direction; queries and keys map it to a vector of high rotary frequencies, the query's
     turned back by one position.
     """
@@ -73,9 +73,9 @@ def look_back_one(model: Qwen3ForCausalLM, groups: int = 4, gain: float = 1.5) -
 def spread_retrieval(model: Qwen3ForCausalLM, source: int = 1, target: int = 3) -> None:
     """Swap the second half of two layers' KV groups, so that two layers can retrieve.
 
-    Copying forms in the first layer that can, and while that one does the work no later layer
-    learns to. Its heads do as well further up, for what they need stays in the residual stream;
-    rows in which whole layers are local keep both layers able from then on.
+    Copying forms in the first layer that can learn it, and later layers then do not learn it. The
+    heads also work in a higher layer, because their inputs stay in the residual stream. Rows in
+    which whole layers are local keep both layers able to retrieve from then on.
     """
     config = model.config
     lower, upper = model.model.layers[source], model.model.layers[target]
@@ -98,10 +98,10 @@ def spread_retrieval(model: Qwen3ForCausalLM, source: int = 1, target: int = 3) 
 
 
 class LocalHeads:
-    """Lets random KV groups and whole layers of every row see only the latest tokens.
+    """Restricts random KV groups and whole layers of every row to the latest tokens.
 
-    Retrieval then cannot settle in one head or layer: whatever another one would have fetched, the
-    rest must be able to fetch. What a local head loses is what a sliding-window head loses.
+    Retrieval then cannot settle in one head or layer, because the others must be able to replace
+    it. A local head loses what a sliding-window head loses.
     """
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
@@ -113,9 +113,9 @@ class LocalHeads:
     def draw(
         self, rows: int, length: int, heads: float, layers: float, generator: torch.Generator
     ) -> None:
-        """New reaches for `rows` sequences of `length` tokens.
+        """Draw the reaches for `rows` sequences of `length` tokens.
 
-        `heads` and `layers` are the chances of a KV group and of a whole layer to be local.
+        `heads` and `layers` are the probabilities that a KV group or a whole layer is local.
         """
         least, most = (int(share * length) for share in LOCAL_REACH)
         for layer in self.layers:
@@ -142,6 +142,11 @@ def local_heads_attention(
     bias = torch.where((back < 0) | (back >= reach), -1e30, 0.0).to(scores.dtype)
     weights = (scores + bias).softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value).transpose(1, 2), None
+
+
+def rate_scale(step: int, total: int, warmup: int, decay: int) -> float:
+    """Factor of the learning rate: linear warm-up, then linear decay to 2 % in the last steps."""
+    return min(1.0, (step + 1) / warmup, 0.02 + 0.98 * (total - step) / decay)
 
 
 def token_losses(model: nn.Module, ids: Tensor) -> Tensor:

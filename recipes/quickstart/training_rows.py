@@ -1,7 +1,7 @@
-"""What the small models in this folder and in `recipes/study` are trained on.
+"""Training data of the small models in this folder and in `recipes/study`.
 
-Plain text is the standard library's source and pydoc's topics; retrieval documents are made by
-`data_prep.retrieval`; copies repeat a block of random tokens. T tokens.
+Plain text is the standard library's source and pydoc's topics; retrieval documents come from
+`data_prep.retrieval`; copies repeat a block of random tokens. B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from random import Random
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.essays import pydoc_topics
 from data_prep.retrieval import Document, Segment, retrieval_document
 
 SEED = 7
@@ -36,26 +38,15 @@ def python_text() -> tuple[list[str], list[str]]:
         and not path.name.startswith("_sysconfig")
     )
     documents = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
-    import pydoc_data.topics
-
-    documents += [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents += pydoc_topics().values()
     documents = [text for text in documents if len(text) > 200]
     Random(SEED).shuffle(documents)
     held_out = len(documents) // 50
     return documents[held_out:], documents[:held_out]
 
 
-def prose_words() -> list[str]:
-    """The words of pydoc's topics, for haystacks."""
-    import pydoc_data.topics
-
-    return " ".join(text for _, text in sorted(pydoc_data.topics.topics.items())).split()
-
-
 def train_tokenizer(documents: list[str], prose: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits, on a sample of text and retrieval documents."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     rng = Random(SEED)
     sample = documents[:250] + [
         "".join(s.text for s in retrieval_document(rng, 3000, prose)) for _ in range(250)
@@ -79,7 +70,7 @@ def train_tokenizer(documents: list[str], prose: list[str]) -> PreTrainedTokeniz
 
 
 class Rows:
-    """Batches of token rows with a loss weight for every token."""
+    """Makes batches of token rows with a loss weight for every token."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, text: list[str], prose: list[str]
@@ -91,6 +82,7 @@ class Rows:
         self.text = np.concatenate([np.array([*e.ids, 0], dtype=np.int32) for e in encoded])
 
     def document(self, document: Document) -> Row:
+        """Ids and loss weights of a document; each answer is tokenised apart from its context."""
         ids: list[int] = []
         weights: list[float] = []
         plain: list[str] = []
@@ -113,19 +105,21 @@ class Rows:
         return [*ids, 0], [*weights, 0.1]
 
     def fitting(self, rng: Random, room: int, kinds: tuple[float, ...]) -> Row:
-        """A retrieval document that mostly fills `room` tokens and at times leaves some."""
+        """A retrieval document that mostly fills `room` tokens, else 30 to 100 % of them."""
         tokens = room if rng.random() < 0.7 else rng.uniform(0.3, 1.0) * room
         seed = rng.random()
         characters = 3.0 * tokens
-        for _ in range(2):  # how many characters a token has depends on the document
-            drawn = retrieval_document(Random(seed), max(60, int(characters)), self.prose, kinds)
-            ids, _ = self.document(drawn)
-            characters *= 0.97 * tokens / len(ids)
-        drawn = retrieval_document(Random(seed), max(60, int(characters)), self.prose, kinds)
-        return self.document(drawn)
+
+        def draw() -> Row:
+            size = max(60, int(characters))
+            return self.document(retrieval_document(Random(seed), size, self.prose, kinds))
+
+        for _ in range(2):  # the number of characters per token depends on the document
+            characters *= 0.97 * tokens / len(draw()[0])
+        return draw()
 
     def copies(self, rng: Random, length: int) -> Row:
-        """A block of random tokens, again and again: the quickest way to heads that copy."""
+        """A block of random tokens, repeated: the quickest way to train heads that copy."""
         period = rng.randint(4, length // 2)
         alphabet = self.digits if rng.random() < 0.2 else range(VOCABULARY)
         block = [rng.choice(alphabet) for _ in range(period)]
@@ -141,24 +135,24 @@ class Rows:
         copies: float,
         document: Callable[[Random, int], Row],
     ) -> tuple[Tensor, Tensor]:
-        """ids and weights [B, T] of `count` rows of `length` tokens.
+        """Ids and weights, each [B, T], of `count` rows of `length` tokens.
 
-        `text` and `copies` are the chances of a row of either kind; the others are filled with
-        documents, of which `document` makes one for the tokens that are left.
+        A row is plain text or copies with the probabilities `text` and `copies`. Any other row is
+        filled with calls of `document`, which gets the number of tokens still free.
         """
-        made: list[Row] = []
+        rows: list[Row] = []
         for _ in range(count):
             draw = rng.random()
             if draw < text:
                 start = rng.randrange(len(self.text) - length)
-                made.append((self.text[start : start + length].tolist(), [1.0] * length))
+                rows.append((self.text[start : start + length].tolist(), [1.0] * length))
             elif draw < text + copies:
-                made.append(self.copies(rng, length))
+                rows.append(self.copies(rng, length))
             else:
                 ids: list[int] = []
                 weights: list[float] = []
                 while len(ids) < length:
                     more, more_weights = document(rng, length - len(ids))
                     ids, weights = ids + more, weights + more_weights
-                made.append((ids[:length], weights[:length]))
-        return torch.tensor([ids for ids, _ in made]), torch.tensor([row for _, row in made])
+                rows.append((ids[:length], weights[:length]))
+        return torch.tensor([ids for ids, _ in rows]), torch.tensor([row for _, row in rows])

@@ -1,11 +1,11 @@
-"""Make the model of the optimality study: so small that every head mask on budget can be measured.
+"""Train the model of the optimality study, small enough to evaluate every head mask on budget.
 
     python -m recipes.study.make_enumerable_model --output recipes/study/enumerable_model
 
-A Qwen3 of 3 layers with 4 KV heads each, trained from nothing to find needles in 256 tokens, with
-the text and the synthetic documents of the quickstart's base model; the tokenizer is the one that
-stands beside the model. In training, random KV groups see only the latest eighth of a sequence, so
-that retrieval settles in several heads and the choice of a head mask matters. Everything is seeded;
+A Qwen3 of 3 layers with 4 KV heads each, trained from scratch to find needles in 256 tokens, on the
+text and the synthetic documents of the quickstart's base model; the tokenizer is the one in
+`enumerable_model`. In training, random KV groups see only the latest eighth of a sequence, so that
+several heads learn to retrieve and the choice of a head mask matters. Everything is seeded;
 `training_log.jsonl` and `training.json` are written beside the weights.
 """
 
@@ -29,14 +29,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from data_prep.essays import haystack_words
 from data_prep.retrieval import retrieval_document
 from recipes.quickstart.small_qwen3 import (
     local_heads_attention,
     look_back_one,
+    rate_scale,
     small_config,
     token_losses,
 )
-from recipes.quickstart.training_rows import Row, Rows, prose_words, python_text
+from recipes.quickstart.training_rows import Row, Rows, python_text
 
 TOKENIZER = Path(__file__).parent / "enumerable_model"
 SEED = 11
@@ -47,7 +49,7 @@ WARMUP_STEPS, DECAY_STEPS = 100, 200
 
 @dataclass(frozen=True)
 class Stretch:
-    """Training at one length; `local` is the chance of a KV group to see the latest tokens only.
+    """Training at one length; `local` is the share of KV groups that see only the latest tokens.
 
     A row that is neither `text` nor `copies` (shares) holds retrieval documents of `kinds`.
     """
@@ -75,7 +77,7 @@ def model_config() -> Qwen3Config:
 
 
 def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
-    """ids and loss weights, [B, T], a function of the step alone."""
+    """Ids and loss weights, [B, T]: a function of the step alone."""
 
     def document(rng: Random, room: int) -> Row:
         characters = max(60, int(room * 2.2))
@@ -100,10 +102,6 @@ def draw_reach(model: Qwen3ForCausalLM, rows: int, stretch: Stretch, step: int) 
         layer.self_attn.reach = torch.where(local, stretch.length // LOCAL_REACH, stretch.length)
 
 
-def rate_at(step: int, rate: float, total: int) -> float:
-    return rate * min(1.0, (step + 1) / WARMUP_STEPS, 0.02 + 0.98 * (total - step) / DECAY_STEPS)
-
-
 def fresh_model() -> Qwen3ForCausalLM:
     AttentionInterface.register("local_heads", local_heads_attention)
     torch.manual_seed(SEED)
@@ -117,7 +115,7 @@ def train(output: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
     tokenizer.save_pretrained(output)
     training_text, _ = python_text()
-    rows = Rows(tokenizer, training_text, prose_words())
+    rows = Rows(tokenizer, training_text, haystack_words(None))
     model = fresh_model()
     print(f"{model.num_parameters():,} parameters", flush=True)
     compiled = torch.compile(model, dynamic=False)
@@ -128,14 +126,15 @@ def train(output: Path) -> None:
     began = time.process_time()
     with (output / "training_log.jsonl").open("w") as log:
         for step, stretch in enumerate(schedule):
-            rate = rate_at(step, stretch.rate, len(schedule))
+            scale = rate_scale(step, len(schedule), WARMUP_STEPS, DECAY_STEPS)
+            rate = stretch.rate * scale
             for group in optimizer.param_groups:
                 group["lr"] = rate
             ids, weights = batch(rows, stretch, step)
             draw_reach(model, len(ids), stretch, step)
             losses = token_losses(compiled, ids)
-            wanted = weights[:, 1:]
-            loss = (losses * wanted).sum() / wanted.sum()
+            weights = weights[:, 1:]
+            loss = (losses * weights).sum() / weights.sum()
             loss.backward()
             if not math.isfinite(loss.item()):
                 raise SystemExit(f"the loss is {loss.item()} at step {step}")
@@ -148,7 +147,7 @@ def train(output: Path) -> None:
                     "length": stretch.length,
                     "rate": round(rate, 6),
                     "loss": round(loss.item(), 4),
-                    "answers": round(losses[wanted >= 5].mean().item(), 4),
+                    "answers": round(losses[weights >= 5].mean().item(), 4),
                     "minutes": round((time.process_time() - began) / 60, 2),
                 }
                 log.write(json.dumps(line) + "\n")

@@ -24,10 +24,10 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from bosch.attention import HeadLayout, Span, causal, hybrid_attention
-from bosch.cache import HybridCache
-from bosch.windows import cached_keys
-from stages.measuring.memory import memory_meter
+from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
+from bosch.model.cache import HybridCache
+from bosch.window import Window
+from pipeline.commands.measure.memory import memory_meter
 
 LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64
 DECODE_LENGTH = 16384
@@ -57,7 +57,7 @@ def forward_ratios(repeats: int = 4) -> dict[str, float]:
     """Forward passes of deploy mode, search mode and sliding heads alone, over all-full."""
     tensors = _tensors(LENGTH)
     rows = [True, False, False, False, True, False, False, False]
-    layouts = {"deploy": _deploy(), "search": HeadLayout.search(rows, WINDOW)}
+    layouts = {"deploy": _deploy(), "search": HeadLayout.search(rows, Window(WINDOW))}
     works: dict[str, Work] = {"full": lambda: _all_full(*tensors)}
     for name, layout in layouts.items():
         works[name] = lambda layout=layout: hybrid_attention(*tensors, layout)
@@ -83,7 +83,7 @@ def training_ratio(repeats: int = 3) -> float:
 
 def sliding_exponent(repeats: int = 3) -> float:
     """Exponent b of the cost T^b of a layer of sliding heads, fitted over `LENGTHS`."""
-    layout = HeadLayout.deploy(0, KV_HEADS, WINDOW)
+    layout = HeadLayout.deploy(0, KV_HEADS, Window(WINDOW))
     inputs = {length: _tensors(length) for length in LENGTHS}
     works: dict[str, Work] = {
         str(length): lambda tensors=tensors: hybrid_attention(*tensors, layout)
@@ -102,18 +102,18 @@ def decode_ratio(repeats: int = 40) -> tuple[float, int, int]:
     query, new_key, new_value = _tensors(1)
     original, hybrid, layout = DynamicCache(), HybridCache([_deploy()]), _deploy()
     original.update(key, value, 0)
-    hybrid.update(key, value, 0)[0].settle(Span(DECODE_LENGTH))
+    hybrid.update(key, value, 0)[0].settle(AttentionContext(DECODE_LENGTH))
     held = hybrid.num_bytes
-    entries = FULL * DECODE_LENGTH + (KV_HEADS - FULL) * cached_keys(WINDOW)
+    entries = FULL * DECODE_LENGTH + (KV_HEADS - FULL) * Window(WINDOW).past
 
     def original_step() -> None:
         _all_full(query, *original.update(new_key, new_value, 0))
 
     def hybrid_step() -> None:
         keys, values = hybrid.update(new_key, new_value, 0)
-        span = Span(1, hybrid.get_seq_length() - 1)
-        hybrid_attention(query, keys, values, layout, span)
-        keys.settle(span)
+        context = AttentionContext(1, hybrid.get_seq_length() - 1)
+        hybrid_attention(query, keys, values, layout, context)
+        keys.settle(context)
 
     seconds = _least({"original": original_step, "hybrid": hybrid_step}, repeats)
     return seconds["hybrid"] / seconds["original"], held, 2 * DIM * 2 * entries
@@ -125,7 +125,7 @@ def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
     With it the most memory that each takes on top, in bytes: without masks, and under them.
     """
     query, key, value = _tensors(CHUNK_END)
-    query, layout = query[:, :, -CHUNK:], HeadLayout.deploy(KV_HEADS, KV_HEADS, WINDOW)
+    query, layout = query[:, :, -CHUNK:], HeadLayout.deploy(KV_HEADS, KV_HEADS, Window(WINDOW))
     meter = memory_meter(query.device)
 
     def chunk() -> None:
@@ -133,7 +133,7 @@ def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
             hybrid_attention(query, key, value, layout)
 
     def masked() -> None:
-        with patch.object(causal, "_after_past", lambda *states: None):
+        with patch.object(causal, "attention_after_past", lambda *states: None):
             chunk()
 
     works: dict[str, Work] = {"chunk": chunk, "masked": masked}
@@ -149,7 +149,7 @@ def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
 def capped_ratios(repeats: int = 3) -> dict[str, float]:
     """Forward passes over 2,048 tokens with capped scores, over plain ones: full, and hybrid."""
     tensors = _tensors(CAPPED_LENGTH)
-    layouts = {"full": HeadLayout.deploy(KV_HEADS, KV_HEADS, WINDOW), "hybrid": _deploy()}
+    layouts = {"full": HeadLayout.deploy(KV_HEADS, KV_HEADS, Window(WINDOW)), "hybrid": _deploy()}
     works: dict[str, Work] = {}
     for name, layout in layouts.items():
         for cap in (None, 50.0):
@@ -175,7 +175,7 @@ def _all_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _deploy() -> HeadLayout:
-    return HeadLayout.deploy(FULL, KV_HEADS, WINDOW)
+    return HeadLayout.deploy(FULL, KV_HEADS, Window(WINDOW))
 
 
 def _least(works: dict[str, Work], repeats: int) -> dict[str, float]:

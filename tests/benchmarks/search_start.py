@@ -18,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
-from bosch.calibration import CalibrationSet
-from bosch.heads import HeadMask, swa_budget
-from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.window import Window
 from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 
@@ -37,8 +40,8 @@ def main() -> None:
     sliding = swa_budget(units, options.ratio)
     rng = np.random.default_rng(0)
     bits = np.array([rng.permutation(units) >= sliding for _ in range(options.masks)])
-    found = [objective.evaluate(HeadMask(row.reshape(shape))) for row in bits]
-    values = np.array([one.log_likelihood for one in found])
+    evaluations = [objective.evaluate(HeadMask(row.reshape(shape))) for row in bits]
+    values = np.array([one.log_likelihood for one in evaluations])
     _print(f"{options.masks} random masks", np.nan, values.max(), np.nan)
 
     def show(name: str, worth: Worth) -> None:
@@ -77,12 +80,12 @@ def _options() -> argparse.Namespace:
 def _objective(options: argparse.Namespace) -> Objective:
     model: Any = load_model(options.model, dtype="float32")
     prepare_for_search(model)
-    made = forced_records(
+    records = forced_records(
         _TASKS, options.examples, options.length, "calibration", 42,
         AutoTokenizer.from_pretrained(options.model), haystack_words(None),
     )  # fmt: skip
-    calibration = CalibrationSet.from_records(record for _, record in made)
-    return Objective(model, calibration, options.window)
+    calibration = CalibrationSet.from_records(record for _, record in records)
+    return Objective(model, calibration, Window(options.window))
 
 
 def _print(name: str, correlation: float, log_likelihood: float, score: float) -> None:

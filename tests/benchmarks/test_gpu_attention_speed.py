@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bosch.attention import BACKENDS, HeadLayout, hybrid_attention, resolve_backend
+from bosch.window import Window
 from tests.benchmarks.attention_speed import ideal_ratio
 
 pytestmark = [
@@ -69,22 +70,22 @@ def _full_kernels() -> dict[str, Attention]:
 
         return attend
 
-    found = {f"sdpa {kernel.name.lower()}": of_torch(kernel) for kernel in _KERNELS}
+    seconds = {f"sdpa {kernel.name.lower()}": of_torch(kernel) for kernel in _KERNELS}
     try:
         from flash_attn import flash_attn_func
     except ImportError:
-        return found
+        return seconds
 
     def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out: Tensor = flash_attn_func(query, key, value, causal=True)
         return out
 
-    return {**found, "flash-attn": flash}
+    return {**seconds, "flash-attn": flash}
 
 
 def _hybrid_kernels() -> dict[str, Attention]:
-    layout = HeadLayout.deploy(2, 8, WINDOW)
+    layout = HeadLayout.deploy(2, 8, Window(WINDOW))
 
     def of(backend: str) -> Attention:
         return lambda query, key, value: hybrid_attention(

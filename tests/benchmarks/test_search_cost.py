@@ -1,7 +1,7 @@
 """Cost of the searches on the quickstart's base model, side by side on the same calibration sets.
 
     pytest tests/benchmarks/test_search_cost.py -s --override-ini addopts= \
-        [BOSCH_SEEDS=5 BOSCH_RATIOS=0.25,0.5,0.75,0.875 BOSCH_KAPPA=16 in the environment]
+        [BOSCH_SEEDS=5 BOSCH_RATIOS=0.25,0.5,0.75,0.875 BOSCH_KAPPA=4,16,64 in the environment]
 
 Work is counted in full-forward equivalents, time is the processor time of one thread. Held-out
 examples have needles that no calibration set has. Both searches run with exact reuse, which the
@@ -25,11 +25,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer
 
-from bosch.calibration import CalibrationSet
-from bosch.method.run import MethodRun, run_method
-from bosch.method.settings import SearchSettings
-from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.search.runs import MethodRun, run_method
+from bosch.search.settings import SearchSettings
+from bosch.window import Window
 from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 
@@ -40,7 +42,8 @@ _TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2")
 _LENGTH, _WINDOW, _EXAMPLES, _HELD_OUT = 512, 128, 16, 96
 SEEDS = int(os.environ.get("BOSCH_SEEDS", "5"))
 RATIOS = [float(r) for r in os.environ.get("BOSCH_RATIOS", "0.25,0.5,0.75,0.875").split(",")]
-KAPPA = int(os.environ.get("BOSCH_KAPPA", "16"))
+KAPPAS = [int(k) for k in os.environ.get("BOSCH_KAPPA", "16").split(",")]
+KAPPA = max(KAPPAS)
 PLUS_KAPPA = KAPPA // 2
 
 
@@ -67,23 +70,25 @@ def _model() -> Any:
 def _examples(space: Any, seed: int, count: int) -> CalibrationSet:
     tokenizer = AutoTokenizer.from_pretrained(_MODEL)
     words = haystack_words(None)
-    made = forced_records(_TASKS, count, _LENGTH, space, seed, tokenizer, words)
-    return CalibrationSet.from_records(record for _, record in made)
+    records = forced_records(_TASKS, count, _LENGTH, space, seed, tokenizer, words)
+    return CalibrationSet.from_records(record for _, record in records)
 
 
 def _objective(seed: int, **options: Any) -> Objective:
-    return Objective(_model(), _examples("calibration", seed, _EXAMPLES), _WINDOW, **options)
+    return Objective(
+        _model(), _examples("calibration", seed, _EXAMPLES), Window(_WINDOW), **options
+    )
 
 
 @cache
 def _held_out() -> Objective:
-    return Objective(_model(), _examples("evaluation", 0, _HELD_OUT), _WINDOW)
+    return Objective(_model(), _examples("evaluation", 0, _HELD_OUT), Window(_WINDOW))
 
 
 @cache
 def _outcome(method: str, ratio: float, seed: int, kappa: int) -> Outcome:
     objective = _objective(seed)
-    settings = SearchSettings(ratio, budget_per_layer=kappa, seed=seed, break_ties=True)
+    settings = SearchSettings(ratio, budget_per_layer=kappa, seed=seed)
     started = time.process_time()
     run: MethodRun = run_method(method, objective, settings)
     seconds = time.process_time() - started
@@ -114,15 +119,18 @@ def test_bosch_plus_reaches_the_published_score_for_a_tenth(ratio: float) -> Non
     early = _medians("bosch_plus", ratio, PLUS_KAPPA)
     ours = _medians("bosch_plus", ratio, KAPPA)
     theirs = _medians("bosch", ratio, KAPPA)
-    for name, found in (
-        (f"bosch_plus, kappa {PLUS_KAPPA}", early),
-        (f"bosch_plus, kappa {KAPPA}", ours),
-        (f"bosch, kappa {KAPPA}", theirs),
-    ):
+    rows = [(f"bosch_plus, kappa {PLUS_KAPPA}", early)]
+    rows += [
+        (f"{method}, kappa {kappa}", _medians(method, ratio, kappa))
+        for method in ("bosch_plus", "bosch")
+        for kappa in KAPPAS
+    ]
+    for name, outcome in rows:
         print(
-            f"ratio {ratio} {name}: held-out score {found.held_out[0]:.3f}, log-likelihood "
-            f"{found.held_out[1]:.3f}, {found.passes:.1f} passes ({found.passes_without_reuse:.1f} "
-            f"without reuse), {found.seconds:.1f} s, solver {found.solver_share:.1%}",
+            f"ratio {ratio} {name}: held-out score {outcome.held_out[0]:.3f}, log-likelihood "
+            f"{outcome.held_out[1]:.3f}, {outcome.passes:.1f} passes "
+            f"({outcome.passes_without_reuse:.1f} without reuse), "
+            f"{outcome.seconds:.1f} s, solver {outcome.solver_share:.1%}",
             flush=True,
         )
     assert early.held_out[0] >= theirs.held_out[0]
@@ -134,14 +142,14 @@ def test_bosch_plus_reaches_the_published_score_for_a_tenth(ratio: float) -> Non
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_reuse_halves_the_published_search_and_changes_no_mask(ratio: float) -> None:
-    settings = SearchSettings(ratio, budget_per_layer=KAPPA, break_ties=True)
-    found = []
+    settings = SearchSettings(ratio, budget_per_layer=KAPPA)
+    outcome = []
     for options in ({}, {"reuse_bytes": 0, "answers_only": False}):
         with FlopCounterMode(display=False) as counter:
             run = run_method("bosch", _objective(0, **options), settings)
         work = run.costs["full_forward_equivalents"]
-        found.append((run.mask, work, counter.get_total_flops()))
-    (mask, work, linear), (plain_mask, plain_work, plain_linear) = found
+        outcome.append((run.mask, work, counter.get_total_flops()))
+    (mask, work, linear), (plain_mask, plain_work, plain_linear) = outcome
     print(f"ratio {ratio}: {work / plain_work:.3f} of the work, {linear / plain_linear:.3f} linear")
     assert mask == plain_mask
     assert work <= 0.5 * plain_work

@@ -18,9 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from bosch.objective.calibration import CalibrationSet
+from bosch.search.methods import METHODS
+
 pytestmark = pytest.mark.slow
 
-METHODS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
+RANKINGS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 _ROOT = Path(__file__).resolve().parents[2]
 _MATRIX_BYTES = 4  # of one attention probability in float32
@@ -39,7 +42,7 @@ def peak_bytes(method: str, length: int) -> int:
     return int(done.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RANKINGS)
 def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> None:
     peaks = [peak_bytes(method, length) for length in LENGTHS]
     figures = " | ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
@@ -55,9 +58,6 @@ def _measure(method: str, length: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from bosch.baselines.static import STATIC_RANKINGS
-    from bosch.calibration import CalibrationSet
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -65,11 +65,11 @@ def _measure(method: str, length: int) -> int:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTHS[-1],
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
-    score = STATIC_RANKINGS[method].score  # type: ignore[index]
+    score = METHODS[method].load()
 
     def scored(tokens: int) -> None:
         ids = torch.randint(64, (tokens,)).tolist()
-        score(model, CalibrationSet.from_records([(ids, 4)]), 1024, 0)
+        score(model, CalibrationSet.from_records([(ids, 4)]), 1024)
 
     scored(64)  # what is loaded once is no part of it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

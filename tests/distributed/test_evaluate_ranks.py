@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stages import prepare
-from stages.configs import ModelConfig, PrepareConfig, Runtime
-from stages.context import StageConfig
 from tests.tiny_data import save_tiny_model
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from stages import evaluate
+from stages.original import run as original
 from stages.configs import EvaluateConfig, ModelConfig, Runtime
 from stages.context import StageConfig
 
@@ -28,22 +25,13 @@ if __name__ == "__main__":
     })
     model = ModelConfig(path=str(folder / "model"), dtype="float32")
     config = StageConfig(section, model, seed=1, runtime=Runtime(eval_batch_size=1))
-    print(json.dumps(evaluate.run(config, {"prepare": folder / "prepare"}, work)))
+    print(json.dumps(original.run(config, {}, work)))
 """
 
 
 @pytest.mark.distributed
 def test_two_ranks_give_the_answers_of_one(tmp_path):
-    model = save_tiny_model(tmp_path / "model")
-    section = PrepareConfig(
-        sequence_length=128,
-        train_tokens=128,
-        sources=[{"name": "library", "kind": "python_docs"}],
-        calibration={"examples": 1, "length": 420},
-    )
-    (tmp_path / "prepare").mkdir()
-    config = StageConfig(section, ModelConfig(path=str(model)), seed=1, runtime=Runtime())
-    prepare.run(config, {}, tmp_path / "prepare")
+    save_tiny_model(tmp_path / "model")
     (tmp_path / "script.py").write_text(SCRIPT)
     samples = []
     for launch in (

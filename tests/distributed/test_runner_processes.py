@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_command_line import gone, wait_for
 from tests.pipeline_case import Case
 
 
@@ -21,8 +22,8 @@ def test_two_processes_of_one_stage(case: Case) -> None:
     done = case.call("run", "runtime.processes=2", "--until", "train", distributed=True)
     assert done.returncode == 0, done.stderr
     assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
-    told = json.loads((case.output("train") / "output.json").read_text())
-    assert told["world"] == "2"
+    output = json.loads((case.output("train") / "output.json").read_text())
+    assert output["world"] == "2"
     manifest = json.loads((case.output("train") / "manifest.json").read_text())
     assert (manifest["processes"], manifest["summary"]["rank"]) == (2, 0)
     assert (case.output("train") / "stage.rank1.log").exists()
@@ -69,8 +70,6 @@ def test_two_nodes_share_one_run(case: Case) -> None:
 
 
 def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
-    from tests.e2e.test_command_line import gone, wait_for
-
     run = subprocess.Popen(
         case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
         env=case.environment(FAKE_SLEEP="train=60"),

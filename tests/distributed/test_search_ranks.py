@@ -14,19 +14,17 @@ import torch
 import yaml
 
 from bosch.heads import HeadMaskFile
-from pipeline.elastic import first_reason
-from pipeline.launch import launch
-from pipeline.worker import LOST_RANK_STATUS
-from pipeline.world import World
-from stages import search
+from pipeline.recipe.processes import World
+from pipeline.run.elastic import first_reason
+from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
+from pipeline.run.launch import launch
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
+from stages.search import run as search
 from tests.search_case import WINDOW, order, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-SEARCH = SearchConfig(
-    swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4, tie_break="log_likelihood"
-)
+SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
 _KILLED_AT = 9
 
 
@@ -66,7 +64,7 @@ def command_line(recipe: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m pipeline run RECIPE --until search`, with the stages of tests/rank_stages.py."""
     code = (
         "import sys; from dataclasses import replace; from pipeline.cli import main;"
-        "from pipeline.graph import STAGES;"
+        "from pipeline.run.graph import STAGES;"
         "table = [replace(s, function=f'tests.rank_stages:{s.name}') for s in STAGES[:2]];"
         "sys.exit(main(sys.argv[1:], table))"
     )
@@ -93,8 +91,8 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
 
     killed = command_line(recipe, PREPARED=str(prepared), KILL_AT=str(_KILLED_AT))
     assert killed.returncode == 1
-    (told,) = [line for line in killed.stderr.splitlines() if line.startswith("error:")]
-    assert told.startswith("error: search: its process was killed (signal 9)")
+    (entry,) = [line for line in killed.stderr.splitlines() if line.startswith("error:")]
+    assert entry.startswith("error: search: its process was killed (signal 9)")
     assert "Traceback" not in killed.stderr
     (log,) = (tmp_path / "runs" / "work" / "search").glob("*/evaluations.jsonl")
     assert len(log.read_text().splitlines()) in (_KILLED_AT - 1, _KILLED_AT)
@@ -130,7 +128,7 @@ def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monk
         folder.mkdir()
     inputs = {"prepare": prepared}
     search.run(config, inputs, folders[0])
-    launch(order(config, inputs, folders[1], "stages.search:run"), World(processes_per_node=2))
+    launch(order(config, inputs, folders[1], "stages.search.run:run"), World(processes_per_node=2))
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
     assert masks[0] == masks[1]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
@@ -142,21 +140,22 @@ def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monk
         [json.loads(line) for line in (folder / "evaluations.jsonl").open()] for folder in folders
     ]
     for one, two in zip(*logs, strict=True):
-        for told in (one, two):
-            found = told.get("gradient", told)
+        for entry in (one, two):
+            values = entry.get("gradient", entry)
             # Each process compares a saving with a plain pass when it uses it first.
-            del found["seconds"], found["full_forward_equivalents"], told["check"]
+            del values["seconds"], values["full_forward_equivalents"], entry["crc32"]
         assert one == two
 
 
 @pytest.mark.parametrize(
-    ("statuses", "told"),
+    ("statuses", "expected"),
     [
         ([LOST_RANK_STATUS, -signal.SIGKILL], 128 + signal.SIGKILL),
         ([LOST_RANK_STATUS, 2], 2),
         ([1, -signal.SIGKILL], 1),
         ([LOST_RANK_STATUS], 1),
+        ([-signal.SIGTERM, REQUEUE_STATUS], REQUEUE_STATUS),
     ],
 )
-def test_the_rank_with_a_reason_of_its_own_is_told(statuses, told):
-    assert first_reason(statuses) == told
+def test_the_rank_with_a_reason_of_its_own_is_told(statuses, expected):
+    assert first_reason(statuses) == expected

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from bosch import sharding
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
+from bosch.model import tensor_parallel as sharding
 from bosch.ranks import Ranks
-from pipeline.launch import launch
-from pipeline.world import World
-from stages import search
+from pipeline.recipe.processes import World
+from pipeline.run.launch import launch
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
+from stages.search import run as search
 from tests.hybrid_case import KV_HEADS, small_model
 from tests.search_case import WINDOW, order, write_inputs
 from tests.sharded_case import FAMILIES, alone
@@ -27,9 +27,7 @@ TWO = World(processes_per_node=2)
 
 def config_of(base: Path, **runtime) -> StageConfig:
     return StageConfig(
-        section=SearchConfig(
-            swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4, tie_break="log_likelihood"
-        ),
+        section=SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4),
         model=ModelConfig(path=str(base), dtype="float32"),
         seed=5,
         runtime=Runtime(eval_batch_size=2, **runtime),
@@ -54,24 +52,24 @@ def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_pa
     work = tmp_path / "work"
     work.mkdir()
     launch(order(config_of(inputs["qwen3"]), inputs, work, "tests.sharded_case:families"), TWO)
-    told = json.loads((work / "found.json").read_text())
+    results = json.loads((work / "found.json").read_text())
     for family, folder in inputs.items():
-        found, wanted = told[family], alone(folder)
+        result, expected = results[family], alone(folder)
         close = {"rtol": 1e-4, "atol": 1e-4}
-        assert found["agree"]
-        assert found["scores"] == wanted["scores"]
-        assert found["fingerprint"] == wanted["fingerprint"]
-        if found["reuse"]:  # where queries are gathered, reuse may not be exact and then stays off
-            np.testing.assert_allclose(found["work"], wanted["work"])
-        assert found["reuse"] or family not in ("qwen3", "qwen3_moe")
-        np.testing.assert_allclose(found["log_likelihoods"], wanted["log_likelihoods"], **close)
-        assert len(set(np.round(wanted["log_likelihoods"], 4))) > 4
-        np.testing.assert_allclose(found["gradient"], wanted["gradient"], **close)
-        for name, scores in wanted["rankings"].items():
-            np.testing.assert_allclose(found["rankings"][name], scores, err_msg=name, **close)
-        rows, columns = found["whole"]
+        assert result["agree"]
+        assert result["scores"] == expected["scores"]
+        assert result["fingerprint"] == expected["fingerprint"]
+        if result["reuse"]:  # where queries are gathered, reuse may not be exact and then stays off
+            np.testing.assert_allclose(result["work"], expected["work"])
+        assert result["reuse"] or family not in ("qwen3", "qwen3_moe")
+        np.testing.assert_allclose(result["log_likelihoods"], expected["log_likelihoods"], **close)
+        assert len(set(np.round(expected["log_likelihoods"], 4))) > 4
+        np.testing.assert_allclose(result["gradient"], expected["gradient"], **close)
+        for name, scores in expected["rankings"].items():
+            np.testing.assert_allclose(result["rankings"][name], scores, err_msg=name, **close)
+        rows, columns = result["whole"]
         heads = KV_HEADS if family in ("olmo2", "phi3") else KV_HEADS // 2
-        assert found["held"] == [[[rows // 2, columns], heads]] * 2
+        assert result["held"] == [[[rows // 2, columns], heads]] * 2
 
 
 def test_a_sharded_search_ends_with_the_mask_of_one_process(tmp_path, monkeypatch):
@@ -82,7 +80,7 @@ def test_a_sharded_search_ends_with_the_mask_of_one_process(tmp_path, monkeypatc
         folder.mkdir()
     search.run(config_of(base), inputs, folders[0])
     sharded = config_of(base, search_parallel="tensor")
-    launch(order(sharded, inputs, folders[1], "stages.search:run"), TWO)
+    launch(order(sharded, inputs, folders[1], "stages.search.run:run"), TWO)
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
     assert masks[0] == masks[1]
     assert "sharded over 2 processes" in (folders[1] / "stage.log").read_text()
@@ -107,5 +105,5 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_not_really_sharded_is_found(tmp_path):
-    with pytest.raises(RunError, match="instead of 1 in 2 parts"):
-        sharding._check_shards(small_model("qwen3"), 2)
+    with pytest.raises(RunError, match="instead of 1 in 2"):
+        sharding.check_shards(small_model("qwen3"), 2)

@@ -51,9 +51,8 @@ def test_two_processes_train_like_one_and_resume(
     }
     killed = train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes)
     assert killed.returncode != 0
-    assert [path.name for path in (tmp_path / "restart").glob("step-*")] == ["step-4"], (
-        killed.stderr
-    )
+    points = [path.name for path in (tmp_path / "restart").glob("step-*")]
+    assert points == ["step-4"], killed.stderr
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
     assert "resuming from step-4" in done.stderr
@@ -78,5 +77,5 @@ def test_bf16_losses_are_not_rounded_under_fsdp(case: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     train_here(case, tmp_path / "one", train=changes["train"])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
-    found = torch.tensor(losses(tmp_path / "two"), dtype=torch.float64)
-    assert (found != found.bfloat16().double()).all()
+    sharded = torch.tensor(losses(tmp_path / "two"), dtype=torch.float64)
+    assert (sharded != sharded.bfloat16().double()).all()

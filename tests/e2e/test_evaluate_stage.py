@@ -7,12 +7,24 @@ from pathlib import Path
 import pytest
 
 from bosch.errors import RunError
-from bosch.heads import HeadMask
-from bosch.modeling import load_model, materialize
-from data_prep.haystacks import make_sample
-from stages import evaluate, prepare
-from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.search.runs import run_method
+from bosch.window import Window
+from data_prep.essays import haystack_words
+from data_prep.ruler import ruler_task
+from data_prep.ruler_base import Corpus, TokenCounter
+from stages.artifacts import Scores, read_samples
+from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime, SearchConfig
 from stages.context import StageConfig
+from stages.evaluate import models, needle_suite
+from stages.evaluate import run as evaluate
+from stages.original import run as original
+from stages.prepare import run as prepare
 from tests.tiny_data import save_tiny_model
 
 SECTION = EvaluateConfig(
@@ -26,7 +38,7 @@ SECTION = EvaluateConfig(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def stages(tmp_path_factory):
     """A tiny model, its prepared data, and checkpoints that are copies of it."""
     folder = tmp_path_factory.mktemp("evaluate")
     model = save_tiny_model(folder / "model")
@@ -41,8 +53,10 @@ def made(tmp_path_factory):
     for tokens in (1000, 900):
         save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
     mask = HeadMask.from_swa_kv_heads([[0, 1], [1]], 2)
-    hybrid = materialize(load_model(model, dtype="float32"), mask, window_size=32, sinks=1)
+    hybrid = materialize(load_model(model, dtype="float32"), mask, Window(32, 1))
     hybrid.save_pretrained(folder / "materialize" / "model")
+    (folder / "original").mkdir()
+    original.run(_config(SECTION, model), {}, folder / "original")
     return folder
 
 
@@ -52,14 +66,14 @@ def _config(section, model: Path, **runtime) -> StageConfig:
 
 
 def _inputs(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in ("prepare", "materialize", "train")}
+    return {name: folder / name for name in ("prepare", "materialize", "train", "original")}
 
 
 @pytest.fixture(scope="module")
-def evaluated(made):
-    work = made / "evaluate"
+def evaluated(stages):
+    work = stages / "evaluate"
     work.mkdir()
-    summary = evaluate.run(_config(SECTION, made / "model"), _inputs(made), work)
+    summary = evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), work)
     return summary, work
 
 
@@ -71,125 +85,133 @@ def test_scores_have_the_promised_form(evaluated):
     for name, suites in scores["checkpoints"].items():
         table = suites["needle"]
         assert set(table) == {
-            "average", "standard_error", "niah_single_1", "niah_multikey_2", "by_length",
+            "average", "low", "high", "standard_error", "niah_single_1", "niah_multikey_2",
+            "by_length", *(["against_original"] if name != "original" else []),
         }  # fmt: skip
+        assert table["low"] < table["high"]
         assert table["niah_single_1"]["400"]["samples"] == 3
         assert set(table["by_length"]) == {"400", "440"}
         assert summary[name]["needle"] == table["average"]
 
 
-def test_models_are_told_apart(evaluated):
+def test_the_original_model_is_scored_without_anything_of_the_recipe(stages, evaluated):
+    scores = Scores.read(stages / "original")
+    assert list(scores.checkpoints) == ["original"]
+    evaluation = Scores.read(evaluated[1])
+    assert evaluation.checkpoints["original"] == scores.checkpoints["original"]
+    assert evaluation.corpus == scores.corpus
+    assert len(list(read_samples(stages / "original"))) == 2 * 2 * 3
+
+
+def test_models_are_told_apart(stages, evaluated):
     """The hybrid and the checkpoints write something other than the original."""
-    lines = [json.loads(line) for line in (evaluated[1] / "samples.jsonl").read_text().splitlines()]
     by_name = {name: [] for name in ("original", "hybrid", "tokens-900", "tokens-1000")}
-    for record in lines:
-        by_name[record["checkpoint"]].append(record["output"])
+    for folder in (stages / "original", evaluated[1]):
+        for record in read_samples(folder):
+            by_name[record["checkpoint"]].append(record["output"])
     assert len({tuple(outputs) for outputs in by_name.values()}) == 4
 
 
 def test_every_sample_is_kept(evaluated):
-    lines = [json.loads(line) for line in (evaluated[1] / "samples.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 * 2 * 2 * 3
+    lines = list(read_samples(evaluated[1]))
+    assert len(lines) == 3 * 2 * 2 * 3
     assert len({(r["checkpoint"], r["task"], r["length"], r["index"]) for r in lines}) == len(lines)
     assert not (evaluated[1] / "answers").exists()
 
 
-def test_killed_run_goes_on(made, evaluated, tmp_path, monkeypatch):
-    """A second attempt asks only what is missing and ends with the same scores."""
-    from stages.evaluating import needle_suite
+def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, tmp_path):
+    """Of the search's ratio and window; their masks are kept."""
+    section = SECTION.model_copy(update={"rivals": ["intr", "dcam"]})
+    search = SearchConfig(method="bosch", swa_ratio=0.75, window_size=32, sinks=1)
+    config = replace(
+        _config(section, stages / "model"),
+        upstream={"search": search},
+        model_identity="m" * 64,
+        shared=tmp_path / "shared",
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    evaluate.run(config, _inputs(stages), work)
+    scores = Scores.read(work)
+    assert list(scores.checkpoints)[:4] == ["original", "intr", "dcam", "hybrid"]
+    model = load_model(stages / "model", dtype="float32")
+    prepare_for_search(model)
+    objective = Objective(
+        model, CalibrationSet.load(stages / "prepare" / "calibration"), Window(32, 1)
+    )
+    for method in ("intr", "dcam"):
+        file = HeadMaskFile.load(work / "rivals" / f"{method}.json")
+        assert file.mask == run_method(method, objective, search.settings(5)).mask
+    outputs = {
+        name: [r["output"] for r in read_samples(work) if r["checkpoint"] == name]
+        for name in scores.checkpoints
+        if name != "original"
+    }
+    # The materialized hybrid happens to have the rule's mask.
+    assert HeadMaskFile.load(work / "rivals" / "intr.json").swa_kv_heads == [[0, 1], [1]]
+    assert outputs["intr"] == outputs["hybrid"]
+    # Another run finds the answers.
+    again = tmp_path / "again"
+    again.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "materialize", lambda *_: pytest.fail("answered again"))
+        evaluate.run(config, {**_inputs(stages)}, again)
+    assert Scores.read(again).checkpoints["dcam"] == scores.checkpoints["dcam"]
 
+
+def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
+    """A second attempt asks only what is missing and ends with the same scores."""
     real, batches = needle_suite.generate, []
 
     def failing(*args):
         for batch in real(*args):
-            if len(batches) == 9:
+            if len(batches) == 5:
                 raise KeyboardInterrupt
             batches.append(len(batch))
             yield batch
 
-    config = _config(SECTION, made / "model", eval_batch_size=2)
+    config = _config(SECTION, stages / "model", eval_batch_size=2)
     monkeypatch.setattr(needle_suite, "generate", failing)
     with pytest.raises(KeyboardInterrupt):
-        evaluate.run(config, _inputs(made), tmp_path)
-    torn = next((tmp_path / "answers" / "original").glob("*440.rank0.jsonl"))
+        evaluate.run(config, _inputs(stages), tmp_path)
+    torn = next((tmp_path / "answers" / "hybrid").glob("*-440-*.rank0.jsonl"))
     torn.write_bytes(torn.read_bytes()[:-20])
-    asked = []
+    questions = []
 
     def counting(*args):
-        asked.append(len(args[2]))
+        questions.append(len(args[2]))
         return real(*args)
 
     monkeypatch.setattr(needle_suite, "generate", counting)
-    evaluate.run(config, _inputs(made), tmp_path)
+    evaluate.run(config, _inputs(stages), tmp_path)
     # One record was torn: it is asked again, and nothing else that was answered.
-    assert sum(asked) == 4 * 2 * 2 * 3 - sum(batches) + 1
+    assert sum(questions) == 3 * 2 * 2 * 3 - sum(batches) + 1
     assert (tmp_path / "scores.json").read_text() == (evaluated[1] / "scores.json").read_text()
-    outputs = [
-        [json.loads(line)["output"] for line in (work / "samples.jsonl").read_text().splitlines()]
-        for work in (tmp_path, evaluated[1])
-    ]
-    assert outputs[0] == outputs[1]
+    assert list(read_samples(tmp_path)) == list(read_samples(evaluated[1]))
 
 
-def test_finished_run_does_nothing(made, evaluated, monkeypatch):
-    monkeypatch.setattr(evaluate, "_load", lambda *args: pytest.fail("loaded a model"))
+def test_finished_run_does_nothing(stages, evaluated, monkeypatch):
+    monkeypatch.setattr(models, "load_evaluated", lambda *args: pytest.fail("loaded a model"))
     assert (
-        evaluate.run(_config(SECTION, made / "model"), _inputs(made), evaluated[1]) == evaluated[0]
+        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), evaluated[1])
+        == evaluated[0]
     )
 
 
-def test_overlap_with_the_calibration_set_is_refused(made, tmp_path):
+def test_overlap_with_the_calibration_set_is_refused(stages, tmp_path):
     from transformers import AutoTokenizer
 
-    from data_prep.essays import haystack_words
-
-    tokenizer = AutoTokenizer.from_pretrained(made / "model")
-    sample = make_sample(
-        "niah_multikey_2", 400, tokenizer, "evaluation", 5, 1, 4, haystack_words(None)
-    )
-    inputs = _inputs(made)
+    tokenizer = AutoTokenizer.from_pretrained(stages / "model")
+    counter = TokenCounter(tokenizer)
+    task = ruler_task("niah_multikey_2", Corpus(haystack_words(None)), 5, 400, 4, counter)
+    task.fit()
+    _, sample = (task.sample(index).draft for index in range(2))
+    inputs = _inputs(stages)
     inputs["prepare"] = tmp_path / "prepare"
     (tmp_path / "prepare" / "calibration").mkdir(parents=True)
-    (tmp_path / "prepare" / "tokenizer").symlink_to(made / "prepare" / "tokenizer")
+    (tmp_path / "prepare" / "tokenizer").symlink_to(stages / "prepare" / "tokenizer")
     record = {"needles": sample.needles[-1:], "prompt_sha256": ""}
     (tmp_path / "prepare" / "calibration" / "needles.jsonl").write_text(json.dumps(record))
     (tmp_path / "work").mkdir()
     with pytest.raises(RunError, match="niah_multikey_2 1 shares the needle"):
-        evaluate.run(_config(SECTION, made / "model"), inputs, tmp_path / "work")
-
-
-def test_the_original_is_asked_once_for_all_recipes(made, evaluated, tmp_path, monkeypatch):
-    """Another hybrid finds the original's answers; more samples ask the original for the rest."""
-    loaded = []
-
-    def noting(config, name, path, device):
-        loaded.append(name)
-        return real(config, name, path, device)
-
-    real = evaluate._load
-    monkeypatch.setattr(evaluate, "_load", noting)
-    inputs = {name: made / name for name in ("prepare", "materialize")}
-
-    def scores(name, section=SECTION, **runtime):
-        (tmp_path / name).mkdir()
-        config = _config(section, made / "model", **runtime)
-        evaluate.run(replace(config, shared=tmp_path / "shared"), inputs, tmp_path / name)
-        return json.loads((tmp_path / name / "scores.json").read_text())["checkpoints"]
-
-    alone = json.loads((evaluated[1] / "scores.json").read_text())["checkpoints"]
-    first = scores("first")
-    assert loaded == ["original", "hybrid"]
-    again = scores("again")
-    assert loaded == ["original", "hybrid", "hybrid"]
-    for found in (first, again):
-        assert found == {name: alone[name] for name in ("original", "hybrid")}
-    few = SECTION.model_dump()
-    few["needle"] |= {"samples": 2, "lengths": [440]}
-    assert scores("few", EvaluateConfig.model_validate(few))["original"]["needle"]["average"] >= 0
-    assert loaded[3:] == ["hybrid"]
-    few["needle"]["samples"] = 4
-    scores("more", EvaluateConfig.model_validate(few))
-    assert loaded[4:] == ["original", "hybrid"]
-    few["needle"]["max_new_tokens"] = 3
-    scores("shorter", EvaluateConfig.model_validate(few))
-    assert loaded[6:] == ["original", "hybrid"]
+        evaluate.run(_config(SECTION, stages / "model"), inputs, tmp_path / "work")

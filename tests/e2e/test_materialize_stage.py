@@ -11,14 +11,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import bosch.modeling
+import bosch.model.materialize
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
-from bosch.modeling import apply_head_mask, load_model
-from stages import materialize
+from bosch.model.loading import load_model
+from bosch.model.search_mode import apply_head_mask
+from bosch.window import Window
 from stages.configs import MaterializeConfig, ModelConfig, Runtime
 from stages.context import StageConfig
-from stages.model_card import UNTRAINED, base_licence, model_card
+from stages.materialize import run as materialize
+from stages.materialize.model_card import UNTRAINED, base_licence, model_card
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
@@ -56,12 +58,14 @@ def test_writes_a_model_anyone_can_load(base: Path, tmp_path: Path, dtype: Any) 
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == getattr(torch, dtype)
     original = load_model(base, dtype=dtype)
-    apply_head_mask(original, _mask().mask, WINDOW, 2)
+    apply_head_mask(original, _mask().mask, Window(WINDOW, 2))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import the module " * 12, return_tensors="pt")
     with torch.inference_mode():
-        found, wanted = model(**ids).logits, original(**ids).logits
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5)
+        logits, expected = model(**ids).logits, original(**ids).logits
+    torch.testing.assert_close(
+        logits, expected, rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5
+    )
     assert model.generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
     assert HeadMaskFile.load(folder / "head_mask.json") == _mask()
     assert not list(folder.glob("*.bin"))
@@ -78,14 +82,14 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert (front["license"], front["license_name"]) == ("other", "some-licence")
     assert "base_model" not in front  # a directory of this machine means nothing elsewhere
     assert str(tmp_path) not in card
-    for told in (
+    for sentence in (
         "some-licence",
         f"{WINDOW} tokens",
         "trust_remote_code=True",
         "| 3 of 4 |",
         UNTRAINED,
     ):
-        assert told in card, told
+        assert sentence in card, sentence
     assert "0  □ ■\n1  □ □\n" in card
 
 
@@ -139,7 +143,7 @@ def test_a_model_that_computes_something_else_is_not_accepted(
     def forgetful(model: Any, mask: Any) -> dict[str, torch.Tensor]:
         return dict(model.state_dict())  # the layout says permuted, the weights are not
 
-    monkeypatch.setattr(bosch.modeling, "permute_heads", forgetful)
+    monkeypatch.setattr(bosch.model.materialize, "permute_heads", forgetful)
     mask = HeadMaskFile("tiny", "bosch", 0.5, WINDOW, 0, 2, 2, [[0], [0]])
     with pytest.raises(RunError, match="differs from the searched one"):
         _run(base, tmp_path, mask=mask)

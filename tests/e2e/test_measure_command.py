@@ -62,14 +62,15 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
     ("options", "sentence"),
     [
         (["no/such/model"], "no/such/model"),
-        (["--ratios", "0.5,2"], "--ratios: input should be less than or equal to 1, found '2'"),
+        (["--ratios", "0.5,2"], "--ratios: expected a value at most 1, found "),
         (["--windows", "64", "--lengths", "32"], "--windows: a window of 64 tokens is longer"),
         (["--memory-limit", "much"], "--memory-limit: expected a size like 40GB or 512MiB"),
         (["--attention", "magic"], "attention backend 'magic' is unknown"),
         (["--attention", "flex"], "--attention flex: a model is measured with its KV cache"),
         (["--attention", "flash", "--device", "cpu"], "needs a GPU and the flash-attn package"),
         (["--original", "elsewhere"], "--original: "),
-        (["--dtype", "int3"], "--dtype: input should be"),
+        (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
+        (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),
     ],
 )
 def test_faulty_input_is_one_sentence_and_status_2(
@@ -79,10 +80,10 @@ def test_faulty_input_is_one_sentence_and_status_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = options if not options[0].startswith("--") else [str(model), *options]
-    assert main(["measure", *given, "--output", str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().err.strip()
-    assert told.startswith("error: ")
-    assert sentence in told
-    assert len(told.splitlines()) == 1
+    arguments = options if not options[0].startswith("--") else [str(model), *options]
+    assert main(["measure", *arguments, "--output", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: ")
+    assert sentence in message
+    assert len(message.splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
-from bosch.calibration import CalibrationSet
 from bosch.errors import UserError
-from data_prep.tokenize import Encoder, TokenizerSpec
-from stages import prepare
+from data_prep.tokenizer import Encoder, TokenizerSpec
 from stages.configs import ModelConfig, PrepareConfig, Runtime
 from stages.context import StageConfig
+from stages.prepare import run as prepare
 from tests.tiny_data import save_tiny_model, tiny_tokenizer
 
 
@@ -80,19 +79,20 @@ def test_training_data_is_the_documents(model, corpus, tmp_path):
     """With room for all, every document is there once, whole, closed by the end token."""
     tokenizer = tiny_tokenizer()
     texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
-    wanted = [tuple(ids) for ids in Encoder.load(TokenizerSpec(str(model)))(texts)]
-    total = sum(map(len, wanted))
+    encoder = Encoder.load(TokenizerSpec(str(model)))
+    expected = [(*ids.tolist(), tokenizer.eos_token_id) for ids in encoder(texts)]
+    total = sum(map(len, expected))
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     out = run(config(model, sources, sequence_length=1, train_tokens=total), tmp_path / "out")
     train = load_from_disk(str(out / "train"))
     flat = [row[0] for row in train["input_ids"]]
-    found, start = [], 0
+    result, start = [], 0
     for position, token in enumerate(flat):
         if token == tokenizer.eos_token_id:
-            found.append(tuple(flat[start : position + 1]))
+            result.append(tuple(flat[start : position + 1]))
             start = position + 1
-    assert sorted(found) == sorted(wanted)
-    assert found != wanted
+    assert sorted(result) == sorted(expected)
+    assert result != expected
 
 
 def test_calibration_examples(model, corpus, tmp_path):
@@ -111,29 +111,8 @@ def test_calibration_examples(model, corpus, tmp_path):
         assert 370 < len(record["input_ids"]) <= 420
 
 
-def test_questions_that_share_a_haystack(model, corpus, tmp_path):
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus)}]
-    changes = {"examples": 5, "length": 420, "questions_per_haystack": 2}
-    out = run(config(model, sources, seed=3, calibration=changes), tmp_path / "out")
-    lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [r["index"] for r in records] == list(range(5))
-    tasks = ["niah_single_2", "niah_single_2", "niah_multikey_1", "niah_multikey_1"]
-    assert [r["task"] for r in records] == [*tasks, "niah_single_2"]
-    calibration = CalibrationSet.load(out / "calibration")
-    assert calibration.haystacks == [[0, 1], [2, 3], [4]]
-    assert [e.shared_length > 0 for e in calibration.examples] == [True] * 4 + [False]
-    tokenizer = tiny_tokenizer()
-    for example in calibration.examples[:4]:
-        question = tokenizer.decode(example.input_ids[example.shared_length :])
-        assert question.count(" mentioned in the provided text") in (1, 2)
-        assert 370 < len(example.input_ids) <= 420
-    needles = [json.loads(x) for x in (out / "calibration" / "needles.jsonl").open()]
-    assert [len(record["needles"]) for record in needles] == [2, 2, 4, 4, 2]
-
-
 def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.sources._PART_BYTES", 2000)
+    monkeypatch.setattr("data_prep.sources.PART_BYTES", 2000)
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     one = run(config(model, sources), tmp_path / "one")
     two = run(config(model, sources, workers=2), tmp_path / "two")
@@ -146,10 +125,10 @@ def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypa
 SCRIPT = """
 import sys
 from pathlib import Path
-from stages import prepare
+from stages.prepare import run as prepare
 from stages.configs import ModelConfig, PrepareConfig, Runtime
 from stages.context import StageConfig
-import data_prep.tokenize as t, time
+import data_prep.tokenizer as t, time
 real = t.Encoder.__call__
 t.Encoder.__call__ = lambda *a: (time.sleep(0.2), real(*a))[1]
 section = PrepareConfig.model_validate_json(sys.argv[2])
@@ -169,25 +148,25 @@ def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
         cwd=Path(__file__).parents[2],
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while len(list(work.glob("tokens/*/*.arrow"))) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while len(list(work.glob("tokens/*/part-*/ids.int32"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    kept = {path: path.stat().st_mtime_ns for path in work.glob("tokens/*/*.arrow")}
-    assert kept and not (work / "statistics.json").exists()
-    seen = {}
+    times = {path: path.stat().st_mtime_ns for path in work.glob("tokens/*/part-*/ids.int32")}
+    assert times and not (work / "statistics.json").exists()
+    documents = {}
     real_rmtree = prepare.shutil.rmtree
 
     def spy(path, **options):
         if Path(path).name == "tokens":
-            seen.update({p: p.stat().st_mtime_ns for p in kept})
+            documents.update({p: p.stat().st_mtime_ns for p in times})
         real_rmtree(path, **options)
 
     monkeypatch.setattr(prepare.shutil, "rmtree", spy)
     prepare.run(stage_config, {}, work)
     monkeypatch.undo()
-    assert seen == kept
+    assert documents == times
     undisturbed = run(stage_config, tmp_path / "undisturbed")
     assert files(work) == files(undisturbed)
 
@@ -196,7 +175,7 @@ def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     stage_config = config(model, sources)
     out = run(stage_config, tmp_path / "out")
-    monkeypatch.setattr(prepare, "_training_data", lambda *a: pytest.fail("did it again"))
+    monkeypatch.setattr(prepare, "write_training_data", lambda *a: pytest.fail("did it again"))
     assert prepare.run(stage_config, {}, out)["sequences"] == 47
 
 
@@ -234,7 +213,7 @@ def test_missing_tokenizer(tmp_path, corpus):
         (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',
-            "cannot read the model's configuration: .*'rms_norm_eps' expected float",
+            "damaged: no tokenizer could be loaded .*'rms_norm_eps' expected float",
         ),
     ],
 )

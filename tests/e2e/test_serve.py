@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from bosch.modeling import materialize
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from tests.hybrid_case import random_mask, small_model
 from tests.tiny_data import tiny_tokenizer
 
@@ -66,27 +67,29 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 def _greedy(model: Any, tokenizer: Any) -> str:
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    made = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    return str(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    generated = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return str(
+        tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
     model, tokenizer = small_model(vocab_size=512), tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    hybrid = materialize(model, random_mask(), WINDOW)
-    wanted = _greedy(hybrid, tokenizer)
-    assert wanted != _greedy(model, tokenizer), "the window must matter"
+    hybrid = materialize(model, random_mask(), Window(WINDOW))
+    expected = _greedy(hybrid, tokenizer)
+    assert expected != _greedy(model, tokenizer), "the window must matter"
     folder = tmp_path / "model"
     hybrid.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    asked = {"model": str(folder), "max_tokens": NEW, "temperature": 0}
+    request = {"model": str(folder), "max_tokens": NEW, "temperature": 0}
     with _server(folder, tmp_path) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        completion = client.completions.create(prompt=PROMPT, **asked)
+        completion = client.completions.create(prompt=PROMPT, **request)
         messages = [{"role": "user", "content": PROMPT}]
-        chat = client.chat.completions.create(messages=messages, **asked)
-        stream = client.chat.completions.create(messages=messages, stream=True, **asked)
+        chat = client.chat.completions.create(messages=messages, **request)
+        stream = client.chat.completions.create(messages=messages, stream=True, **request)
         streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
-    assert completion.choices[0].text == wanted
-    assert chat.choices[0].message.content == wanted
-    assert streamed == wanted.rstrip("\ufffd")  # a stream leaves out half a character at its end
+    assert completion.choices[0].text == expected
+    assert chat.choices[0].message.content == expected
+    assert streamed == expected.rstrip("\ufffd")  # a stream leaves out half a character at its end

@@ -10,29 +10,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bosch.calibration import CalibrationSet
-from bosch.heads import HeadMask, swa_budget
-from bosch.modeling import load_model, prepare_for_search
-from bosch.objective import Objective
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.window import Window
 from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
-from data_prep.tokenize import TokenizerSpec, load_tokenizer
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.cli import main
+from pipeline.commands.study.options import StudyOptions
+from pipeline.commands.study.studied_model import StudiedModel
+from pipeline.recipe.load import load_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"
 MODEL = RECIPE.parent / "enumerable_model"
-EXAMPLES = 6
+EXAMPLES, LENGTH = 6, 192
 
 
 def study(name: str, folder: Path, *options: str) -> int:
     return main(
         ["study", name, str(RECIPE), f"prepare.calibration.examples={EXAMPLES}",
-         "--output", str(folder), "--held-out", "5", "--seeds", "2", *options]
+         f"prepare.calibration.length={LENGTH}", "--output", str(folder), "--held-out", "5",
+         "--seeds", "2", *options]
     )  # fmt: skip
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -49,12 +56,12 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_cost_study_holds_every_cell(searched: Path) -> None:
+def test_cost_study_holds_every_method_ratio_and_budget(searched: Path) -> None:
     data = read(searched, "cost")
-    found = {(p["method"], p["swa_ratio"], p["budget_per_layer"]) for p in data["points"]}
+    points = {(p["method"], p["swa_ratio"], p["budget_per_layer"]) for p in data["points"]}
     expected = {("bosch", ratio, budget) for ratio in (0.5, 0.75) for budget in (3, 6)}
     expected |= {(method, ratio, None) for ratio in (0.5, 0.75) for method in ("rand", "dcam")}
-    assert found == expected
+    assert points == expected
     for point in data["points"]:
         assert len(point["score_of_each_seed"]) == 2
         score = point["held_out_score"]
@@ -66,13 +73,13 @@ def test_cost_study_holds_every_cell(searched: Path) -> None:
     assert (searched / "cost-curves.png").stat().st_size > 10_000
 
 
-def test_masks_of_cells_are_on_budget_and_searches_on_their_own_sets(searched: Path) -> None:
+def test_masks_of_searches_are_on_budget_and_searches_on_their_own_sets(searched: Path) -> None:
     searches = [line for line in lines(searched) if line["key"]["kind"] == "search"]
     assert len(searches) == 2 * 2 * (2 + 2)
     for line in searches:
         mask = HeadMask.from_key(line["result"]["mask"])
-        wanted = swa_budget(12, line["key"]["settings"]["swa_ratio"])
-        assert int((~mask.is_full).sum()) == wanted
+        sliding = swa_budget(12, line["key"]["settings"]["swa_ratio"])
+        assert int((~mask.is_full).sum()) == sliding
     for method, seeds in (("bosch", 2), ("rand", 2), ("dcam", 1)):  # dcam draws nothing
         own = [line["key"] for line in searches if line["key"]["method"] == method]
         assert len({key["settings"]["seed"] for key in own}) == seeds
@@ -80,16 +87,16 @@ def test_masks_of_cells_are_on_budget_and_searches_on_their_own_sets(searched: P
 
 
 def test_a_stopped_study_goes_on(searched: Path, tmp_path: Path) -> None:
-    """With the last cells lost it ends with the same numbers, and only these are made again."""
+    """With the last results lost it ends with the same numbers and computes only these again."""
     folder = tmp_path / "again"
     shutil.copytree(searched, folder)
-    whole = (folder / "cells.jsonl").read_text()
-    kept = whole.splitlines(keepends=True)[:-3]
-    (folder / "cells.jsonl").write_text("".join(kept) + '{"key": {"kind"')
+    whole = (folder / "results.jsonl").read_text()
+    shortened = whole.splitlines(keepends=True)[:-3]
+    (folder / "results.jsonl").write_text("".join(shortened) + '{"key": {"kind"')
     options = "--methods", "bosch,rand,dcam", "--ratios", "0.5,0.75", "--budgets", "3,6"
     assert study("cost", folder, *options) == 0
     assert len(lines(folder)) == len(whole.splitlines())
-    assert (folder / "cells.jsonl").read_text().startswith("".join(kept))
+    assert (folder / "results.jsonl").read_text().startswith("".join(shortened))
     mine, theirs = read(folder, "cost"), read(searched, "cost")
     for a, b in zip(mine["points"], theirs["points"], strict=True):
         assert a["held_out_score"] == b["held_out_score"]
@@ -110,15 +117,37 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
 
 
+def test_granularity_study_compares_units_with_single_heads(
+    searched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--methods", "bosch,dcam", "--ratios", "0.5", "--budgets", "3,6"
+    assert study("granularity", searched, *options, "--granularities", "2") == 0
+    data = read(searched, "granularity")
+    assert [(p["method"], p["head_granularity"]) for p in data["points"]] == [
+        ("bosch", 1), ("bosch", 2), ("dcam", 1), ("dcam", 2)
+    ]  # fmt: skip
+    for point in data["points"]:
+        difference = point["log_likelihood_difference"]["mean"]
+        assert (difference == 0.0) == (point["head_granularity"] == 1)
+    searches = [line for line in lines(searched) if line["key"]["kind"] == "search"]
+    units = [line for line in searches if "head_granularity" in line["key"]["settings"]]
+    assert len(units) == 4
+    for line in units:
+        counts = HeadMask.from_key(line["result"]["mask"]).full_kv_heads_per_layer
+        assert sum(counts) == 6 and not any(count % 2 for count in counts)
+    assert study("granularity", searched, *options, "--granularities", "4") == 2
+    assert "0.5 means 6 sliding heads" in capsys.readouterr().err
+
+
 def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
-    options = "--methods", "bosch", "--ratios", "0.5", "--budgets", "3,6", "--sizes", "4,6"
+    options = "--methods", "bosch", "--ratios", "0.5", "--budgets", "6", "--sizes", "4,6"
     assert study("stability", searched, *options) == 0
     data = read(searched, "stability")
     kinds = {(r["budget_per_layer"], r["same_calibration_set"], r["measure"])
-             for r in data["stage_one"]}  # fmt: skip
-    assert len(kinds) == 8
+             for r in data["layer_importance"]}  # fmt: skip
+    assert len(kinds) == 4
     # Six candidates per layer are enumerated, so on one set all seeds find the same.
-    exact = [r for r in data["stage_one"]
+    exact = [r for r in data["layer_importance"]
              if r["same_calibration_set"] and r["budget_per_layer"] == 6]  # fmt: skip
     assert exact[0]["drops"][0] == exact[0]["drops"][1]
     likelihood = next(r for r in exact if r["measure"] == "log_likelihood")
@@ -156,11 +185,13 @@ def own_objective() -> Objective:
     """The optimality study's objective, made by hand."""
     tokenizer = load_tokenizer(TokenizerSpec(str(MODEL)))
     tasks = ["niah_single_2", "niah_multikey_1", "niah_multikey_2"]
-    made = forced_records(tasks, EXAMPLES, 256, "calibration", 5, tokenizer, haystack_words(None))
-    examples = CalibrationSet.from_records(record for _, record in made)
+    records = forced_records(
+        tasks, EXAMPLES, LENGTH, "calibration", 5, tokenizer, haystack_words(None)
+    )
+    examples = CalibrationSet.from_records(record for _, record in records)
     model = load_model(MODEL, dtype="float32")
     prepare_for_search(model)
-    return Objective(model, examples, 32, reuse_bytes=0)
+    return Objective(model, examples, Window(32), reuse_bytes=0)
 
 
 def test_a_model_too_large_to_enumerate_is_refused(
@@ -169,3 +200,26 @@ def test_a_model_too_large_to_enumerate_is_refused(
     recipe = RECIPE.parents[1] / "quickstart.yaml"
     assert main(["study", "optimality", str(recipe), "--output", str(tmp_path)]) == 2
     assert "more than 20,000 that can be enumerated" in capsys.readouterr().err
+
+
+def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, [f"prepare.calibration.examples={EXAMPLES}"], env={}).recipe
+    file = RECIPE.parent / "composition_8x8" / "calibration.jsonl"
+    options = StudyOptions(examples=str(file), held_out=5)
+    model = StudiedModel(recipe, options, tmp_path)
+    every = CalibrationSet.load(file).examples
+    assert model.held_out_set.examples == every[-5:]
+    first, second = model.calibration(0), model.calibration(1)
+    assert len(first) == len(second) == EXAMPLES
+    assert set(first.examples) != set(second.examples)
+    assert not set(first.examples) & set(every[-5:])
+    assert model.calibration(0, 3).examples == first.examples[:3]
+    assert "composition_8x8/calibration.jsonl" in model.about_examples
+
+
+def test_a_study_refuses_a_file_with_too_few_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = RECIPE.parent / "composition_8x8" / "calibration.jsonl"
+    assert study("cost", tmp_path, "--examples", str(file), "--held-out", "251") == 2
+    assert "--examples" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bosch.modeling import load_model
+from bosch.model.loading import load_model
 from tests.elsewhere import run_elsewhere
 from tests.training_case import SEQUENCE_LENGTH, VOCABULARY, make_case, train_here
 
@@ -31,8 +31,8 @@ def test_a_checkpoint_loads_by_transformers_alone(tmp_path: Path) -> None:
     trained = load_model(checkpoint, dtype="float32")
     untrained = load_model(case / "materialize" / "model", dtype="float32")
     with torch.inference_mode():
-        wanted, before = trained(ids).logits, untrained(ids).logits
-    assert (wanted - before).abs().max() > 0.01
-    torch.save((ids, wanted), tmp_path / "wanted.pt")
-    found = run_elsewhere(_LOAD, tmp_path, cache=tmp_path / "cache")
-    assert found == [["HybridQwen3ForCausalLM", True, False]]
+        expected, before = trained(ids).logits, untrained(ids).logits
+    assert (expected - before).abs().max() > 0.01
+    torch.save((ids, expected), tmp_path / "wanted.pt")
+    logits = run_elsewhere(_LOAD, tmp_path, cache=tmp_path / "cache")
+    assert logits == [["HybridQwen3ForCausalLM", True, False]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch  # noqa: F401
-from bosch.errors import RunError
-from stages.training.storage import restart_step
+from bosch.errors import RunError, StoppedError, UserError
+from stages.configs import TrainConfig
+from stages.train.data import PackedSequences
+from stages.train.metrics import MetricsLog
+from stages.train.schedule import make_schedule
+from stages.train.storage import RestartPoints, restart_step
+from stages.train.trainer import CheckpointWriter
 from tests.training_case import (
     SEQUENCE_LENGTH,
+    TRAIN,
     make_case,
     metrics,
+    stage_config,
     train_here,
     train_in_processes,
 )
@@ -64,10 +73,6 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
 
 
 def test_first_loss_is_the_models_own_mean_loss(case: Path, undisturbed: Path) -> None:
-    from stages.training.data import PackedSequences
-    from stages.training.schedule import make_schedule
-    from tests.training_case import stage_config
-
     config = stage_config()
     data = PackedSequences(case / "prepare" / "train")
     data.arrange(make_schedule(config.section, config.runtime, SEQUENCE_LENGTH, 1, False), 7)
@@ -87,7 +92,8 @@ def test_killed_run_ends_like_the_undisturbed_one(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert metrics(tmp_path)[-1]["step"] == kill_at_step
     points = list((tmp_path / "restart").glob("step-*"))
-    assert [restart_step(p) for p in points] == [(kill_at_step - 1) // 2 * 2]
+    last = (kill_at_step - 1) // 2 * 2
+    assert sorted(map(restart_step, points)) == [last - 2, last]
 
     summary = train_here(case, tmp_path)
     assert summary["final_loss"] == metrics(undisturbed)[-1]["loss"]
@@ -100,8 +106,6 @@ def test_killed_while_saving_resumes_from_the_point_before(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends inside the second restart point's and inside a checkpoint's writing."""
-    from stages.training.storage import RestartPoints
-    from stages.training.trainer import CheckpointWriter
 
     class Killed(BaseException):
         pass
@@ -136,11 +140,40 @@ def test_killed_while_saving_resumes_from_the_point_before(
     assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
 
 
+@pytest.mark.parametrize("harm", ["step-4/optimizer.pt", "step-4/whole.json", "metrics.jsonl"])
+def test_damaged_work_is_made_good(
+    case: Path, undisturbed: Path, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a power cut or a bad disk takes is trained again, to the same weights."""
+    train_in_processes(case, tmp_path, kill_at_step=5)
+    harmed = tmp_path / harm if harm == "metrics.jsonl" else tmp_path / "restart" / harm
+    harmed.write_bytes(harmed.read_bytes()[:40])
+    (tmp_path / "restart" / "step-abc").mkdir()
+    train_here(case, tmp_path)
+    assert "damaged" in caplog.text
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+    if harm != "metrics.jsonl":
+        assert metrics(tmp_path) == metrics(undisturbed)
+
+
+def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_anew(
+    case: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    for harm in ("summary.json", "checkpoints/tokens-1280/model.safetensors"):
+        work = tmp_path / harm.replace("/", "-")
+        shutil.copytree(undisturbed, work)
+        (work / harm).write_bytes((work / harm).read_bytes()[:-1])
+        train_here(case, work)
+        assert files(work / "checkpoints") == files(undisturbed / "checkpoints")
+
+
 def test_finished_work_is_not_done_again(
     case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(undisturbed)
-    monkeypatch.setattr("stages.train._build_trainer", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(
+        "stages.train.run.build_trainer", lambda *args: pytest.fail("trained again")
+    )
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert files(undisturbed) == before
 
@@ -155,8 +188,8 @@ def test_accumulation_and_checkpointing_do_not_change_the_losses(
         "recomputed": {"gradient_checkpointing": True},
     }.items():
         train_here(case, tmp_path / name, runtime=runtime)
-        found = [record["loss"] for record in metrics(tmp_path / name)]
-        assert found == pytest.approx(expected, rel=2e-4), name
+        losses = [record["loss"] for record in metrics(tmp_path / name)]
+        assert losses == pytest.approx(expected, rel=2e-4), name
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
@@ -184,9 +217,6 @@ def test_document_masking_keeps_documents_apart(case: Path, tmp_path: Path) -> N
         case, tmp_path,
         train={"document_masking": True, "total_tokens": 128, "checkpoint_tokens": []},
     )  # fmt: skip
-    from stages.training.data import PackedSequences
-    from stages.training.schedule import make_schedule
-    from tests.training_case import stage_config
 
     config = stage_config(train={"total_tokens": 128, "checkpoint_tokens": []})
     data = PackedSequences(case / "prepare" / "train")
@@ -207,3 +237,57 @@ def test_divergence_is_an_error_that_names_the_step(case: Path, tmp_path: Path) 
     with pytest.raises(RunError, match=r"(loss|grad_norm) is (nan|inf) at step \d+ \("):
         train_here(case, tmp_path, train={"learning_rate": 1e30, "warmup_ratio": 0.0})
     assert all(math.isfinite(record["loss"]) for record in metrics(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_signals_leave_a_restart_point_at_the_next_step(
+    case: Path, undisturbed: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    write = MetricsLog.write
+
+    def write_and_signal(self: MetricsLog, step: int, *values: Any, **options: Any) -> None:
+        write(self, step, *values, **options)
+        if step == 2:  # after this step's own restart point was decided on
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLog, "write", write_and_signal)
+        with pytest.raises(StoppedError, match="after step 3 of 10, with a restart point"):
+            train_here(case, tmp_path)
+    newest = max((tmp_path / "restart").glob("step-*"), key=lambda path: path.name)
+    assert newest.name == "step-3"
+    assert signal.getsignal(number) == signal.SIG_DFL
+    train_here(case, tmp_path)
+    assert metrics(tmp_path) == metrics(undisturbed)
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+
+
+def test_restart_points_come_by_the_minute_too(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    publish = RestartPoints.publish
+
+    def noting_publish(self: RestartPoints, written: Path, step: int, layout: Any) -> None:
+        steps.append(step)
+        publish(self, written, step, layout)
+
+    monkeypatch.setattr(RestartPoints, "publish", noting_publish)
+    train_here(case, tmp_path / "late", runtime={"save_every_steps": 4, "save_every_minutes": 1e-9})
+    assert steps == list(range(1, 10))
+    steps.clear()
+    train_here(case, tmp_path / "early", runtime={"save_every_steps": 4})
+    assert steps == [4, 8]
+
+
+def test_a_restart_point_of_more_deepspeed_processes_is_refused_before_the_model_is_loaded(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = RestartPoints(tmp_path, TrainConfig(**TRAIN))
+    written = points.writing / "checkpoint-1"
+    written.mkdir(parents=True)
+    points.publish(written, 1, {"sharding": "deepspeed", "processes": 4})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("stages.train.run.build_trainer", lambda *args: pytest.fail("loaded"))
+    with pytest.raises(UserError, match=r"runtime\.processes = 4, this run has 2; resume with 4"):
+        train_here(case, tmp_path, runtime={"sharding": "deepspeed"})

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from bosch.cache import HybridCache
-from bosch.configuration import is_hybrid
-from bosch.modeling import layouts_of, materialize
+from bosch.model.cache import HybridCache
+from bosch.model.configuration import is_hybrid
+from bosch.model.interface import layouts_of
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from tests.hybrid_case import LAYERS, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
@@ -24,7 +26,9 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _hybrid(folder: Path) -> Any:
-    hybrid = materialize(small_model(hidden_size=64, head_dim=16), random_mask(), WINDOW, SINKS)
+    hybrid = materialize(
+        small_model(hidden_size=64, head_dim=16), random_mask(), Window(WINDOW, SINKS)
+    )
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -53,17 +57,17 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
     small = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config())
     small.save_pretrained(tmp_path / "int8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
-    wanted = _logits(hybrid, ids)
+    expected = _logits(hybrid, ids)
     full = _logits(small_model(hidden_size=64, head_dim=16), ids)
     for model in (small, again):
         assert is_hybrid(model.config) and layouts_of(model) == layouts_of(hybrid)
         projection = model.model.layers[0].self_attn.q_proj
         assert _int8_of(projection.weight).dtype == torch.int8
-        error = (_logits(model, ids) - wanted).abs().mean()
-        assert 0 < error < 0.1 * (full - wanted).abs().mean()
+        error = (_logits(model, ids) - expected).abs().mean()
+        assert 0 < error < 0.1 * (full - expected).abs().mean()
         cache = model.new_cache()
-        made = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-        assert made.shape == (2, LENGTH + NEW) and isinstance(cache, HybridCache)
+        generated = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        assert generated.shape == (2, LENGTH + NEW) and isinstance(cache, HybridCache)
         for layer, layout in zip(cache.hybrid_layers, layouts_of(hybrid), strict=True):
             assert layer.full_keys.shape[1:3] == (len(layout.full), LENGTH + NEW - 1)
             assert layer.recent_keys.shape[1:3] == (len(layout.sliding), WINDOW - 1)
@@ -89,17 +93,17 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     model.eval()
-    wanted = _logits(model, ids)
+    expected = _logits(model, ids)
     with model.disable_adapter():
-        assert (_logits(model, ids) - wanted).abs().max() > 0.05
+        assert (_logits(model, ids) - expected).abs().max() > 0.05
     model.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.equal(weight, before[name]) for name, weight in plain.state_dict().items())
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    assert torch.equal(_logits(loaded, ids), wanted)
+    assert torch.equal(_logits(loaded, ids), expected)
 
     merged = loaded.merge_and_unload()
-    torch.testing.assert_close(_logits(merged, ids), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(_logits(merged, ids), expected, rtol=1e-4, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert is_hybrid(again.config) and torch.equal(_logits(again, ids), _logits(merged, ids))

@@ -15,8 +15,9 @@ from bosch.analysis.optimality import count_on_budget, masks_on_budget, standing
 from bosch.analysis.stability import average_ranks, ranking_stability, spearman
 from bosch.analysis.swap_test import swapped
 from bosch.analysis.turnover import turnover
-from bosch.evaluation_log import Evaluation
-from bosch.heads import HeadMask, swa_budget
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation
 
 LAYERS, HEADS = 3, 4
 rows = st.lists(st.booleans(), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
-from bosch.attention import BACKENDS, HeadLayout, Span, hybrid_attention, resolve_backend
+from bosch.attention import (
+    BACKENDS,
+    AttentionContext,
+    HeadLayout,
+    causal,
+    hybrid_attention,
+    resolve_backend,
+)
 from bosch.attention.bands import bands
 from bosch.errors import UserError
+from bosch.window import Window
 from tests.attention_case import Case, cases
 from tests.hybrid_case import sees
 
@@ -19,18 +29,18 @@ _FAST = ["sdpa"]
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_oracle_sees_what_the_convention_says(case: Case) -> None:
-    span, total = case.span(), case.past + case.length
+    context, total = case.context(), case.past + case.length
     queries, keys = torch.arange(case.past, total)[None], torch.arange(total)[None]
-    for window, sinks in ((None, 0), (case.window, case.sinks)):
-        found = span.visible(queries, keys, window, sinks).expand(case.batch, -1, -1)
+    for window in (None, Window(case.window, case.sinks)):
+        result = context.visible(queries, keys, window).expand(case.batch, -1, -1)
         for row in range(case.batch):
-            valid = [True] * total if span.valid is None else span.valid[row].tolist()
-            document = [0] * total if span.document is None else span.document[row].tolist()
-            wanted = [
-                [sees(q, k, valid, document, window, sinks) for k in range(total)]
+            valid = [True] * total if context.valid is None else context.valid[row].tolist()
+            document = [0] * total if context.document is None else context.document[row].tolist()
+            expected = [
+                [sees(q, k, valid, document, window) for k in range(total)]
                 for q in range(case.past, total)
             ]
-            assert found[row].tolist() == wanted
+            assert result[row].tolist() == expected
 
 
 @pytest.mark.parametrize("backend", ["eager", *_FAST])
@@ -39,8 +49,8 @@ def test_all_full_is_causal_attention(backend: str) -> None:
     query, key, value = case.tensors()
     out = hybrid_attention(query, key, value, case.layout(), backend=backend)
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    torch.testing.assert_close(out, wanted.transpose(1, 2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("backend", ["eager", *_FAST])
@@ -65,12 +75,12 @@ def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
     rows = (False, True, False, True)
     case = Case(70, 16, 2, rows, batch=2, padding="left")
     query, key, value = (x.to(dtype) for x in case.tensors())
-    searched = hybrid_attention(query, key, value, case.layout(), case.span())
+    searched = hybrid_attention(query, key, value, case.layout(), case.context())
     order = torch.tensor([1, 3, 0, 2])
     query_order = (order[:, None] * 2 + torch.arange(2)).reshape(-1)
     deployed = hybrid_attention(
         query[:, query_order], key[:, order], value[:, order],
-        HeadLayout.deploy(2, 4, 16, 2), case.span(),
+        HeadLayout.deploy(2, 4, Window(16, 2)), case.context(),
     )  # fmt: skip
     assert torch.equal(searched[:, :, query_order], deployed)
 
@@ -90,25 +100,23 @@ def test_bfloat16_is_as_near_to_the_truth_as_eager(backend: str) -> None:
 @pytest.mark.parametrize(("block", "window", "count"), [(4, 4, 3), (4, 7, 3), (5, 2, 4), (3, 9, 1)])
 def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, count: int) -> None:
     keys = torch.randn(2, count * block + window, 3, dtype=torch.float64, requires_grad=True)
-    found = bands(keys, block, window)
+    result = bands(keys, block, window)
     slices = [keys[:, i * block : i * block + block + window] for i in range(count)]
-    wanted = torch.stack(slices)
-    assert torch.equal(found, wanted)
-    assert found.data_ptr() == keys.data_ptr()
-    weight = torch.randn_like(wanted)
-    (a,) = torch.autograd.grad((found * weight).sum(), keys)
-    (b,) = torch.autograd.grad((wanted * weight).sum(), keys)
+    expected = torch.stack(slices)
+    assert torch.equal(result, expected)
+    assert result.data_ptr() == keys.data_ptr()
+    weight = torch.randn_like(expected)
+    (a,) = torch.autograd.grad((result * weight).sum(), keys)
+    (b,) = torch.autograd.grad((expected * weight).sum(), keys)
     torch.testing.assert_close(a, b)
 
 
 def test_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bosch.attention import causal
-
     case = Case(300, 16, 2, (True, False), past=200)
-    wanted = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="eager")
-    monkeypatch.setattr(causal, "_DENSE_MASK_ENTRIES", 40_000)
-    found = hybrid_attention(*case.tensors(), case.layout(), case.span(), backend="sdpa")
-    torch.testing.assert_close(found, wanted)
+    expected = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="eager")
+    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 40_000)
+    result = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="sdpa")
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("rows", [(True, True), (True, False)], ids=str)
@@ -117,20 +125,22 @@ def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
     length: int, past: int, rows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(length, 16, 0, rows, batch=2, past=past)
-    tensors, visible, seen = case.tensors(), Span.visible, []
+    tensors, visible, shapes = case.tensors(), AttentionContext.visible, []
 
-    def watched(span: Span, queries: torch.Tensor, keys: torch.Tensor, *more: int) -> torch.Tensor:
-        seen.append(keys.shape[-1])
-        return visible(span, queries, keys, *more)
+    def watched(
+        context: AttentionContext, queries: torch.Tensor, keys: torch.Tensor, *more: Any
+    ) -> torch.Tensor:
+        shapes.append(keys.shape[-1])
+        return visible(context, queries, keys, *more)
 
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        exact = hybrid_attention(*tensors, case.layout(), case.span(), backend="eager")
+        exact = hybrid_attention(*tensors, case.layout(), case.context(), backend="eager")
         with torch.no_grad(), monkeypatch.context() as patch:
-            patch.setattr(Span, "visible", watched)
+            patch.setattr(AttentionContext, "visible", watched)
             states = (x.to(dtype) for x in tensors)
-            found = hybrid_attention(*states, case.layout(), case.span(), backend="sdpa")
-        torch.testing.assert_close(found.double(), exact, rtol=near, atol=near)
-    assert not seen if all(rows) else max(seen, default=0) < length + past
+            result = hybrid_attention(*states, case.layout(), case.context(), backend="sdpa")
+        torch.testing.assert_close(result.double(), exact, rtol=near, atol=near)
+    assert not shapes if all(rows) else max(shapes, default=0) < length + past
 
 
 def test_unknown_backend_is_refused_by_name() -> None:
@@ -142,8 +152,8 @@ def test_unknown_backend_is_refused_by_name() -> None:
 def test_heads_that_do_not_fit_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
-        hybrid_attention(query, key, value, HeadLayout.deploy(1, 3, 4))
+        hybrid_attention(query, key, value, HeadLayout.deploy(1, 3, Window(4)))
     with pytest.raises(ValueError, match="partition"):
-        HeadLayout((0,), (0, 1), 4)
+        HeadLayout((0,), (0, 1), Window(4))
     with pytest.raises(ValueError, match="window_size"):
-        HeadLayout.deploy(1, 2, 0)
+        HeadLayout.deploy(1, 2, Window(0))

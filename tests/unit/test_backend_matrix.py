@@ -19,21 +19,24 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from bosch.attention import (
     BACKENDS,
+    AttentionContext,
     HeadLayout,
-    Span,
     flash,
     flex,
     hybrid_attention,
     resolve_backend,
 )
-from bosch.cache import HybridCacheLayer
 from bosch.errors import UserError
-from bosch.interface import span_mask
-from bosch.modeling import apply_head_mask, materialize, prepare_for_search
-from bosch.static_cache import StaticHybridCacheLayer
+from bosch.model.cache import HybridCacheLayer
+from bosch.model.interface import context_of_pass
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.model.static_cache import StaticHybridCacheLayer
+from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import Case, cases
 from tests.hybrid_case import random_mask, small_model, tokens
+from tests.peak_memory import PeakMemory
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -41,24 +44,24 @@ _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 @pytest.fixture(scope="module", autouse=True)
 def _stand_ins() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(flex, "_FLEX_BLOCK", 16)
+    patch.setattr(flex, "FLEX_BLOCK", 16)
     patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
     package = ModuleType("flash_attn")
     package.flash_attn_func = fake_flash.flash_attn_func
     package.flash_attn_varlen_func = fake_flash.flash_attn_varlen_func
     patch.setitem(sys.modules, "flash_attn", package)
-    patch.setattr(flash, "_FLASH_DTYPES", (torch.float64, torch.float32))
+    patch.setattr(flash, "FLASH_DTYPES", (torch.float64, torch.float32))
     yield
     patch.undo()
 
 
 def _outputs_and_gradients(case: Case, backend: str, padded: bool = True) -> list[Tensor]:
     """Output, and gradients of a random sum of it; `padded`: with what padded queries give."""
-    tensors, span = case.tensors(), case.span()
-    out = hybrid_attention(*tensors, case.layout(), span, backend=backend)
-    if span.valid is not None and not padded:
-        out = out * span.valid[:, case.past :, None, None]
+    tensors, context = case.tensors(), case.context()
+    out = hybrid_attention(*tensors, case.layout(), context, backend=backend)
+    if context.valid is not None and not padded:
+        out = out * context.valid[:, case.past :, None, None]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
@@ -69,7 +72,7 @@ def _refusal(case: Case, backend: str) -> str | None:
         return None
     if case.sinks and not all(case.rows):
         return "has no sinks"
-    valid = case.span().valid
+    valid = case.context().valid
     if valid is not None and any("01" in row.lstrip("0") for row in _bits(valid)):
         return "not between its tokens"
     return None
@@ -86,9 +89,9 @@ def _check(case: Case, backend: str) -> None:
             _outputs_and_gradients(case, backend)
         return
     padded = backend != "flash"  # it leaves padding behind a row's tokens out
-    wanted = _outputs_and_gradients(case, "eager", padded)
-    found = _outputs_and_gradients(case, backend, padded)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected = _outputs_and_gradients(case, "eager", padded)
+    result = _outputs_and_gradients(case, backend, padded)
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **_NEAR)
 
 
@@ -159,20 +162,20 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
 ) -> None:
     case, sizes, backend, kind = drawn
     query, key, value = (x.detach() for x in case.tensors())
-    layout, span = case.layout(), case.span()
-    wanted = hybrid_attention(query, key, value, layout, span, backend="eager")
+    layout, context = case.layout(), case.context()
+    expected = hybrid_attention(query, key, value, layout, context, backend="eager")
     layer: Any = HybridCacheLayer(layout)
     if kind == "static":
         layer = StaticHybridCacheLayer(layout, case.length + 1)
     outputs, start = [], 0
     for size in sizes:
         stop = start + size
-        part = span_mask(
+        part = context_of_pass(
             case.batch,
             size,
             layer.get_mask_sizes(size)[0],
             layer.get_seq_length(),
-            attention_mask=None if span.valid is None else span.valid[:, :stop],
+            attention_mask=None if context.valid is None else context.valid[:, :stop],
         )
         keys, values = layer.update(key[:, :, start:stop], value[:, :, start:stop])
         outputs.append(
@@ -183,9 +186,11 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
             assert layer.recent_keys.shape[2] <= case.window - 1
         start = stop
     real = (
-        torch.ones(case.batch, case.length, dtype=torch.bool) if span.valid is None else span.valid
+        torch.ones(case.batch, case.length, dtype=torch.bool)
+        if context.valid is None
+        else context.valid
     )
-    torch.testing.assert_close(torch.cat(outputs, dim=1)[real], wanted[real], **_NEAR)
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[real], expected[real], **_NEAR)
 
 
 def _patched_flash_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,21 +204,21 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     mask[0, :11] = 0
     positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
     model = small_model()
-    apply_head_mask(model, random_mask(), 7)
-    hybrid = materialize(model, random_mask(), 7)
+    apply_head_mask(model, random_mask(), Window(7))
+    hybrid = materialize(model, random_mask(), Window(7))
     inputs = ({"position_ids": positions}, {"attention_mask": mask})
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
-        wanted = [model(ids, use_cache=False, **x).logits for x in inputs]
+        expected = [model(ids, use_cache=False, **x).logits for x in inputs]
         text = hybrid.generate(ids, **options)
         calls = _counted(monkeypatch)
         prepare_for_search(model, "flash")
-        apply_head_mask(model, random_mask(), 7)
+        apply_head_mask(model, random_mask(), Window(7))
         hybrid.set_attn_implementation("flash_attention_2")
         for tried in (model, hybrid):
-            for x, logits in zip(inputs, wanted, strict=True):
-                found = tried(ids, use_cache=False, **x).logits
-                torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+            for x, logits in zip(inputs, expected, strict=True):
+                result = tried(ids, use_cache=False, **x).logits
+                torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-5)
         assert calls == ["flash_attn_varlen_func"] * 24
         assert torch.equal(hybrid.generate(ids, **options), text)
         assert torch.equal(hybrid.generate(ids, cache_implementation="static", **options), text)
@@ -236,19 +241,52 @@ def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UserError, match="needs a GPU and the flash-attn package; choose auto"):
         resolve_backend("flash")
     _patched_flash_is_usable(monkeypatch)
-    hybrid = materialize(small_model(), random_mask(), 7, sinks=2)
-    with pytest.raises(UserError, match="'flash' has no sinks, 2 are asked for"):
+    hybrid = materialize(small_model(), random_mask(), Window(7, 2))
+    with pytest.raises(UserError, match="'flash' has no sinks, expected 0 and got 2"):
         hybrid.set_attn_implementation("flash")
     model = small_model()
     prepare_for_search(model, "flash")
-    with pytest.raises(UserError, match="'flash' has no sinks, 2 are asked for"):
-        apply_head_mask(model, random_mask(), 7, sinks=2)
+    with pytest.raises(UserError, match="'flash' has no sinks, expected 0 and got 2"):
+        apply_head_mask(model, random_mask(), Window(7, 2))
     with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
-    monkeypatch.setattr(flash, "_FLASH_DTYPES", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(flash, "FLASH_DTYPES", (torch.float16, torch.bfloat16))
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match=r"not in torch\.float32: load the model in bfloat16"):
-        hybrid_attention(states, states, states, HeadLayout.deploy(1, 2, 4), backend="flash")
+        hybrid_attention(
+            states, states, states, HeadLayout.deploy(1, 2, Window(4)), backend="flash"
+        )
     low = states.bfloat16()
-    out = hybrid_attention(low, low, low, HeadLayout.deploy(1, 2, 4), Span(4), backend="flash")
+    out = hybrid_attention(
+        low, low, low, HeadLayout.deploy(1, 2, Window(4)), AttentionContext(4), backend="flash"
+    )
     assert out.shape == (1, 4, 2, 8)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_copy_few_keys_of_a_prompt(padded: bool) -> None:
+    """No more than a quarter of the keys at a time, however much wider than a block a band is."""
+    length, heads, dim = 2048, 2, 16
+    states = [torch.randn(2, heads, length, dim) for _ in range(3)]
+    valid = torch.ones(2, length, dtype=torch.bool)
+    valid[1, :5] = False
+    peaks = {}
+    for sinks in (0, 4):
+        layout = HeadLayout.deploy(0, heads, Window(512, sinks))
+        context = AttentionContext(length, valid=valid if padded else None)
+        with PeakMemory() as memory, torch.no_grad():
+            hybrid_attention(*states, layout, context)
+        peaks[sinks] = memory.peak
+    assert peaks[4] - peaks[0] < states[0].nbytes
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None:
+    """Both end with a copy in the order of transformers, beside what the copy is made of."""
+    states = [torch.randn(1, heads, 4096, 64) for heads in (16, 4, 4)]
+    peaks = []
+    for full in (4, 1):
+        with PeakMemory() as memory, torch.no_grad():
+            hybrid_attention(*states, HeadLayout.deploy(full, 4, Window(256, sinks)))
+        peaks.append(memory.peak)
+    assert peaks[1] < 1.05 * peaks[0]

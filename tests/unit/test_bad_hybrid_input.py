@@ -14,8 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bosch.attention import BACKENDS
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.modeling import apply_head_mask, load_model, materialize, prepare_for_search
-from tests.hybrid_case import KV_HEADS, LAYERS, PARTLY_SLIDING, random_mask, small_model, tokens
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.window import Window
+from tests.hybrid_case import (
+    KV_HEADS,
+    LAYERS,
+    PARTLY_SLIDING,
+    mask_of,
+    random_mask,
+    small_model,
+    tokens,
+)
 
 WINDOW = 7
 ABSENT = [name for name, entry in BACKENDS.items() if not entry.usable()]
@@ -37,7 +48,7 @@ def base() -> Any:
 
 @pytest.fixture
 def folder(base: Any, tmp_path: Path) -> Path:
-    materialize(base, random_mask(), WINDOW).save_pretrained(tmp_path)
+    materialize(base, random_mask(), Window(WINDOW)).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -45,24 +56,18 @@ def folder(base: Any, tmp_path: Path) -> Path:
 def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
     mask = HeadMask.all_sliding(layers, heads)
     for use in (apply_head_mask, materialize):
-        said = _said(lambda use=use: use(base, mask, WINDOW))
+        said = _said(lambda use=use: use(base, mask, Window(WINDOW)))
         assert f"{layers} layers of {heads} KV heads" in said
         assert f"has {LAYERS} of {KV_HEADS}" in said
 
 
 def test_a_window_larger_than_any_sequence(base: Any) -> None:
     for use in (apply_head_mask, materialize):
-        said = _said(lambda use=use: use(base, random_mask(), 512))
+        said = _said(lambda use=use: use(base, random_mask(), Window(512)))
         assert "window_size is 512" in said and "no more than 512 tokens" in said
-        assert "is 400 with 112 sinks" in _said(lambda use=use: use(base, random_mask(), 400, 112))
-        use(base, random_mask(), 400, 111)
-
-
-@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (2.5, 0), ("7", 0), (7, -1), (7, None)])
-def test_a_window_that_is_none(base: Any, window: Any, sinks: Any) -> None:
-    for use in (apply_head_mask, materialize):
-        said = _said(lambda use=use: use(base, random_mask(), window, sinks))
-        assert f"found {window!r} and {sinks!r}" in said
+        said = _said(lambda use=use: use(base, random_mask(), Window(400, 112)))
+        assert "is 400 with 112 sinks" in said
+        use(base, random_mask(), Window(400, 111))
 
 
 _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
@@ -100,22 +105,27 @@ def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> N
 )
 def test_damaged_types_of_the_base_models_layers(family: str, types: Any, tmp_path: Path) -> None:
     """The family's default pattern of sliding layers would be another model."""
-    config = materialize(small_model(family), random_mask(), WINDOW).config
+    model = small_model(family)
+    config = materialize(model, mask_of(model.config), Window(WINDOW)).config
     config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    content = json.loads(path.read_text()) | {"base_layer_types": types}
+    content = json.loads(path.read_text()) | {"layer_types": types}
     if types == "gone":
-        del content["base_layer_types"]
+        del content["layer_types"]
     path.write_text(json.dumps(content))
     said = _said(lambda: load_model(tmp_path))
-    assert "base_layer_types must hold" in said and str(tmp_path) in said
-    content |= {"base_layer_types": config.layer_types}
-    del content["layer_types"]
+    assert "layer_types" in said and str(tmp_path) in said
+
+
+def test_a_lost_activation_is_not_the_family_s_default(folder: Path) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    del content["base_hidden_act"]
     path.write_text(json.dumps(content))
-    assert AutoConfig.from_pretrained(tmp_path).layer_types == config.layer_types
+    assert "hidden_act" in _said(lambda: load_model(folder))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
 def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         model_type, vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -125,13 +135,16 @@ def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, dtype=torch.float32)
     for use in (
         lambda: prepare_for_search(model),
-        lambda: materialize(model, HeadMask.all_full(1, 1), WINDOW),
+        lambda: materialize(model, HeadMask.all_full(1, 1), Window(WINDOW)),
     ):
         assert f"'{model_type}' are not supported" in _said(use)
 
 
 def test_packed_documents_that_a_family_would_mix() -> None:
-    hybrid, ids = materialize(small_model("gpt_oss"), random_mask(), WINDOW), tokens(2, 12)
+    hybrid, ids = (
+        materialize(small_model("gpt_oss"), random_mask(layers=2), Window(WINDOW)),
+        tokens(2, 12),
+    )
     packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with pytest.raises(ValueError, match="do not keep packed documents apart"):
         hybrid(ids, position_ids=packed)
@@ -143,7 +156,7 @@ def test_packed_documents_that_a_family_would_mix() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])
 def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) -> None:
-    hybrid = materialize(base, random_mask(), WINDOW)
+    hybrid = materialize(base, random_mask(), Window(WINDOW))
     with pytest.raises(ValueError, match=f"takes a 2-D attention mask .* not a {len(shape)}-D one"):
         hybrid(tokens(2, 12), attention_mask=torch.ones(shape))
 

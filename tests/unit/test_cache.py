@@ -7,19 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from bosch.attention import HeadLayout, Span
-from bosch.cache import HybridCache, HybridCacheLayer
+from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
-from bosch.modeling import materialize
+from bosch.model.cache import HybridCache, HybridCacheLayer
+from bosch.model.cache_size import CacheSize
+from bosch.model.families import DecoderLayers
+from bosch.model.materialize import materialize
+from bosch.model.static_cache import StaticHybridCache
+from bosch.window import Window
 from tests.hybrid_case import random_mask, small_model, tokens
 
 WINDOW = 6
 
 
 def _hybrid(sinks: int) -> Any:
-    return materialize(small_model(), random_mask(), WINDOW, sinks)
+    return materialize(small_model(), random_mask(), Window(WINDOW, sinks))
 
 
 def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -> torch.Tensor:
@@ -60,10 +63,10 @@ def test_left_padding_equals_each_row_alone(sinks: int, sizes: list[int]) -> Non
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = _in_chunks(model, ids, sizes, attention_mask=mask, position_ids=positions)
+    logits = _in_chunks(model, ids, sizes, attention_mask=mask, position_ids=positions)
     for row, pad in enumerate(pads):
         alone = model(ids[row : row + 1, pad:], use_cache=False).logits
-        torch.testing.assert_close(found[row : row + 1, pad:], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -79,12 +82,31 @@ def test_bytes_are_the_formula_and_really_held(sinks: int) -> None:
     assert cache.num_bytes == entries * batch * 2 * model.config.head_dim * 4
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 4, 40])
+@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 40])
+def test_the_formula_is_what_the_caches_hold(sinks: int, length: int) -> None:
+    window, heads, batch, dim = Window(WINDOW, sinks), 4, 2, 8
+    counts = (0, 1, 4)
+    size = CacheSize.of(counts, DecoderLayers(3, (0, 1, 2), heads, dim), window, itemsize=2)
+    layouts = [HeadLayout.deploy(full, heads, window) for full in counts]
+    states = torch.zeros(batch, heads, length, dim, dtype=torch.bfloat16)
+    dynamic, static = HybridCache(layouts), StaticHybridCache(layouts, length)
+    for layer in range(len(counts)):
+        keys, _ = dynamic.update(states.clone(), states.clone(), layer)
+        keys.settle(AttentionContext(length))
+        static.update(states.clone(), states.clone(), layer)
+    assert dynamic.num_bytes == batch * size.dynamic(length)
+    assert static.num_bytes == batch * size.static(length)
+    if length < WINDOW:
+        assert size.dynamic(length) == size.original(length)
+
+
 def test_prefill_is_freed_not_only_sliced_off() -> None:
     """The storage of the prompt's keys must be gone while the cache lives."""
-    layer = HybridCacheLayer(HeadLayout.deploy(1, 4, 16))
+    layer = HybridCacheLayer(HeadLayout.deploy(1, 4, Window(16)))
     keys, values = torch.zeros(1, 4, 1000, 8), torch.zeros(1, 4, 1000, 8)
     layer.update(keys, values)
-    layer.settle(Span(1000))
+    layer.settle(AttentionContext(1000))
     gc.collect()
     assert layer.num_bytes == 2 * 4 * 8 * (1000 + 3 * 15)
     assert layer.recent_keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
@@ -92,19 +114,19 @@ def test_prefill_is_freed_not_only_sliced_off() -> None:
 
 def test_chunked_prefill_needs_no_more_for_a_longer_prompt() -> None:
     """At no time do sliding heads hold more than the window, the sinks and one chunk."""
-    layout, chunk, sinks = HeadLayout.deploy(0, 4, 16, 3), 32, 3
+    layout, chunk, sinks = HeadLayout.deploy(0, 4, Window(16, 3)), 32, 3
     entry = 2 * 4 * 8 * 4  # bytes of keys and values: heads, dimensions, float32
     peaks = []
     for length in (128, 1024):
-        layer, seen = HybridCacheLayer(layout), []
+        layer, lengths = HybridCacheLayer(layout), []
         for start in range(0, length, chunk):
             states = torch.zeros(1, 4, chunk, 8)
             keys, _ = layer.update(states, states.clone())
-            seen.append(layer.num_bytes)
-            keys.settle(Span(chunk, start))
-            seen.append(layer.num_bytes)
-        assert seen[-1] == entry * (16 - 1 + sinks)
-        peaks.append(max(seen))
+            lengths.append(layer.num_bytes)
+            keys.settle(AttentionContext(chunk, start))
+            lengths.append(layer.num_bytes)
+        assert lengths[-1] == entry * (16 - 1 + sinks)
+        peaks.append(max(lengths))
     assert peaks == [entry * (16 - 1 + sinks + chunk)] * 2
 
 
@@ -115,7 +137,7 @@ def test_generate_equals_generate_without_cache(sinks: int) -> None:
     mask[0, :7] = 0
     chunked = {"prefill_chunk_size": 6}
     for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, chunked):
-        made = [
+        generated = [
             model.generate(
                 ids,
                 attention_mask=mask,
@@ -126,25 +148,23 @@ def test_generate_equals_generate_without_cache(sinks: int) -> None:
             )
             for use in (True, False)
         ]
-        assert torch.equal(*made)
+        assert torch.equal(*generated)
 
 
 def test_generate_uses_and_returns_the_hybrid_cache() -> None:
     model = _hybrid(0)
-    made = model.generate(
+    generated = model.generate(
         tokens(1, 20), max_new_tokens=5, do_sample=False, return_dict_in_generate=True
     )
-    assert isinstance(made.past_key_values, HybridCache)
-    assert max(x.recent_keys.shape[2] for x in made.past_key_values.hybrid_layers) == WINDOW - 1
+    assert isinstance(generated.past_key_values, HybridCache)
+    assert (
+        max(x.recent_keys.shape[2] for x in generated.past_key_values.hybrid_layers) == WINDOW - 1
+    )
     assert isinstance(model(tokens(1, 5), use_cache=True).past_key_values, HybridCache)
 
 
-def test_caches_of_others_are_exact_or_refused() -> None:
+def test_other_implementations_are_refused_by_name() -> None:
     model, ids = _hybrid(2), tokens(1, 20)
-    cache = DynamicCache()
-    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 20))]
-    whole = model(ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="'offloaded' has no hybrid form: choose dynamic or static"):
         model.generate(ids, max_new_tokens=2, cache_implementation="offloaded")
 
@@ -157,7 +177,7 @@ def test_assisted_generation_is_exact(draft: str) -> None:
     other = small_model(seed=5)
     drafts: dict[str, Any] = {
         "model": {"assistant_model": other},
-        "hybrid": {"assistant_model": materialize(other, random_mask(1), WINDOW, 2)},
+        "hybrid": {"assistant_model": materialize(other, random_mask(1), Window(WINDOW, 2))},
         "prompt": {"prompt_lookup_num_tokens": 3},
     }
     assisted = model.generate(ids, max_new_tokens=12, do_sample=False, **drafts[draft])
@@ -192,9 +212,9 @@ def test_reset_and_batch_changes() -> None:
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
     cache.batch_select_indices(torch.tensor([0, 3]))
-    found = model(ids[:, 15:].flip(0), past_key_values=cache).logits
+    logits = model(ids[:, 15:].flip(0), past_key_values=cache).logits
     whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.num_bytes == 0
     torch.testing.assert_close(

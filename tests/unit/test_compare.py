@@ -1,10 +1,12 @@
-"""Comparisons: which cells there are, what runs, what the tables say; stages run right here."""
+"""Comparisons: their combinations, what runs, what the tables say; stages run in this process."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +15,21 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError, UserError
-from pipeline import compare
 from pipeline.cli import main
-from pipeline.comparison import Cell, Comparison, Result, Score, label_of, tables
-from pipeline.comparison_page import markdown, print_tables
-from pipeline.graph import Stage
-from pipeline.recipe import load_recipe
-from pipeline.runner import Choice, Runner
-from pipeline.worker import execute
-from pipeline.world import World
+from pipeline.commands.compare import command as compare
+from pipeline.commands.compare.comparison import Combination, Comparison, Result, Score, label_of
+from pipeline.commands.compare.page import markdown, page, score_tables
+from pipeline.commands.compare.paper import paper_scores
+from pipeline.commands.options import METHODS, read_options
+from pipeline.commands.paths import model_label
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.processes import World
+from pipeline.run.graph import Stage
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.worker import execute
+from stages.artifacts import Scores
 from tests.compare_stages import hybrid_score
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import ROOT, Case, fake_table
 
 PAPER = [
     "rand", "bme", "intr", "dcam", "apl", "proxy", "qada", "razor", "fisher",
@@ -40,7 +46,8 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def table() -> tuple[Stage, ...]:
     functions = {
-        name: f"tests.compare_stages:{name}" for name in ("search", "materialize", "evaluate")
+        name: f"tests.compare_stages:{name}"
+        for name in ("search", "materialize", "original", "evaluate")
     }
     return tuple(
         replace(stage, function=functions.get(stage.name, stage.function), distributed=False)
@@ -69,31 +76,31 @@ def comparison(case: Case, *arguments: str, launches: Launches | None = None) ->
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     loaded = load_recipe(case.file, env={})
-    return compare.run_comparison(
-        loaded, parser.parse_args(arguments), table(), launches or Launches()
-    )
+    options = read_options(compare.CompareOptions, parser.parse_args(arguments), "compare")
+    return compare.run_comparison(loaded, options, table(), launches or Launches())
 
 
 def test_every_method_of_the_paper_has_its_place() -> None:
-    assert set(PAPER) <= set(compare.METHODS)
-    assert sorted(PAPER, key=Cell.order) == PAPER
+    assert set(PAPER) <= set(METHODS)
+    assert sorted(PAPER, key=Combination.order) == PAPER
     assert [name for name in PAPER if label_of(name) == name] == []
-    assert sorted(["new", "bosch"], key=Cell.order) == ["bosch", "new"]
+    assert sorted(["bosch_plus", "b_layer"], key=Combination.order) == ["b_layer", "bosch_plus"]
 
 
-def test_cells_share_what_they_can_and_a_second_run_does_nothing(case: Case) -> None:
+def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Case) -> None:
     launches = Launches()
     arguments = ("--methods", "bosch,bme", "--ratios", "0.25,0.5")
     first = comparison(case, *arguments, launches=launches)
-    assert [launches.count(name) for name in ("prepare", "search", "materialize", "evaluate")] == [
-        1, 4, 4, 4,
-    ]  # fmt: skip
+    stages = ("prepare", "original", "search", "materialize", "evaluate")
+    assert [launches.count(name) for name in stages] == [1, 1, 4, 4, 4]
     assert launches.count("train") == launches.count("report") == 0
     assert first.values("bosch", 0.25, "untrained", "needle") == [hybrid_score("bosch", 0.25, None)]
     content = json.loads((first.folder / "compare.json").read_text())
     assert content["complete"]
-    assert len(content["cells"]) == 4
-    assert {cell["original"]["needle"]["average"] for cell in content["cells"]} == {97.0}
+    assert len(content["combinations"]) == 4
+    assert {
+        combination["original"]["needle"]["average"] for combination in content["combinations"]
+    } == {97.0}
     assert (first.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
     stamps = {path: path.stat().st_mtime_ns for path in first.folder.iterdir() if path.is_file()}
     again = Launches()
@@ -113,18 +120,18 @@ def test_a_stopped_comparison_goes_on(case: Case, stop_at: int) -> None:
     json_file = case.runs / "tiny" / "compare" / "compare.json"
     if stop_at >= 4:
         assert json.loads(json_file.read_text())["complete"] is False
-        assert "of 4 cells are finished" in json_file.with_suffix(".md").read_text()
-    found = comparison(case, *arguments, launches=resumed)
-    assert len(found.results) == 4
-    assert len(stopped.orders) + len(resumed.orders) == 13
+        assert "of 4 combinations are finished" in json_file.with_suffix(".md").read_text()
+    compared = comparison(case, *arguments, launches=resumed)
+    assert len(compared.results) == 4
+    assert len(stopped.orders) + len(resumed.orders) == 14
 
 
-def test_a_stage_that_fails_is_named_with_its_cell(case: Case) -> None:
+def test_a_stage_that_fails_is_named_with_its_combination(case: Case) -> None:
     with pytest.raises(RunError, match=r"BOSCH at 0\.25: stopped"):
         comparison(case, "--methods", "bosch", "--ratios", "0.25", launches=Launches(1))
 
 
-def test_a_cell_is_the_recipe_itself_where_both_agree(case: Case) -> None:
+def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
     launches = Launches()
     loaded = load_recipe(case.file, ["search.method=bme"], env={})
     Runner(loaded, Choice(until="materialize"), table(), launches).run()
@@ -140,12 +147,15 @@ def test_a_cell_is_the_recipe_itself_where_both_agree(case: Case) -> None:
 
 def test_random_layers_are_averaged_over_three_runs(case: Case) -> None:
     launches = Launches()
-    found = comparison(case, "--methods", "rand,bme,bosch", "--ratios", "0.5", launches=launches)
+    compared = comparison(case, "--methods", "rand,bme,bosch", "--ratios", "0.5", launches=launches)
     seeds = [o["section"]["values"]["seed"] for o in launches.orders if o["stage"] == "search"]
     assert seeds == [None, 1, 2, None, None]
     assert len({order["inputs"]["prepare"] for order in launches.orders[1:2]}) == 1
-    rows = {row.label: row.texts for rows in next(tables(found)).groups.values() for row in rows}
-    assert rows == {"RAND": ["21.0 ± 1.0"], "BME": rows["BME"], "BOSCH": ["80.0"]}
+    groups = next(score_tables(compared)).groups
+    rows = {row[0]: row[1:] for group in groups for row in group.rows}
+    assert rows["RAND"] == ["21.0 ± 1.0"]
+    assert rows["BOSCH"] == ["**80.0**"]
+    assert list(rows) == ["Original", "RAND", "BME", "BOSCH"]
 
 
 def test_named_seeds_are_for_methods_that_draw(case: Case) -> None:
@@ -160,14 +170,15 @@ def test_named_seeds_are_for_methods_that_draw(case: Case) -> None:
 
 def test_training_gives_a_second_table(case: Case) -> None:
     launches = Launches()
-    found = comparison(
+    compared = comparison(
         case, "--methods", "bosch", "--ratios", "0.5", "--with-training", launches=launches
     )
     assert launches.count("train") == 1
-    untrained, trained = tables(found)
+    untrained, trained = score_tables(compared)
     assert untrained.title == "Table 1: needle average, without training"
     assert trained.title == "Table 2: needle average, after training on 2,048 tokens"
-    assert trained.groups["BOSCH and its ablations"][0].texts == ["85.0"]
+    assert trained.groups[1].heading == "BOSCH and its ablations"
+    assert trained.groups[1].rows == [["BOSCH", "85.0"]]
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(case: Case, capsys: Any) -> None:
@@ -176,62 +187,137 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(case: Case, capsys: An
     done = len(launches.orders)
     arguments = ("--methods", "bme,intr", "--ratios", "0.5", "--dry-run")
     assert comparison(case, *arguments, launches=launches).results == {}
-    told = capsys.readouterr().out
-    assert "BME at 0.5: cached" in told
-    assert "INTR at 0.5: search to run" in told
+    output = capsys.readouterr().out
+    assert "BME at 0.5: cached" in output
+    assert "INTR at 0.5: search to run" in output
     assert len(launches.orders) == done
     assert not (case.runs / "tiny" / "compare" / "intr-0.5").exists()
 
 
-def test_every_fault_is_named_at_once(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_faulty_option_is_named_at_once(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--methods", "bosh,fisher,bosch", "--ratios", "0.5,1.5,x,0.75", "--seeds", "-1"]
+    assert main(["compare", str(case.file), *options]) == 2
+    message = capsys.readouterr().err
+    assert "compare: 4 faults" in message
+    for words in (
+        "--methods: 'bosh' is unknown; did you mean bosch?",
+        "--ratios: expected a value at most 1, found ",
+        "--ratios: 'x' is not a number",
+        "--seeds: expected a value at least 0",
+    ):
+        assert words in message
+
+
+def test_every_option_that_does_not_fit_the_recipe_is_named_at_once(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     case.content["search"]["buckets"] = [0.0, 0.5]
     del case.content["train"]
     del case.content["evaluate"]
     case.save()
-    options = ["--methods", "bosh,fisher,bosch", "--ratios", "0.5,1.5,x,0.75", "--seeds", "-1"]
-    status = main(["compare", str(case.file), *options, "--with-training"])
-    told = capsys.readouterr().err
-    assert status == 2
-    assert "compare: 7 faults" in told
+    options = ["--methods", "fisher,bosch", "--ratios", "0.5,0.75", "--with-training"]
+    assert main(["compare", str(case.file), *options]) == 2
+    message = capsys.readouterr().err
+    assert "compare: 3 faults" in message
     for words in (
-        "--methods bosh: unknown; did you mean bosch?",
-        "--ratios 1.5: does not lie between 0 and 1",
-        "--ratios x: is not a number",
         "--ratios 0.75 with bosch: 0.75 cannot be reached",
-        "--seeds -1: expected a whole number",
         "--with-training: the recipe has no section train",
         "evaluate: a comparison needs this section",
     ):
-        assert words in told
-    assert "with fisher" not in told
+        assert words in message
+
+
+def test_the_page_names_the_model_without_the_folders_of_the_machine(case: Case) -> None:
+    result = comparison(case, "--methods", "bme", "--ratios", "0.5")
+    for name in ("compare.md", "compare.json", "compare.html", "compare.csv"):
+        assert str(case.runs.parent) not in (result.folder / name).read_text()
+    assert model_label(str(ROOT / "recipes" / "quickstart")) == "recipes/quickstart"
+    assert model_label("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
 
 
 def made_up(scores: Mapping[str, Mapping[float, float]]) -> Comparison:
-    cells, results = [], {}
+    combinations, results = [], {}
     for method, by_ratio in scores.items():
         for ratio, value in by_ratio.items():
-            cell = Cell(method, ratio, 0, True)
-            cells.append(cell)
-            results[cell] = Result(
+            combination = Combination(method, ratio, 0, True)
+            combinations.append(combination)
+            results[combination] = Result(
                 {}, 0.5, -1.0, {"evaluations": 3.0}, [], {"needle": Score(97.0, 1.0)},
-                {"needle": Score(value, 1.0)}, {}, None,
+                {"needle": Score(value, 1.0)}, {}, [], None,
             )  # fmt: skip
-    return Comparison("r", "m", Path("x"), tuple(cells), False, results)
+    return Comparison("r", "m", Path("x"), tuple(combinations), False, results)
 
 
 def test_the_best_is_bold_the_second_underlined_and_ties_share(capsys: Any) -> None:
-    found = made_up(
-        {"bme": {0.5: 10.0, 0.75: 3.04}, "fisher": {0.5: 20.0, 0.75: 3.0}, "x": {0.5: 15, 0.75: 1}}
+    compared = made_up(
+        {
+            "bme": {0.5: 10.0, 0.75: 3.04},
+            "fisher": {0.5: 20.0, 0.75: 3.0},
+            "bosch_plus": {0.5: 15, 0.75: 1},
+        }
     )
-    page = markdown(found)
+    page = markdown(compared)
     assert "| BME | 10.0 | **3.0** |" in page
     assert "| Fisher | **20.0** | **3.0** |" in page
-    assert "| x | <u>15.0</u> | <u>1.0</u> |" in page
+    assert "| BOSCH+ | <u>15.0</u> | <u>1.0</u> |" in page
     assert "| Original | 97.0 | 97.0 |" in page
     assert page.index("Layer-level") < page.index("Head-level") < page.index("Not in the paper")
-    print_tables(found)
+    for score_table in score_tables(compared):
+        score_table.print()
     shown = capsys.readouterr().out
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
+
+
+def test_the_html_page_shows_every_method_and_loads_nothing() -> None:
+    compared = made_up({"bme": {0.5: 10.0, 0.75: 3.0}, "fisher": {0.5: 20.0, 0.75: 4.0}})
+    html = page(replace(compared, model="a <b> model"))
+    assert "a &lt;b&gt; model" in html and "<b>" not in html
+    assert not re.search(r"<script|https?://|url\(", html)
+    assert html.count("<svg") == 2 * 2  # a picture per ratio, for a screen and for a phone
+    bars = re.findall(
+        r"<title>(\w+): ([\d.]+), interval", html[: html.index('<div class="narrow"')]
+    )
+    assert bars == [("BME", "10.0"), ("Fisher", "20.0")]
+    row = '<th scope="row">Fisher</th><td><strong>20.0</strong></td><td><strong>4.0</strong></td>'
+    assert row in html
+
+
+def test_the_papers_figures_stand_beside_ours_where_model_and_setting_match(case: Case) -> None:
+    compared = made_up({"intr": {0.5: 20.0}, "fisher": {0.5: 80.0}, "bosch_plus": {0.5: 90.0}})
+    recipe = load_recipe(ROOT / "recipes/qwen3_8b_r075.yaml", fetch=False, input_files=False).recipe
+    paper = paper_scores(recipe)
+    assert paper[0.5]["fisher"] == 89.3 and paper[0.875]["bosch"] == 42.5
+    text = markdown(replace(compared, paper=paper))
+    assert "| Method | ρ = 0.5 | paper |" in text
+    assert "| Original | 97.0 | 99.1 |" in text
+    assert "| Fisher | <u>80.0</u> | 89.3 |" in text
+    assert "| BOSCH+ | **90.0** | – |" in text
+    wider = recipe.model_copy(
+        update={"search": recipe.search.model_copy(update={"window_size": 2048})}
+    )
+    assert not paper_scores(wider)
+    assert not paper_scores(load_recipe(case.file, env={}).recipe)
+
+
+def test_every_score_is_a_line_of_the_csv(case: Case) -> None:
+    result = comparison(case, "--methods", "bme", "--ratios", "0.5")
+    lines = list(csv.DictReader((result.folder / "compare.csv").open()))
+    scores = Scores.read(result.folder / "bme-0.5" / "evaluate").checkpoints["hybrid"]
+    for suite, table_of in scores.items():
+        for task, by_length in table_of.tasks.items():
+            for length, one in by_length.items():
+                [line] = [
+                    line
+                    for line in lines
+                    if (line["suite"], line["task"], line["length"]) == (suite, task, str(length))
+                ]
+                assert (line["method"], line["swa_ratio"], line["models"]) == (
+                    "bme", "0.5", "untrained",
+                )  # fmt: skip
+                assert float(line["score"]) == one.score
+    assert len(lines) == 1
 
 
 def test_options_of_compare_are_checked_by_argparse(case: Case) -> None:

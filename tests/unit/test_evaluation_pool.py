@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bosch.errors import RunError
-from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.heads import HeadMask
-from bosch.method.ledger import Ledger
-from bosch.method.run import find_mask
-from bosch.method.settings import SearchSettings
+from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.ranks import Ranks
-from bosch.shared_lines import SharedLines
+from bosch.search.evaluator import Evaluator
+from bosch.search.runs import find_mask
+from bosch.search.settings import SearchSettings
 
 CONTEXT = EvaluationContext("data", "model", 16, 0, "cpu")
 COSTS = np.random.default_rng(0).exponential(size=(3, 4)) / 12
@@ -42,7 +39,7 @@ def log_of(folder, name, context=CONTEXT):
 
 
 def search(log, method="bosch", ratio=0.5, stop_after=None):
-    """(result, ledger, masks evaluated); None for the result of a search that was stopped."""
+    """(result, evaluator, masks evaluated); None for the result of a search that was stopped."""
     scorer = Scorer()
     evaluate = scorer.evaluate
 
@@ -52,12 +49,12 @@ def search(log, method="bosch", ratio=0.5, stop_after=None):
         return evaluate(mask, shared_layers)
 
     scorer.evaluate = dying
-    ledger = Ledger(scorer, log)
+    evaluator = Evaluator(scorer, log)
     try:
-        result = find_mask(method, ledger, SearchSettings(ratio, budget_per_layer=5, seed=1))
+        result = find_mask(method, evaluator, SearchSettings(ratio, budget_per_layer=5, seed=1))
     except InterruptedError:
         result = None
-    return result, ledger, scorer.calls
+    return result, evaluator, scorer.calls
 
 
 def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
@@ -65,18 +62,18 @@ def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
     for number, (method, ratio) in enumerate(
         [("bosch", 0.5), ("b_single", 0.5), ("bosch", 0.75), ("rand", 0.5), ("bosch", 0.5)]
     ):
-        result, ledger, calls = search(log_of(tmp_path, str(number)), method, ratio)
-        alone, alone_ledger, _ = search(EvaluationLog(None, CONTEXT), method, ratio)
+        result, evaluator, calls = search(log_of(tmp_path, str(number)), method, ratio)
+        alone, alone_evaluator, _ = search(EvaluationLog(None, CONTEXT), method, ratio)
         assert result == alone
-        assert ledger.trace == alone_ledger.trace
-        costs, alone_costs = ledger.costs(), alone_ledger.costs()
+        assert evaluator.trace == alone_evaluator.trace
+        costs, alone_costs = evaluator.costs(), alone_evaluator.costs()
         assert costs["evaluations"] == alone_costs["evaluations"]
         assert costs["evaluations"] - costs["reused_evaluations"] == len(calls)
         assert costs["model_seconds"] == pytest.approx(0.25 * len(calls))
         assert costs["full_forward_equivalents"] == pytest.approx(0.5 * len(calls))
         both = costs["full_forward_equivalents"] + costs["reused_full_forward_equivalents"]
         assert both == pytest.approx(alone_costs["full_forward_equivalents"])
-        lines = [json.loads(line) for line in ledger.log.path.open()]
+        lines = [json.loads(line) for line in evaluator.log.path.open()]
         assert len(lines) == costs["evaluations"] == len({line["mask"] for line in lines})
         assert sum(line["reused"] for line in lines) == costs["reused_evaluations"]
         paid += calls
@@ -87,14 +84,14 @@ def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
 
 def test_a_stopped_search_goes_on_and_still_knows_what_it_paid(tmp_path):
     search(log_of(tmp_path, "other"), "b_single")
-    whole, whole_ledger, _ = search(EvaluationLog(None, CONTEXT))
+    whole, whole_evaluator, _ = search(EvaluationLog(None, CONTEXT))
     stopped, _, first = search(log_of(tmp_path, "mine"), stop_after=4)
     assert stopped is None
-    result, ledger, second = search(log_of(tmp_path, "mine"))
+    result, evaluator, second = search(log_of(tmp_path, "mine"))
     assert result == whole
-    assert ledger.trace == whole_ledger.trace
+    assert evaluator.trace == whole_evaluator.trace
     assert not set(first) & set(second)
-    costs = ledger.costs()
+    costs = evaluator.costs()
     assert costs["evaluations"] - costs["reused_evaluations"] == len(first) + len(second)
 
 
@@ -135,7 +132,7 @@ def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
     assert log_of(tmp_path, "new", elsewhere).recall(mask, "anchors") is None
 
 
-def test_a_torn_line_is_closed_and_a_foreign_one_passed_over(tmp_path, caplog):
+def test_a_torn_line_of_the_pool_costs_no_other(tmp_path, caplog):
     first, second = HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4)
     log_of(tmp_path, "one").append(first, Evaluation(0.5, -1.25), "anchors")
     (pool,) = (tmp_path / "pool").iterdir()
@@ -146,7 +143,7 @@ def test_a_torn_line_is_closed_and_a_foreign_one_passed_over(tmp_path, caplog):
     for log in (reader, log_of(tmp_path, "three")):
         assert log.recall(first, "anchors") == Evaluation(0.5, -1.25)
         assert log.recall(second, "anchors") == Evaluation(0.25, -2.0)
-    assert "damaged lines, not used: 1" in caplog.text
+    assert "cut off a torn last line" in caplog.text
 
 
 def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
@@ -156,31 +153,6 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     EvaluationLog(alone, CONTEXT).append(mask, Evaluation(0.5, -1.25), "anchors")
     log_of(tmp_path, "mine")
     assert log_of(tmp_path, "other").recall(mask, "anchors") == Evaluation(0.5, -1.25)
-
-
-def _append_many(folder, writer):
-    pool = SharedLines(folder, "lines", "same")
-    for number in range(100):
-        pool.append({"writer": writer, "number": number, "filling": "x" * 200})
-
-
-def test_writers_at_the_same_time_lose_no_line(tmp_path):
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_append_many, args=(tmp_path, i)) for i in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    lines = []
-    SharedLines(tmp_path, "lines", "same").read_new(lines.append)
-    found = [(line["writer"], line["number"]) for line in lines]
-    assert sorted(found) == [(i, n) for i in range(3) for n in range(100)]
-
-
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
-        SharedLines(tmp_path / "file", "lines", "same").append({})
 
 
 def test_a_line_that_was_changed_on_disk_is_not_used(tmp_path):

@@ -6,20 +6,28 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import BACKENDS, HeadLayout, Span, flex, hybrid_attention, resolve_backend
+from bosch.attention import (
+    BACKENDS,
+    AttentionContext,
+    HeadLayout,
+    flex,
+    hybrid_attention,
+    resolve_backend,
+)
 from bosch.errors import UserError
+from bosch.window import Window
 
 LENGTH = 70
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_FLEX_BLOCK", 16)
+    monkeypatch.setattr(flex, "FLEX_BLOCK", 16)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
 
 
-def _span(kind: str, past: int) -> Span:
+def _context(kind: str, past: int) -> AttentionContext:
     valid = document = None
     if kind == "left":
         valid = torch.ones(2, LENGTH + past, dtype=torch.bool)
@@ -29,7 +37,7 @@ def _span(kind: str, past: int) -> Span:
     elif kind == "documents":
         document = torch.zeros(2, LENGTH, dtype=torch.long)
         document[0, 5:], document[0, 64:], document[1, 30:] = 1, 2, 1
-    return Span(LENGTH, past, valid, document)
+    return AttentionContext(LENGTH, past, valid, document)
 
 
 @pytest.mark.parametrize(
@@ -38,24 +46,24 @@ def _span(kind: str, past: int) -> Span:
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)])
 def test_flex_equals_the_oracle(kind: str, past: int, window: int, sinks: int) -> None:
     torch.manual_seed(0)
-    layout = HeadLayout.search([True, False, True, False], window, sinks)
+    layout = HeadLayout.search([True, False, True, False], Window(window, sinks))
     query = torch.randn(2, 8, LENGTH, 16, requires_grad=True)
     key, value = (torch.randn(2, 4, LENGTH + past, 16, requires_grad=True) for _ in range(2))
     weight = torch.randn(2, LENGTH, 8, 16)
-    found = {}
+    result = {}
     for name in ("eager", "flex"):
-        span = _span(kind, past)
-        out = hybrid_attention(query, key, value, layout, span, backend=name)
+        context = _context(kind, past)
+        out = hybrid_attention(query, key, value, layout, context, backend=name)
         grads = torch.autograd.grad((out * weight).sum(), (query, key, value))
-        found[name] = [out.detach(), *grads]
-    for ours, wanted in zip(found["flex"], found["eager"], strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+        result[name] = [out.detach(), *grads]
+    for ours, expected in zip(result["flex"], result["eager"], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_no_head_sees_are_not_listed() -> None:
     """Sliding heads list a number of blocks that does not grow with the length."""
-    layout = HeadLayout.deploy(1, 2, window_size=16)
-    mask = flex.flex_block_mask(layout, Span(160), 2, torch.device("cpu"))
+    layout = HeadLayout.deploy(1, 2, Window(16))
+    mask = flex.flex_block_mask(layout, AttentionContext(160), 2, torch.device("cpu"))
     listed = mask.kv_num_blocks + mask.full_kv_num_blocks
     assert listed[0, 0].tolist() == list(range(1, 11))
     assert listed[0, 1].tolist() == [1] + [2] * 9
@@ -72,5 +80,5 @@ def test_dropout_is_refused_not_forgotten() -> None:
     states = torch.randn(1, 2, 32, 16)
     with pytest.raises(ValueError, match="no attention dropout"):
         hybrid_attention(
-            states, states, states, HeadLayout.deploy(1, 2, 4), dropout=0.1, backend="flex"
+            states, states, states, HeadLayout.deploy(1, 2, Window(4)), dropout=0.1, backend="flex"
         )

@@ -7,23 +7,24 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import HeadLayout, Span, flex, hybrid_attention
+from bosch.attention import AttentionContext, HeadLayout, flex, hybrid_attention
+from bosch.window import Window
 
 
 def test_a_new_head_mask_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("inductor")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
-    monkeypatch.setattr(flex, "_kernel", lambda device: kernel)
+    monkeypatch.setattr(flex, "kernel_for", lambda device: kernel)
     torch.manual_seed(0)
-    length = 2 * flex._FLEX_BLOCK + 44
+    length = 2 * flex.FLEX_BLOCK + 44
     query = torch.randn(2, 4, length, 16)
     key, value = (torch.randn(2, 2, length, 16) for _ in range(2))
     for is_full in ([True, False], [False, True], [False, False], [True, True]):
-        layout = HeadLayout.search(is_full, window_size=100)
+        layout = HeadLayout.search(is_full, Window(100))
         with torch.no_grad():
-            ours, wanted = (
-                hybrid_attention(query, key, value, layout, Span(length), backend=name)
+            ours, expected = (
+                hybrid_attention(query, key, value, layout, AttentionContext(length), backend=name)
                 for name in ("flex", "eager")
             )
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bosch.budget import swa_budget
 from bosch.errors import UserError
-from bosch.heads import HeadMask, HeadMaskFile, swa_budget
+from bosch.heads import HeadMask, HeadMaskFile
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
     lambda shape: st.lists(

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bosch.modeling import materialize
+import bosch
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from tests.hybrid_case import random_mask, small_model
 
 
@@ -22,8 +24,7 @@ def test_masks_and_errors_need_no_torch() -> None:
         "import sys, bosch\n"
         "from bosch.errors import UserError\n"
         "from bosch.heads import HeadMask\n"
-        "from bosch.windows import check_window\n"
-        "bosch.HeadMask, bosch.swa_budget\n"
+        "bosch.Window(4), bosch.HeadMask, bosch.swa_budget\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
     )
     assert done.returncode == 0, done.stderr
@@ -32,7 +33,7 @@ def test_masks_and_errors_need_no_torch() -> None:
 @pytest.fixture(scope="module")
 def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hybrid")
-    materialize(small_model(), random_mask(), 7).save_pretrained(path)
+    materialize(small_model(), random_mask(), Window(7)).save_pretrained(path)
     return path
 
 
@@ -43,9 +44,11 @@ def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
     done = _python(
         f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
         "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
-        f"from transformers import AutoModelForCausalLM; {_LOAD}"
+        f"from transformers import AutoModelForCausalLM; {_LOAD}\n"
+        "import sys; other = 'transformers.models.llama.modeling_llama'\n"
+        "print('another family' if other in sys.modules else 'this family alone')"
     )
-    assert done.stdout.split() == ["7", "HybridQwen3ForCausalLM"], done.stderr
+    assert done.stdout.split("\n")[:3] == ["7", "HybridQwen3ForCausalLM", "this family alone"]
 
 
 def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> None:
@@ -62,8 +65,6 @@ def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> No
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    import bosch
-
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         bosch.nothing  # noqa: B018
     assert all(getattr(bosch, name) is not None for name in bosch.__all__)
@@ -77,3 +78,18 @@ def test_bosch_first_then_anything_of_transformers(name: str) -> None:
         "print(type(AutoConfig.for_model('hybrid_qwen3')).__name__)"
     )
     assert done.stdout.split() == ["HybridQwen3Config"], done.stderr
+
+
+def test_a_config_is_unpickled_in_a_process_that_has_made_none() -> None:
+    """An engine hands a model's configuration to its processes."""
+    pack = (
+        "import pickle, sys\n"
+        "from bosch.model.configuration import hybrid_config_class\n"
+        "from bosch.model.families import FAMILIES\n"
+        "config = hybrid_config_class(FAMILIES['qwen3'])(hybrid_attention={'window_size': 5})\n"
+        "sys.stdout.buffer.write(pickle.dumps(config))"
+    )
+    packed = subprocess.run([sys.executable, "-c", pack], capture_output=True, check=True).stdout
+    unpack = "import pickle, sys; print(pickle.load(sys.stdin.buffer).hybrid_attention)"
+    shown = subprocess.run([sys.executable, "-c", unpack], input=packed, capture_output=True)
+    assert shown.stdout.decode().strip() == "{'window_size': 5}", shown.stderr.decode()

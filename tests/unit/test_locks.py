@@ -1,139 +1,209 @@
-"""Locks: one holder, told by name; a dead holder's lock is taken over, another host's never."""
+"""Locks: one holder, named; a dead one's lock is taken over where its death can be shown."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from bosch.errors import RunError
-from pipeline import locks
-from pipeline.locks import Holder, hold, read_holder
+from pipeline.run import locks
+from pipeline.run.launch import end_leftovers
+from pipeline.run.locks import hold, hold_briefly, read_holder
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from pipeline.run.locks import hold\n"
+    "with hold(Path(sys.argv[1]), 'x', 'r'): print('held', flush=True); time.sleep(60)"
+)
+UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
 
 
-def write_lock(path: Path, **changes: object) -> None:
-    mine = Holder(
-        os.getpid(),
-        locks._start_time(os.getpid()),
-        locks.socket.gethostname(),
-        locks._boot(),
-        time.time(),
-        "other",
-    )
-    path.write_text(json.dumps({**asdict(mine), **changes}))
+def _can_unshare() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
 
 
-def test_a_lock_is_held_and_given_back(tmp_path: Path) -> None:
+def leave_lock(path: Path, **changes: object) -> None:
+    """What a process that was killed left behind."""
+    path.write_text(json.dumps({**asdict(locks.this_process("other")), **changes}))
+
+
+@contextmanager
+def holder(path: Path, *prefix: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds the lock."""
+    command = [*prefix, sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_lock_is_held_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "a.json"
     with hold(path, "stage x", "r"):
-        holder = read_holder(path)
-        assert holder is not None
-        assert holder.pid == os.getpid()
-    assert not path.exists()
+        mine = read_holder(path)
+        assert mine is not None
+        assert (mine.pid, mine.recipe) == (os.getpid(), "r")
+    assert list(path.parent.iterdir()) == []
+    assert read_holder(path) is None
 
 
 def test_a_living_holder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_lock(path)
-    told = rf"stage x is being made by pid {os.getpid()} on"
-    with pytest.raises(RunError, match=told), hold(path, "stage x", "r"):
-        pass
-    assert path.exists()
+    with holder(path) as process:
+        sentence = rf"stage x is being made by pid {process.pid} on .*; wait for it, or pass --wait"
+        with pytest.raises(RunError, match=sentence), hold(path, "stage x", "r"):
+            pass
+        assert read_holder(path) is not None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pid": 2**22 + 1},
-        {"start_time": 1},
-        {"boot": "an earlier boot"},
-    ],
-)
-def test_a_dead_holder_is_replaced(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_killed_process_loses_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_lock(path, **changes)
+    with holder(path) as process:
+        process.kill()
+        deadline = time.monotonic() + 10
+        # Not yet waited for, it is a zombie: dead nevertheless.
+        while read_holder(path) is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with hold(path, "x", "r"):
+            assert str(read_holder(path)).startswith(f"pid {os.getpid()} ")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
     assert read_holder(path) is None
     with hold(path, "stage x", "r"):
         assert read_holder(path) is not None
 
 
-@pytest.mark.parametrize("torn", ["", "{", "[]", '{"pid": 1}'])
-def test_a_torn_lock_is_nobodys(tmp_path: Path, torn: str) -> None:
+def test_a_machine_started_anew_has_no_holders(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(torn)
-    with hold(path, "stage x", "r"):
-        assert read_holder(path) is not None
-
-
-def test_another_hosts_lock_is_never_taken(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_lock(path, host="elsewhere", pid=2**22 + 1)
-    told = rf"on elsewhere .* delete {path} if that process is gone"
-    with pytest.raises(RunError, match=told), hold(path, "stage x", "r"):
-        pass
-
-
-def test_a_killed_process_loses_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    code = (
-        "import sys, time; from pathlib import Path; from pipeline.locks import hold\n"
-        "with hold(Path(sys.argv[1]), 'x', 'r'): print('held', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"held\n"
+    boot = {"boot": "an earlier one"}
+    leave_lock(path, pid_namespace="pid:[1]", **boot)
     assert read_holder(path) is not None
-    child.kill()
-    # Not yet waited for, it is a zombie with its pid and start time: dead nevertheless.
-    deadline = time.monotonic() + 10
-    while read_holder(path) is not None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    with hold(path, "x", "r"):
+    leave_lock(path, pid_namespace=locks.MACHINE_NAMESPACE, **boot)
+    here = locks.this_process("").pid_namespace == locks.MACHINE_NAMESPACE
+    assert (read_holder(path) is None) == here
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"pid_namespace": "pid:[1]"}])
+def test_what_was_left_elsewhere_is_never_taken_over(
+    tmp_path: Path, elsewhere: dict[str, object]
+) -> None:
+    """Neither another machine's nor that of a container with this host's name."""
+    path = tmp_path / "a.json"
+    leave_lock(path, pid=2**22 + 1, **elsewhere)
+    assert read_holder(path) is not None
+    sentence = rf"stage x was begun by pid {2**22 + 1} on .* delete {path} if it is gone"
+    with pytest.raises(RunError, match=sentence), hold(path, "stage x", "r"):
         pass
-    child.wait()
+    path.unlink()
+    with hold(path, "stage x", "r"):
+        pass
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="PID namespaces need unshare and the right to it")
+def test_a_holder_in_a_container_is_neither_robbed_nor_killed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with holder(path, *UNSHARE) as process:
+        with pytest.raises(RunError, match="is being made by pid 1 on"), hold(path, "x", "r"):
+            pass
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        with pytest.raises(RunError, match="if it is gone"), hold(path, "x", "r"):
+            pass
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="PID namespaces need unshare and the right to it")
+def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
+    marked = {**os.environ, "BOSCH_WORK_DIR": str(tmp_path)}
+    script = ["sh", "-c", "echo started; sleep 60"]
+    beside = subprocess.Popen(script, env=marked, stdout=subprocess.PIPE)
+    # unshare itself is of this namespace, so only the process within it carries the mark.
+    assign = f"BOSCH_WORK_DIR={tmp_path}"
+    inside = subprocess.Popen([*UNSHARE, "env", assign, *script], stdout=subprocess.PIPE)
+    try:
+        for process in (beside, inside):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"started\n"
+        assert end_leftovers(str(tmp_path)) >= 1
+        assert beside.wait(10) == -signal.SIGKILL
+        time.sleep(0.1)
+        assert inside.poll() is None
+    finally:
+        for process in (beside, inside):
+            process.kill()
+            process.wait()
 
 
 def test_waiting_ends_when_the_holder_is_done(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_lock(path)
-    threading.Timer(0.3, path.unlink).start()
-    started = time.monotonic()
-    with hold(path, "x", "r", wait=True):
-        assert time.monotonic() - started >= 0.25
+    with holder(path) as process:
+        threading.Timer(0.3, process.kill).start()
+        with hold(path, "x", "r", wait=True):
+            assert process.wait() == -signal.SIGKILL
 
 
-def _count_up(path: str, counter: str, barrier: object) -> None:
+def _count_up(path: str, counter: str, barrier: object, brief: bool) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     for _ in range(5):
-        with hold(Path(path), "x", "r", wait=True):
+        lock = hold_briefly(Path(path)) if brief else hold(Path(path), "x", "r", wait=True)
+        with lock:
             value = int(Path(counter).read_text())
             time.sleep(0.002)
             Path(counter).write_text(str(value + 1))
 
 
-def test_only_one_process_takes_over_a_dead_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("brief", [False, True])
+def test_only_one_process_at_a_time_holds_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: bool
 ) -> None:
+    """Though each removes the file, and a dead process has left it."""
     path, counter = tmp_path / "a.json", tmp_path / "counter"
     counter.write_text("0")
-    write_lock(path, start_time=1)
-    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.005)
+    leave_lock(path)
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.005)
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
-    jobs = [
-        context.Process(target=_count_up, args=(str(path), str(counter), barrier)) for _ in range(4)
-    ]
+    arguments = (str(path), str(counter), barrier, brief)
+    jobs = [context.Process(target=_count_up, args=arguments) for _ in range(4)]
     for job in jobs:
         job.start()
     for job in jobs:
         job.join(60)
         assert job.exitcode == 0
     assert counter.read_text() == "20"
+    assert not path.exists()
+
+
+def test_who_deletes_a_lock_file_is_not_robbed_of_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with hold(path, "x", "first"):
+        path.unlink()
+        with hold(path, "x", "second"):
+            pass
+        second = hold(path, "x", "second")
+        second.__enter__()
+    assert str(getattr(read_holder(path), "recipe", None)) == "second"
+    second.__exit__(None, None, None)
+    assert not path.exists()

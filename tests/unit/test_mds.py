@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from bosch.errors import UserError
-from data_prep.mds import read_documents, read_index, read_samples
+from data_prep.mds import read_documents, read_samples
+from data_prep.mds_index import read_index
 from tests.tiny_data import tiny_tokenizer
 
 SHARDS = Path(__file__).parents[1] / "data" / "mds"
@@ -18,7 +21,7 @@ TEXTS = ["First document. ", "Second one, a little longer. ", "Third: äöü €
 
 
 def samples(name: str) -> list[dict]:
-    return [s for shard in read_index(SHARDS / name) for s in read_samples(shard)]
+    return read_all(SHARDS / name)
 
 
 def text(ids) -> str:
@@ -27,12 +30,12 @@ def text(ids) -> str:
 
 @pytest.mark.parametrize("name", ["plain", "packed_zstd", "dynamic"])
 def test_all_samples_are_read(name):
-    found = samples(name)
+    records = samples(name)
     whole = ["".join(t * times for t in TEXTS) for times in range(1, 7)]
-    assert [text(sample["input_ids"]) for sample in found] == whole
+    assert [text(sample["input_ids"]) for sample in records] == whole
     if name != "dynamic":
-        assert found[2]["domain"] == "d"
-        assert found[2]["length"] == len(found[2]["input_ids"])
+        assert records[2]["domain"] == "d"
+        assert records[2]["length"] == len(records[2]["input_ids"])
 
 
 @pytest.mark.parametrize("name", ["packed_zstd", "dynamic"])
@@ -43,9 +46,9 @@ def test_spans_are_read(name):
 
 
 def test_columns_of_fixed_size():
-    found = samples("fixed")
-    assert [text(s["input_ids"]) for s in found] == ["First do"] * 2 + ["First do"] * 4
-    assert [s["token_count"] for s in found] == [8] * 6
+    records = samples("fixed")
+    assert [text(s["input_ids"]) for s in records] == ["First do"] * 2 + ["First do"] * 4
+    assert [s["token_count"] for s in records] == [8] * 6
 
 
 def test_text_column():
@@ -54,10 +57,10 @@ def test_text_column():
 
 def test_documents_are_cut_at_the_spans():
     tokenizer = tiny_tokenizer()
-    found = [t for n in range(4) for t in read_documents(SHARDS / "packed_zstd", n, tokenizer)]
+    texts = documents(SHARDS / "packed_zstd")
     ids = [s["input_ids"][a:b] for s in samples("packed_zstd") for a, b in s["indices"]]
-    assert found == [tokenizer.decode(i.tolist()) for i in ids]
-    assert len(found) == 18
+    assert texts == [tokenizer.decode(i.tolist()) for i in ids]
+    assert len(texts) == 18
 
 
 def damaged(tmp_path: Path, name: str) -> Path:
@@ -65,21 +68,229 @@ def damaged(tmp_path: Path, name: str) -> Path:
 
 
 def read_all(folder: Path) -> list[dict]:
-    return [s for shard in read_index(folder) for s in read_samples(shard)]
+    shards = read_index(folder / "index.json")
+    return [sample for shard in shards for sample in read_samples(folder, shard)]
 
 
-def test_shard_cut_short(tmp_path):
+def documents(folder: Path) -> list[str]:
+    shards = read_index(folder / "index.json")
+    return [t for shard in shards for t in read_documents(folder, shard, tiny_tokenizer())]
+
+
+def change_index(folder: Path, place: str, value: object) -> None:
+    """Set the index's value at a dotted place; DELETE removes it."""
+    index = json.loads((folder / "index.json").read_text())
+    *path, last = place.split(".")
+    entry = index
+    for part in path:
+        entry = entry[int(part) if isinstance(entry, list) else part]
+    if value is DELETE:
+        del entry[last]
+    else:
+        entry[int(last) if isinstance(entry, list) else last] = value
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+DELETE = object()
+
+
+def state_truth(folder: Path) -> None:
+    """Make the index of a folder of plain shards state its files' sizes, and no hashes."""
+    for number in range(len(json.loads((folder / "index.json").read_text())["shards"])):
+        size = (folder / f"shard.{number:05d}.mds").stat().st_size
+        change_index(folder, f"shards.{number}.raw_data.bytes", size)
+        change_index(folder, f"shards.{number}.raw_data.hashes", {})
+
+
+@pytest.mark.parametrize("name", ["plain", "packed_zstd"])
+def test_flipped_bit_is_not_read(tmp_path, name):
+    folder = damaged(tmp_path, name)
+    shard = sorted(folder.glob("shard.00001.mds*"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-40] ^= 1
+    shard.write_bytes(bytes(data))
+    with pytest.raises(UserError, match=rf"{shard.name}: its sha1 is not the one that index\.json"):
+        documents(folder)
+
+
+def test_stated_hash_of_the_other_form_is_verified(tmp_path):
+    """An index that states a hash of the plain shard only, beside a compressed one."""
+    folder = damaged(tmp_path, "packed_zstd")
+    change_index(folder, "shards.1.zip_data.hashes", {})
+    assert len(documents(folder)) == 18
+    change_index(folder, "shards.1.raw_data.hashes", {"sha1": "0" * 40})
+    with pytest.raises(UserError, match=r"shard\.00001\.mds\.zstd: its sha1"):
+        documents(folder)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_64", "xxh64", "md5", "sha256", "blake2b"])
+def test_every_hash_of_the_library_is_verified(tmp_path, algorithm):
+    folder = damaged(tmp_path, "plain")
+    data = (folder / "shard.00000.mds").read_bytes()
+    module = xxhash if algorithm.startswith("xxh") else hashlib
+    digest = getattr(module, algorithm)(data).hexdigest()
+    change_index(folder, "shards.0.raw_data.hashes", {algorithm: digest})
+    assert len(read_all(folder)) == 6
+    wrong = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    change_index(folder, "shards.0.raw_data.hashes", {algorithm: wrong})
+    with pytest.raises(UserError, match=f"its {algorithm} is not"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 2, 100, 1500])
+def test_shard_cut_short(tmp_path, cut):
     folder = damaged(tmp_path, "plain")
     shard = folder / "shard.00000.mds"
-    shard.write_bytes(shard.read_bytes()[:1500])
-    with pytest.raises(UserError, match=r"shard\.00000\.mds: ends inside sample 2"):
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:cut])
+    with pytest.raises(UserError, match=rf"shard\.00000\.mds: has {cut:,} bytes where .* {size:,}"):
         read_all(folder)
+    state_truth(folder)
+    with pytest.raises(
+        UserError, match=r"shard\.00000\.mds: (ends inside sample|expected \d samp)"
+    ):
+        read_all(folder)
+
+
+def test_decompressed_size_is_bounded(tmp_path):
+    folder = damaged(tmp_path, "packed_zstd")
+    change_index(folder, "shards.0.raw_data.bytes", 3 * 2**30)
+    with pytest.raises(UserError, match=r"more than .* bytes decompressed"):
+        read_all(folder)
+    change_index(folder, "shards.0.raw_data.bytes", 1700)
+    with pytest.raises(UserError, match="not a whole zstd file of 1,700 bytes"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../plain/shard.00000.mds", "/etc/hostname", "a/../../b", "..", "."]
+)
+@pytest.mark.parametrize("form", ["raw_data", "zip_data"])
+def test_shard_outside_the_folder_is_refused(tmp_path, name, form):
+    folder = damaged(tmp_path, "packed_zstd")
+    change_index(folder, f"shards.1.{form}.basename", name)
+    with pytest.raises(
+        UserError, match=r"index\.json: shards\.1: the file name .* out of the folder"
+    ):
+        read_all(folder)
+
+
+def test_shard_in_a_subfolder_is_read(tmp_path):
+    """As in an index merged from those below it."""
+    folder = damaged(tmp_path, "plain")
+    (folder / "sub").mkdir()
+    (folder / "shard.00000.mds").rename(folder / "sub" / "shard.00000.mds")
+    change_index(folder, "shards.0.raw_data.basename", "sub/shard.00000.mds")
+    assert len(read_all(folder)) == 6
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("shards", {}), ("shards", None), ("shards", DELETE), ("shards.0", []),
+        ("shards.0.version", "2"), ("shards.0.version", True), ("shards.0.format", "xml"),
+        ("shards.0.samples", -1), ("shards.0.samples", 10**30), ("shards.0.samples", 2.5),
+        ("shards.0.samples", "3"), ("shards.0.samples", DELETE), ("shards.0.raw_data", None),
+        ("shards.0.raw_data", "x"), ("shards.0.raw_data.basename", 7),
+        ("shards.0.raw_data.basename", ""), ("shards.0.raw_data.basename", "a\x00b"),
+        ("shards.0.raw_data.basename", "a\x1b[2Jb"), ("shards.0.raw_data.basename", "a" * 300),
+        ("shards.0.raw_data.basename", "\ud800"), ("shards.0.raw_data.bytes", -5),
+        ("shards.0.raw_data.bytes", 2**40), ("shards.0.raw_data.bytes", None),
+        ("shards.0.raw_data.hashes", []), ("shards.0.raw_data.hashes", {"sha1": 5}),
+        ("shards.0.raw_data.hashes", {"crc": "0"}), ("shards.0.zip_data", DELETE),
+        ("shards.0.zip_data", 3), ("shards.0.column_names", "str"),
+        ("shards.0.column_names", []), ("shards.0.column_names", ["a"]),
+        ("shards.0.column_names", ["a", "a", "a"]), ("shards.0.column_names.0", None),
+        ("shards.0.column_encodings", None), ("shards.0.column_encodings.0", 5),
+        ("shards.0.column_sizes", [None]), ("shards.0.column_sizes.1", -8),
+        ("shards.0.column_sizes.1", 10**400), ("shards.0.column_sizes.1", "8"),
+    ],
+)  # fmt: skip
+def test_index_of_wrong_values(tmp_path, place, value):
+    folder = damaged(tmp_path, "plain")
+    change_index(folder, place, value)
+    with pytest.raises(UserError, match=r"index\.json: ") as caught:
+        read_all(folder)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 100_000, b'{"shards":' * 50_000, b"null", b'{"shards": NaN}']
+)
+def test_index_that_is_no_index(tmp_path, content):
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"index\.json: not an index of MDS shards, version 2"):
+        read_index(tmp_path / "index.json")
+
+
+def write_sample(folder: Path, **columns: tuple[str, bytes]) -> Path:
+    """A shard of one sample whose columns hold these encodings and bytes."""
+    sizes = np.array([len(data) for _, data in columns.values()], "<u4").tobytes()
+    sample = sizes + b"".join(data for _, data in columns.values())
+    content = np.array([1, 12, 12 + len(sample)], "<u4").tobytes() + sample
+    shard = {
+        "version": 2, "format": "mds", "samples": 1, "compression": None, "zip_data": None,
+        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
+        "column_names": list(columns), "column_sizes": [None] * len(columns),
+        "column_encodings": [encoding for encoding, _ in columns.values()],
+    }  # fmt: skip
+    (folder / "shard.00000.mds").write_bytes(content)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    return folder
+
+
+def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes]:
+    sizes = ",".join(map(str, shape or (len(numbers),)))
+    return f"ndarray:uint32:{sizes}", np.array(numbers, "<u4").tobytes()
+
+
+IDS = u32(*range(10))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_ids": IDS, "indices": u32(0, 11, shape=(1, 2))}, "a span outside the record's 10"),
+        ({"input_ids": IDS, "indices": u32(7, 3, shape=(1, 2))}, "a span outside the record"),
+        ({"input_ids": IDS, "indices": ("json", b"[[-3, 5]]")}, "a span outside the record"),
+        ({"input_ids": IDS, "indices": ("json", b"[[0, 1e3]]")}, "does not hold whole numbers"),
+        ({"input_ids": IDS, "indices": ("json", b"[[0, 1], [2]]")}, "not hold whole numbers"),
+        ({"input_ids": IDS, "indices": ("json", b"[0, 4]")}, "expected pairs"),
+        ({"input_ids": IDS, "indices": ("json", b"[" * 9000)}, "sample 0 is damaged"),
+        ({"input_ids": IDS, "indices": ("json", b"[[0, 1" + b"0" * 5000 + b"]]")}, "is damaged"),
+        ({"input_ids": IDS, "indices": ("json", b"[[0, 1" + b"0" * 50 + b"]]")}, "whole numbers"),
+        ({"input_ids": IDS, "indices": ("json", b'"\xff"')}, "sample 0 is damaged"),
+        ({"input_ids": ("json", b'{"a": 1}')}, "input_ids does not hold whole numbers"),
+        ({"input_ids": ("ndarray:float32", b"\x04\x01" + b"\0" * 4)}, "not hold whole numbers"),
+        ({"input_ids": ("int", b"\1" * 8)}, "input_ids has 0 dimensions"),
+        ({"input_ids": u32(1, 2, 3, 4, shape=(2, 2))}, "input_ids has 2 dimensions"),
+        ({"input_ids": ("json", b"[-4]")}, "token -4 is not in the vocabulary"),
+        ({"input_ids": u32(2**32 - 1)}, "token 4294967295 is not in the vocabulary"),
+        ({"input_ids": ("ndarray", b"")}, "sample 0 is damaged"),
+        ({"input_ids": ("ndarray", b"\x07\x04\x01")}, "sample 0 is damaged"),
+        ({"input_ids": ("ndarray:uint32", b"\x07" + b"\xff" * 8 + b"abcd")}, "sample 0 is damaged"),
+        ({"input_ids": ("ndarray:uint32:7", b"abcd")}, "sample 0 is damaged"),
+        ({"input_ids": ("ndarray:uint32:x", b"abcd")}, "sample 0 is damaged"),
+        ({"input_ids": ("ndarray:object", b"abcd")}, "encoding ndarray:object, which is not read"),
+        ({"input_ids": ("ndarray:u4:1:1", b"abcd")}, "which is not read"),
+        ({"text": ("str", b"x")}, "no column `input_ids` .there is text"),
+    ],
+)
+def test_sample_of_wrong_values(tmp_path, columns, message):
+    with pytest.raises(UserError, match=rf"shard\.00000\.mds.*{message}"):
+        documents(write_sample(tmp_path, **columns))
+
+
+def test_sample_with_no_span_has_no_document(tmp_path):
+    assert documents(write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))) == []
 
 
 def test_compressed_shard_cut_short(tmp_path):
     folder = damaged(tmp_path, "packed_zstd")
     shard = folder / "shard.00001.mds.zstd"
     shard.write_bytes(shard.read_bytes()[:100])
+    change_index(folder, "shards.1.zip_data.hashes", {})
+    change_index(folder, "shards.1.zip_data.bytes", 100)
     with pytest.raises(UserError, match=r"shard\.00001\.mds\.zstd"):
         read_all(folder)
 
@@ -93,17 +304,14 @@ def test_missing_shard(tmp_path):
 
 def test_unknown_version(tmp_path):
     folder = damaged(tmp_path, "plain")
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][0]["version"] = 3
-    (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"index\.json: .*version 3"):
+    change_index(folder, "shards.0.version", 3)
+    with pytest.raises(UserError, match=r"index\.json: .*shards.0.version: Input should be 2"):
         read_all(folder)
 
 
 def test_pickled_column_is_refused(tmp_path):
     folder = damaged(tmp_path, "plain")
-    index = (folder / "index.json").read_text()
-    (folder / "index.json").write_text(index.replace('"str"', '"pkl"'))
+    change_index(folder, "shards.0.column_encodings.0", "pkl")
     with pytest.raises(UserError, match="encoding pkl, which is not read"):
         read_all(folder)
 
@@ -114,5 +322,6 @@ def test_foreign_tokens_are_refused(tmp_path):
     data = bytearray(shard.read_bytes())
     data[-12:-8] = (700).to_bytes(4, "little")
     shard.write_bytes(bytes(data))
+    state_truth(folder)
     with pytest.raises(UserError, match="token 700 is not in the vocabulary"):
-        list(read_documents(folder, 0, tiny_tokenizer()))
+        documents(folder)

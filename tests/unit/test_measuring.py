@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +14,26 @@ import pytest
 import torch
 
 from bosch.attention import BACKENDS
+from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask, swa_budget
-from bosch.modeling import full_attention_config, load_config, load_model, materialize
-from stages import measure as measure_stage
-from stages.measuring import memory, point, processes
-from stages.measuring.figures import draw_figures
-from stages.measuring.kernels import check_kernels
-from stages.measuring.results import point_of, set_against_original
-from stages.measuring.settings import (
-    MeasureSettings,
+from bosch.heads import HeadMask
+from bosch.model.cache_size import CacheSize
+from bosch.model.loading import full_attention_config, load_config, load_model
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from pipeline.commands.measure import measurement, memory, process
+from pipeline.commands.measure import run as run_module
+from pipeline.commands.measure.kernels import check_kernels
+from pipeline.commands.measure.measured_model import chosen_device
+from pipeline.commands.measure.plots import draw_figures
+from pipeline.commands.measure.results import point_of, set_against_original
+from pipeline.commands.measure.settings import MeasureSettings
+from pipeline.commands.measure.variants import (
     Variant,
-    cache_formula,
-    checked_settings,
     even_layout,
     planned_variants,
 )
-from stages.measuring.subject import chosen_device
+from pipeline.run.failures import killed_by_kernel
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
@@ -50,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_model(folder / "model")
     mask = HeadMask(np.array([[False, True], [False, False]]))
     model = load_model(folder / "model", dtype="float32")
-    materialize(model, mask, window_size=8, sinks=2).save_pretrained(folder / "hybrid")
+    materialize(model, mask, Window(8, 2)).save_pretrained(folder / "hybrid")
     return folder
 
 
@@ -81,34 +85,34 @@ def test_even_layout_meets_the_budget_with_layers_alike(
 @pytest.mark.parametrize("length", [5, 8, 9, 40])
 def test_measured_cache_is_the_formula_to_the_byte(folder: Path, length: int) -> None:
     """Two layers of two KV heads, one of each kind: W - 1 = 7 tokens and two sinks."""
-    found = point.measure_point(request(folder, "model", HYBRID, length))
-    kept = length if length <= 7 else 7 + 2
-    assert found["kv_cache_bytes"] == 2 * (length + kept) * HEAD_BYTES
-    assert found["attention"]["cache"] == "HybridCache"
-    assert len(found["token_seconds"]) == 3
-    assert found["memory_peak_bytes"] >= found["memory_p90_bytes"] > 0
+    figures = process.measure_run(request(folder, "model", HYBRID, length))
+    cached = length if length <= 7 else 7 + 2
+    assert figures["kv_cache_bytes"] == 2 * (length + cached) * HEAD_BYTES
+    assert figures["attention"]["cache"] == "HybridCache"
+    assert len(figures["token_seconds"]) == 3
+    assert figures["memory_peak_bytes"] >= figures["memory_p90_bytes"] > 0
 
 
 def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> None:
-    eager = point.measure_point(request(folder, "model", ORIGINAL, 20))
+    eager = process.measure_run(request(folder, "model", ORIGINAL, 20))
     assert eager["attention"]["implementation"] == "eager"
     assert eager["attention"]["cache"] == "DynamicCache"
     assert not any("scaled_dot_product" in name for name in eager["attention"]["kernels"])
     assert eager["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
     ours = request(folder, "model", ORIGINAL, 20, original_attention="hybrid", random_weights=True)
-    found = point.measure_point(ours)
-    assert found["attention"]["implementation"] == "bosch"
-    assert found["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+    figures = process.measure_run(ours)
+    assert figures["attention"]["implementation"] == "bosch"
+    assert figures["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
 
 
 def test_processor_time_is_taken_where_it_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = count()
-    monkeypatch.setattr(point, "time", SimpleNamespace(process_time=lambda: next(ticks)))
-    found = point.measure_point(request(folder, "model", ORIGINAL, 20, clock="processor"))
-    assert found["prefill_seconds"] == 2  # chunks of 16 and 4
-    assert found["token_seconds"] == [1] * 3
+    monkeypatch.setattr(process, "time", SimpleNamespace(process_time=lambda: next(ticks)))
+    figures = process.measure_run(request(folder, "model", ORIGINAL, 20, clock="processor"))
+    assert figures["prefill_seconds"] == 2  # chunks of 16 and 4
+    assert figures["token_seconds"] == [1] * 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
         chosen_device(MeasureSettings(clock="processor"))
@@ -119,50 +123,44 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
     original, own = planned_variants(config, MeasureSettings(lengths=(64,)))
     assert own.full_kv_heads_per_layer == (1, 0)
     assert (own.window_size, own.sinks, own.swa_ratio) == (8, 2, 0.75)
-    found = point.measure_point(request(folder, "hybrid", own, 30))
-    assert found["kv_cache_bytes"] == (30 + 3 * (7 + 2)) * HEAD_BYTES
+    figures = process.measure_run(request(folder, "hybrid", own, 30))
+    assert figures["kv_cache_bytes"] == (30 + 3 * (7 + 2)) * HEAD_BYTES
     wider = planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))[1]
-    found = point.measure_point(request(folder, "hybrid", wider, 30))
-    assert found["kv_cache_bytes"] == (30 + 3 * (15 + 2)) * HEAD_BYTES
-    found = point.measure_point(request(folder, "hybrid", original, 30))
-    assert found["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
+    figures = process.measure_run(request(folder, "hybrid", wider, 30))
+    assert figures["kv_cache_bytes"] == (30 + 3 * (15 + 2)) * HEAD_BYTES
+    figures = process.measure_run(request(folder, "hybrid", original, 30))
+    assert figures["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
 
 
 def test_a_cache_that_is_not_the_formula_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def less(*arguments: Any) -> int:
-        return cache_formula(*arguments) - 1
-
-    monkeypatch.setattr(point, "cache_formula", less)
+    right = CacheSize.dynamic
+    monkeypatch.setattr(CacheSize, "dynamic", lambda size, tokens: right(size, tokens) - 1)
     with pytest.raises(RunError, match="holds 3,072 bytes after 15 tokens"):
-        point.measure_point(request(folder, "model", HYBRID, 15))
+        process.measure_run(request(folder, "model", HYBRID, 15))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmo2", "smollm3"])
 def test_a_hybrids_weights_with_full_heads_are_the_original(family: str, tmp_path: Path) -> None:
     model = small_model(family)
-    materialize(model, random_mask(), 6).save_pretrained(tmp_path)
+    materialize(model, random_mask(), Window(6)).save_pretrained(tmp_path)
     config = full_attention_config(load_config(str(tmp_path)))
-    found = load_model(tmp_path, dtype="float32", config=config)
-    assert type(found) is type(model)
+    figures = load_model(tmp_path, dtype="float32", config=config)
+    assert type(figures) is type(model)
     ids = tokens(2, 30)
-    torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(figures(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_planned_variants_are_the_grid_after_the_original() -> None:
     settings = MeasureSettings(lengths=(32,), ratios=(0.5, 0.75), windows=(8, 16), sinks=1)
     original, *hybrids = planned_variants(small_config("qwen3"), settings)
     assert original.full_kv_heads_per_layer == (KV_HEADS,) * LAYERS
-    found = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
-    assert found == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
+    figures = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
+    assert figures == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
 
 
-def test_faulty_options_are_one_sentence(folder: Path) -> None:
-    with pytest.raises(UserError, match="--ratios: input should be less than or equal to 1"):
-        checked_settings({"ratios": ["1.5"]})
-    with pytest.raises(UserError, match="--lengths: 'long' is not a count"):
-        checked_settings({"lengths": ["4k", "long"]})
+def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> None:
     with pytest.raises(UserError, match="--windows: a window of 64 tokens is longer than"):
         planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32,), windows=(64,)))
     config = load_config(str(folder / "hybrid"))
@@ -188,14 +186,14 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
     for name in ("flex", "flash"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
     with pytest.raises(UserError, match=sentence):
-        measure_stage.measure(
+        measurement.measure(
             str(folder / "model"), None, MeasureSettings(**options), folder / "none"
         )
     assert not (folder / "none").exists()
 
 
 @pytest.mark.parametrize(
-    ("asked", "ran"),
+    ("requested", "ran"),
     [
         ("flash", ["aten::_scaled_dot_product_flash_attention_for_cpu"]),
         ("eager", ["aten::_scaled_dot_product_attention_math", "aten::softmax"]),
@@ -203,9 +201,9 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
         ("sdpa", []),
     ],
 )
-def test_another_kernel_than_the_one_asked_for_is_an_error(asked: str, ran: list[str]) -> None:
-    with pytest.raises(RunError, match=f"attention '{asked}' was asked for"):
-        check_kernels(asked, ran)
+def test_another_kernel_than_the_one_asked_for_is_an_error(requested: str, ran: list[str]) -> None:
+    with pytest.raises(RunError, match=f"attention '{requested}' was requested"):
+        check_kernels(requested, ran)
 
 
 def run(seconds: float, peak: int = 100) -> dict[str, Any]:
@@ -241,28 +239,28 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
 def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def stopped_at_the_fourth(request: dict[str, Any], what: str) -> dict[str, Any]:
-        if len(asked) == 3:
-            asked.append(("stop", 0))
+        if len(calls) == 3:
+            calls.append(("stop", 0))
             raise KeyboardInterrupt
-        asked.append((request["variant"]["kind"], request["repeat"]))
+        calls.append((request["variant"]["kind"], request["repeat"]))
         return run(1.0)
 
-    monkeypatch.setattr(measure_stage, "run_point", stopped_at_the_fourth)
+    monkeypatch.setattr(measurement, "run_in_process", stopped_at_the_fourth)
     settings = MeasureSettings(lengths=(64,), ratios=(0.5,), windows=(8,), repeats=3)
     arguments = (str(folder / "model"), None, settings, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        measure_stage.measure(*arguments)
-    report = measure_stage.measure(*arguments)
+        measurement.measure(*arguments)
+    report = measurement.measure(*arguments)
     turns = [("original", 0), ("hybrid", 0), ("original", 1)]
-    assert asked == [*turns, ("stop", 0), ("hybrid", 1), ("original", 2), ("hybrid", 2)]
+    assert calls == [*turns, ("stop", 0), ("hybrid", 1), ("original", 2), ("hybrid", 2)]
     assert [len(p["runs"]) for p in report["points"]] == [3, 3]
-    asked.clear()
+    calls.clear()
     with pytest.raises(KeyboardInterrupt):
-        measure_stage.measure(*arguments)
-    assert asked == [*turns, ("stop", 0)]
+        measurement.measure(*arguments)
+    assert calls == [*turns, ("stop", 0)]
 
 
 def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
 
 
 def test_lack_of_memory_is_told_from_other_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     assert memory.is_out_of_memory(MemoryError())
     assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
@@ -294,12 +292,11 @@ def test_lack_of_memory_is_told_from_other_ends(
     assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 5\noom_kill 3\n")
-    monkeypatch.setattr(processes, "_KERNEL_COUNTS", counts)
-    killed = processes._lack_of_memory
-    assert killed(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
-    assert killed(-signal.SIGKILL, "", 3) is None
-    assert killed(-signal.SIGABRT, "what(): std::bad_alloc", 3) == "std::bad_alloc"
-    assert killed(1, "std::bad_alloc", 3) is None
+    reason = partial(run_module.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
+    assert reason(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
+    assert reason(-signal.SIGKILL, "", 3) is None
+    assert reason(-signal.SIGABRT, "what(): std::bad_alloc", 3) == "std::bad_alloc"
+    assert reason(1, "std::bad_alloc", 3) is None
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(
@@ -308,6 +305,6 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\necho first\necho the device caught fire\nexit 3\n")
     dying.chmod(0o755)
-    monkeypatch.setattr(processes.sys, "executable", str(dying))
+    monkeypatch.setattr(run_module.sys, "executable", str(dying))
     with pytest.raises(RunError, match="measuring it failed with status 3: the device caught fire"):
-        processes.run_point({}, "it")
+        run_module.run_in_process({}, "it")

@@ -11,17 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bosch.attention import Span
+import bosch
+from bosch.attention import AttentionContext
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.modeling import (
-    apply_head_mask,
-    layouts_of,
-    load_model,
-    materialize,
-    prepare_for_search,
-)
-from bosch.windows import transformers_sliding_window
+from bosch.model.interface import attention_modules, head_state, layouts_of
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.window import Window
 from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
@@ -43,20 +41,20 @@ def _logits(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
 def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int) -> None:
     """Token for token, with and without padding."""
-    own: dict[str, Any] = {"sliding_window": transformers_sliding_window(WINDOW)}
+    own: dict[str, Any] = {"sliding_window": Window(WINDOW).transformers}
     if family != "mistral":
         own |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}
     model, theirs = small_model(family), small_model(family, **own)
     assert "sliding" in json.dumps(theirs.config.to_dict())
     ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[0, : length // 3] = 0
-    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), WINDOW)
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
     torch.testing.assert_close(_logits(model, ids), _logits(theirs, ids), **_NEAR)
-    kept = mask.bool()
-    found, wanted = (_logits(m, ids, attention_mask=mask)[kept] for m in (model, theirs))
-    torch.testing.assert_close(found, wanted, **_NEAR)
+    real = mask.bool()
+    computed, reference = (_logits(m, ids, attention_mask=mask)[real] for m in (model, theirs))
+    torch.testing.assert_close(computed, reference, **_NEAR)
     if length == 40:
-        hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), WINDOW)
+        hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
         options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
         assert torch.equal(hybrid.generate(ids, **options), theirs.generate(ids, **options))
 
@@ -64,7 +62,7 @@ def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int)
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_packed_documents_equal_each_document_alone(sinks: int) -> None:
     model, ids = small_model(), tokens(2, 40)
-    apply_head_mask(model, random_mask(), WINDOW, sinks)
+    apply_head_mask(model, random_mask(), Window(WINDOW, sinks))
     borders = [[0, 5, 6, 30, 40], [0, 19, 40]]
     positions = torch.stack(
         [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders]
@@ -78,14 +76,14 @@ def test_packed_documents_equal_each_document_alone(sinks: int) -> None:
 
 def test_hybrid_model_masks_documents_in_training_and_evaluation() -> None:
     """No cache is made behind packed positions: with one, transformers would not mask documents."""
-    hybrid, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 20)
+    hybrid, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 20)
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     alone = _logits(hybrid, ids[:, 8:])
     for training in (True, False):
         hybrid.train(training)
         with torch.no_grad():
-            found = hybrid(ids, position_ids=positions).logits
-        torch.testing.assert_close(found[:, 8:], alone, **_NEAR)
+            computed = hybrid(ids, position_ids=positions).logits
+        torch.testing.assert_close(computed[:, 8:], alone, **_NEAR)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -93,40 +91,40 @@ def test_right_padding_is_harmless_and_costs_no_mask(
     sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = small_model(), tokens(3, 40)
-    apply_head_mask(model, random_mask(), WINDOW, sinks)
+    apply_head_mask(model, random_mask(), Window(WINDOW, sinks))
     lengths = [40, 29, 1]
     alone = [_logits(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
     mask = (torch.arange(40) < torch.tensor(lengths)[:, None]).long()
     if not sinks:
-        monkeypatch.setattr(Span, "visible", None)
-    found = _logits(model, ids, attention_mask=mask)
+        monkeypatch.setattr(AttentionContext, "visible", None)
+    computed = _logits(model, ids, attention_mask=mask)
     for row, n in enumerate(lengths):
-        torch.testing.assert_close(found[row : row + 1, :n], alone[row], **_NEAR)
+        torch.testing.assert_close(computed[row : row + 1, :n], alone[row], **_NEAR)
 
 
 def test_padding_within_a_row_hides_its_tokens() -> None:
     model, ids = small_model(), tokens(2, 30)
-    apply_head_mask(model, random_mask(), WINDOW, 2)
+    apply_head_mask(model, random_mask(), Window(WINDOW, 2))
     mask = torch.ones_like(ids)
     mask[1, 10:14] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = _logits(model, ids, attention_mask=mask, position_ids=positions)
+    computed = _logits(model, ids, attention_mask=mask, position_ids=positions)
     other = ids.clone()
     other[1, 10:14] = 3
     again = _logits(model, other, attention_mask=mask, position_ids=positions)
-    kept = mask.bool()
-    assert torch.equal(found[kept], again[kept])
+    real = mask.bool()
+    assert torch.equal(computed[real], again[real])
 
 
 def test_autocast_computes_attention_in_its_dtype() -> None:
-    seen: list[torch.dtype] = []
-    model, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 40)
+    dtypes: list[torch.dtype] = []
+    model, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 40)
     model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].dtype)
+        lambda module, args: dtypes.append(args[0].dtype)
     )
     with torch.autocast("cpu", torch.bfloat16):
         low = _logits(model, ids)
-    assert seen == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16]
     torch.testing.assert_close(low.float(), _logits(model, ids), rtol=0.1, atol=0.1)
 
 
@@ -137,7 +135,7 @@ def test_switching_masks_touches_no_weight_and_comes_back() -> None:
     outputs = {}
     for _ in range(2):
         for seed in range(4):
-            apply_head_mask(model, random_mask(seed), WINDOW)
+            apply_head_mask(model, random_mask(seed), Window(WINDOW))
             logits = _logits(model, ids)
             assert torch.equal(outputs.setdefault(seed, logits), logits)
     assert len({float(x.sum()) for x in outputs.values()}) == 4
@@ -145,24 +143,37 @@ def test_switching_masks_touches_no_weight_and_comes_back() -> None:
 
 
 def test_gradients_equal_the_oracle_with_checkpointing_and_without() -> None:
-    ids, found = tokens(2, 30), []
+    ids, computed = tokens(2, 30), []
     for backend, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
-        hybrid = materialize(small_model(), random_mask(), WINDOW, 2)
+        hybrid = materialize(small_model(), random_mask(), Window(WINDOW, 2))
         hybrid.set_attn_implementation(backend)
         hybrid.train()
         if checkpointing:
             hybrid.gradient_checkpointing_enable()
         loss = hybrid(ids, labels=ids).loss
         loss.backward()
-        found.append({n: p.grad for n, p in hybrid.named_parameters()} | {"loss": loss.detach()})
-    for other in found[1:]:
-        for name, wanted in found[0].items():
-            torch.testing.assert_close(other[name], wanted, **_NEAR, msg=name)
+        computed.append({n: p.grad for n, p in hybrid.named_parameters()} | {"loss": loss.detach()})
+    for other in computed[1:]:
+        for name, reference in computed[0].items():
+            torch.testing.assert_close(other[name], reference, **_NEAR, msg=name)
+
+
+@pytest.mark.parametrize("searched", [False, True], ids=["deploy", "search"])
+def test_a_pass_with_gradients_may_follow_one_without(searched: bool) -> None:
+    model, ids, window = small_model(), tokens(1, 30), Window(WINDOW + 1)
+    if searched:
+        apply_head_mask(model, random_mask(), window)
+    else:
+        model = materialize(model, random_mask(), window)
+    with torch.inference_mode():
+        model(ids)
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
     model = small_model("qwen3").to(torch.bfloat16)
-    hybrid = materialize(model, random_mask(), WINDOW)
+    hybrid = materialize(model, random_mask(), Window(WINDOW))
     assert hybrid.lm_head.weight is hybrid.model.embed_tokens.weight
     hybrid.save_pretrained(tmp_path)
     loaded = load_model(tmp_path, dtype="bfloat16")
@@ -172,7 +183,7 @@ def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
 
 
 def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
-    hybrid, ids = materialize(small_model(), random_mask(), WINDOW), tokens(1, 30)
+    hybrid, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 30)
     hybrid.save_pretrained(tmp_path)
     for name in ("sdpa", "eager", "bosch"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
@@ -196,9 +207,9 @@ def test_models_that_slide_already_are_refused() -> None:
     model = small_model()
     with pytest.raises(UserError, match="window of its own"):
         prepare_for_search(small_model("mistral", sliding_window=16))
-    hybrid = materialize(model, random_mask(), WINDOW)
+    hybrid = materialize(model, random_mask(), Window(WINDOW))
     with pytest.raises(UserError, match="hybrid already"):
-        apply_head_mask(hybrid, random_mask(), WINDOW)
+        apply_head_mask(hybrid, random_mask(), Window(WINDOW))
 
 
 def test_damaged_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -210,10 +221,10 @@ def test_damaged_directories_are_refused_in_one_sentence(tmp_path: Path) -> None
     weights = tmp_path / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="cannot load the model's weights"):
+    with pytest.raises(UserError, match="cannot load the model: Error"):
         load_model(tmp_path)
     weights.unlink()
-    with pytest.raises(UserError, match="cannot load the model's weights"):
+    with pytest.raises(UserError, match="cannot load the model: Error"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(UserError, match="not valid JSON"):
@@ -247,7 +258,72 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
 
 def test_layouts_put_full_heads_first() -> None:
     mask = random_mask()
-    hybrid = materialize(small_model(), mask, WINDOW, 2)
+    hybrid = materialize(small_model(), mask, Window(WINDOW, 2))
     for layout, row in zip(layouts_of(hybrid), mask.is_full, strict=True):
         assert layout.full == tuple(range(int(row.sum())))
-        assert (layout.window_size, layout.sinks, layout.is_contiguous) == (WINDOW, 2, True)
+        assert (layout.window, layout.is_contiguous) == (Window(WINDOW, 2), True)
+
+
+def _state(model: Any) -> Any:
+    """All that a head mask changes: attributes of every module, and the attention chosen."""
+    attributes = [(set(vars(m)), head_state(m)) for m in model.modules()]
+    return (
+        attributes,
+        model.config._attn_implementation,
+        vars(model).get("create_masks_for_generate"),
+    )
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_head_mask_for_a_while_is_wholly_undone(prepared: bool) -> None:
+    model, ids = small_model(), tokens(2, 40)
+    if prepared:
+        prepare_for_search(model, "eager")
+        apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(3))
+    before, plain = _state(model), _logits(model, ids)
+    with bosch.head_mask(model, random_mask(), Window(WINDOW, 2)) as masked:
+        assert masked is model
+        backends = {head_state(module).backend for module in attention_modules(model)}
+        assert backends == {"eager" if prepared else "sdpa"}
+        inside = _logits(model, ids)
+    assert _state(model) == before
+    assert torch.equal(_logits(model, ids), plain) and not torch.allclose(inside, plain)
+    expected = small_model()
+    apply_head_mask(expected, random_mask(), Window(WINDOW, 2))
+    torch.testing.assert_close(_logits(expected, ids), inside, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_head_mask_is_undone_where_something_fails(prepared: bool) -> None:
+    model = small_model()
+    if prepared:
+        prepare_for_search(model)
+    before = _state(model)
+    with pytest.raises(KeyError), bosch.head_mask(model, random_mask(), Window(WINDOW), "eager"):
+        raise KeyError
+    assert _state(model) == before
+    wrong = HeadMask.all_full(LAYERS + 1, KV_HEADS)
+    with pytest.raises(UserError), bosch.head_mask(model, wrong, Window(WINDOW)):
+        pass
+    assert _state(model) == before
+
+
+def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers gets the device; nothing is moved from the CPU later."""
+    small_model().save_pretrained(tmp_path)
+    calls: list[dict[str, Any]] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return load(*args, **{k: v for k, v in options.items() if k != "device_map"})
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
+    load_model(tmp_path, device=torch.device("cuda", 1))
+    load_model(tmp_path, device="cpu")
+    assert [options.get("device_map") for options in calls] == [
+        {"": torch.device("cuda", 1)}, None,
+    ]  # fmt: skip

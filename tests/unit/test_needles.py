@@ -8,7 +8,7 @@ import pytest
 from bosch.errors import UserError
 from data_prep.essays import essay_identity, haystack_words
 from data_prep.fitting import largest_fit
-from data_prep.haystacks import make_sample, make_samples
+from data_prep.haystacks import make_sample
 from data_prep.needles import TASKS, NeedleSample, encode_prompt, forced_ids, pair_owner
 from data_prep.words import ADJECTIVES, NOUNS
 from tests.tiny_data import tiny_tokenizer
@@ -112,23 +112,6 @@ def test_teacher_forced_form_fills_the_length(task, tokenizer, words):
     assert 600 - 80 < len(prompt) + len(answer) <= 600
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_several_questions_share_one_haystack(task, tokenizer, words):
-    arguments = (task, 1200, tokenizer, "calibration", 42, 3, None, words)
-    samples = make_samples(*arguments, questions=4)
-    assert len({sample.prompt.rsplit("\n", 1)[0] for sample in samples}) == 1
-    assert len({sample.answers[0] for sample in samples}) == 4
-    for sample in samples:
-        assert sample.needles == samples[0].needles
-        (asked,) = [key for key, value in sample.needles if value == sample.answers[0]]
-        assert f" for {asked} mentioned" in sample.prompt and asked in sample.answer_prefix
-        assert pair_owner(asked, sample.answers[0]) == "calibration"
-        assert sum(map(len, forced_ids(sample, tokenizer))) <= 1200
-    assert make_samples(*arguments) == [make_sample(*arguments)]
-    with pytest.raises(UserError, match="4 questions per haystack does not fit into 90 tokens"):
-        make_samples(task, 90, *arguments[2:], questions=4)
-
-
 def test_same_arguments_give_the_same_sample(tokenizer, words):
     first = sample_of("niah_multikey_2", tokenizer, words)
     assert first == sample_of("niah_multikey_2", tiny_tokenizer(), words)
@@ -139,7 +122,7 @@ def test_same_arguments_give_the_same_sample(tokenizer, words):
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_2", "niah_multikey_3"])
 def test_seed_spaces_share_no_needle(task, tokenizer, words):
     spaces = ("calibration", "evaluation", "training")
-    seen = {
+    pairs_of = {
         space: {
             pair
             for index in range(5)
@@ -147,8 +130,8 @@ def test_seed_spaces_share_no_needle(task, tokenizer, words):
         }
         for space in spaces
     }
-    assert all(seen.values())
-    for space, pairs in seen.items():
+    assert all(pairs_of.values())
+    for space, pairs in pairs_of.items():
         assert {pair_owner(*pair) for pair in pairs} == {space}
 
 

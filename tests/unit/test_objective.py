@@ -10,17 +10,23 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bosch.calibration import CalibrationSet
+from bosch.attention import HeadLayout, LogitTransform
 from bosch.errors import RunError, UserError
-from bosch.evaluation_log import EvaluationLog
-from bosch.fingerprint import model_fingerprint
 from bosch.heads import HeadMask
-from bosch.method.bosch import bosch
-from bosch.method.ledger import Ledger
-from bosch.method.settings import SearchSettings
-from bosch.modeling import apply_head_mask
-from bosch.objective import Objective
-from tests.hybrid_case import KV_HEADS, LAYERS, SEARCHABLE, random_mask, small_model
+from bosch.model.families import decoder_layers
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.search_mode import apply_head_mask, mask_shape
+from bosch.objective import free_memory, incremental_forward
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.incremental_forward import answer_attention
+from bosch.objective.objective import Objective
+from bosch.search.bosch import bosch
+from bosch.search.evaluator import Evaluator
+from bosch.search.settings import SearchSettings
+from bosch.window import Window
+from tests.hybrid_case import KV_HEADS, LAYERS, OTHER_LAYERS, PLAIN, random_mask, small_model
+from tests.peak_memory import PeakMemory
 from tests.search_case import WINDOW, answered_records, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
@@ -28,7 +34,7 @@ FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
 def plain_score(model, calibration, mask, sinks):
     """One example at a time, all logits, the definition word for word."""
-    apply_head_mask(model, mask, WINDOW, sinks)
+    apply_head_mask(model, mask, Window(WINDOW, sinks))
     exact, log_likelihood = 0, 0.0
     for example in calibration.examples:
         ids = torch.tensor([example.input_ids])
@@ -47,17 +53,17 @@ def plain_score(model, calibration, mask, sinks):
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_score_and_log_likelihood_by_definition(batch_size, sinks):
     model, calibration = searchable()
-    objective = Objective(model, calibration, WINDOW, sinks, batch_size=batch_size)
+    objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=batch_size)
     assert objective.evaluate(FULL).score == 1.0
-    seen = set()
+    visible = set()
     for seed in range(4):
         mask = random_mask(seed)
-        found = objective.evaluate(mask)
+        measured = objective.evaluate(mask)
         score, log_likelihood = plain_score(model, calibration, mask, sinks)
-        assert found.score == score
-        assert found.log_likelihood == pytest.approx(log_likelihood, abs=1e-3)
-        seen.add(found.log_likelihood)
-    assert len(seen) == 4
+        assert measured.score == score
+        assert measured.log_likelihood == pytest.approx(log_likelihood, abs=1e-3)
+        visible.add(measured.log_likelihood)
+    assert len(visible) == 4
 
 
 def attention_flops(query, key, value, *args, **kwargs):
@@ -85,7 +91,7 @@ def counted_flops():
 
 
 def masks_of_a_search():
-    """Top layer first as stage 1, then a group of layers 1 and 2 with layer 0 changed before."""
+    """As in Algorithm 1 the top layer first, then layers 1 and 2 with layer 0 changed before."""
     rng = np.random.default_rng(1)
     mask = FULL
     for layer in (2, 1, 0):
@@ -103,52 +109,56 @@ def masks_of_a_search():
 @pytest.mark.parametrize("reuse_bytes", [20_000, 1 << 30])
 def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
     model, calibration = searchable()
-    plain = Objective(model, calibration, WINDOW, batch_size=2, reuse_bytes=0)
+    plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
     expected = [plain.evaluate(mask) for mask, _ in masks_of_a_search()]
-    objective = Objective(model, calibration, WINDOW, batch_size=2, reuse_bytes=reuse_bytes)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=reuse_bytes)
     objective.evaluate(FULL)
     with counted_flops() as counter:
-        found = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
-    for ours, theirs in zip(found, expected, strict=True):
+        measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
+    for ours, theirs in zip(measured, expected, strict=True):
         assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
         assert ours.whole_pass_equivalents == theirs.whole_pass_equivalents
-    reported = sum(e.full_forward_equivalents for e in found)
+    reported = sum(e.full_forward_equivalents for e in measured)
     assert reported < 0.9 * sum(e.full_forward_equivalents for e in expected)
-    assert objective.kept.peak_bytes <= reuse_bytes
-    assert objective.kept.bytes == sum(k.nbytes for k in objective.kept._kept.values())
-    whole = sum(objective._operations(FULL))
+    assert objective.cache.peak_bytes <= reuse_bytes
+    assert objective.cache.bytes == sum(e.nbytes for e in objective.cache.entries.values())
+    whole = objective.whole_pass_operations(FULL)
     assert round(reported * whole) == counter.get_total_flops()
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", SEARCHABLE)
+@pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
 def test_operations_are_counted_as_torch_counts_them(family):
     """Also the last layer's answers and the reuse of attention outputs, in every family."""
     model, sinks = small_model(family), 2 * (family == "qwen3")
+    layers = mask_shape(model.config)[0]
+    full = HeadMask.all_full(layers, KV_HEADS)
     records = answered_records(model, examples=2)
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in records
     )
-    ours = Objective(model, calibration, WINDOW, sinks)
-    whole = Objective(model, calibration, WINDOW, sinks, reuse_bytes=0, answers_only=False)
-    other = FULL.with_layer(1, [True, False] * 2)
-    masks = [FULL, other, other.with_layer(2, [False] * 4)]
+    ours = Objective(model, calibration, Window(WINDOW, sinks))
+    whole = Objective(model, calibration, Window(WINDOW, sinks), reuse_bytes=0, answers_only=False)
+    other = full.with_layer(1, [True, False] * 2)
+    masks = [full, other, other.with_layer(layers - 1, [False] * 4)]
     expected = [whole.evaluate(mask) for mask in masks]
-    apply_head_mask(model, FULL, WINDOW, sinks)
-    ours._check_model(FULL)
+    apply_head_mask(model, full, Window(WINDOW, sinks))
+    ours.check_output_head(full)
     with counted_flops() as counter:
-        found = [ours.evaluate(mask, shared_layers=1) for mask in masks]
-    for mine, plain in zip(found, expected, strict=True):
+        measured = [ours.evaluate(mask, shared_layers=1) for mask in masks]
+    for mine, plain in zip(measured, expected, strict=True):
         assert plain.full_forward_equivalents == plain.whole_pass_equivalents
         assert mine.score == plain.score
         assert mine.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-4)
-    if any(parameter.ndim == 3 for parameter in model.parameters()):
-        return  # torch does not count what experts compute
-    reported = sum(e.full_forward_equivalents for e in found)
-    assert round(reported * sum(whole._operations(FULL))) == counter.get_total_flops()
+    assert ours.savings()["layer_inputs"]
+    experts = any(parameter.ndim == 3 for parameter in model.parameters())
+    if experts or decoder_layers(model.config).states:
+        return  # torch does not count what experts compute, nor are recurrences counted
+    reported = sum(e.full_forward_equivalents for e in measured)
+    assert round(reported * whole.whole_pass_operations(full)) == counter.get_total_flops()
     with counted_flops() as counter:
         whole.evaluate(other)
-    assert sum(whole._operations(other)) == counter.get_total_flops()
+    assert whole.whole_pass_operations(other) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(("family", "sinks"), [("qwen3", 0), ("qwen3", 2), ("phi3", 0)])
@@ -157,42 +167,153 @@ def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks):
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in answered_records(model, 5)
     )
-    objective = Objective(model, calibration, WINDOW, sinks, batch_size=2)
-    apply_head_mask(model, FULL, WINDOW, sinks)
-    objective._check_model(FULL)
+    objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2)
+    apply_head_mask(model, FULL, Window(WINDOW, sinks))
+    objective.check_output_head(FULL)
     with counted_flops() as counter:
-        found = objective.gate_gradient(random_mask(0), share=1, shares=2)
-    whole = sum(objective._operations(FULL))
-    assert round(found.full_forward_equivalents * whole) == counter.get_total_flops()
-    assert 2 < found.full_forward_equivalents * 5 / 2 < 3.5
+        measured = objective.gate_gradient(random_mask(0), share=1, shares=2)
+    whole = objective.whole_pass_operations(FULL)
+    assert round(measured.full_forward_equivalents * whole) == counter.get_total_flops()
+    assert 3 < measured.full_forward_equivalents * 5 / 2 < 4.5
+
+
+def searchable_with(family, **changes):
+    model = small_model(family, **changes)
+    records = answered_records(model, 2)
+    calibration = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+    return Objective(model, calibration, Window(WINDOW), batch_size=2), calibration
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granitemoe", "cohere"])
+def test_recomputed_layers_give_the_same_gradients_to_the_bit(family, monkeypatch):
+    objective, _ = searchable_with(family)
+    ours = objective.gate_gradient(random_mask(0)).values
+    monkeypatch.setattr("bosch.objective.gate_gradients.recompute_layers", contextlib.nullcontext)
+    assert objective.gate_gradient(random_mask(0)).values == ours
+
+
+def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):
+    objective, _ = searchable_with("qwen3")
+    ours = np.array(objective.gate_gradient(random_mask(0)).values)
+    monkeypatch.setattr("bosch.objective.patching.RECOMPUTED_TOKENS", 7)
+    measured = np.array(objective.gate_gradient(random_mask(0)).values)
+    assert np.allclose(measured, ours, rtol=1e-4, atol=1e-6 * np.abs(ours).max())
+
+
+def test_a_gradient_keeps_the_input_of_each_layer_and_no_more():
+    peaks = []
+    for layers in (2, 6):
+        objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
+        mask = HeadMask.all_sliding(layers, KV_HEADS)
+        objective.evaluate(mask)
+        with PeakMemory() as memory:
+            objective.gate_gradient(mask)
+        peaks.append(memory.peak)
+    state = 4 * 2 * calibration.max_length * objective.model.config.hidden_size
+    assert peaks[1] - peaks[0] <= 1.25 * 4 * state
 
 
 def test_a_layer_that_is_no_function_of_its_input_switches_reuse_off(caplog):
     model, calibration = searchable()
-    objective = Objective(model, calibration, WINDOW, batch_size=2)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     calls = []
 
     def drift(module, args, output):
         calls.append(1)
         return output + 0.01 * len(calls)
 
-    apply_head_mask(model, FULL, WINDOW)
-    objective._check_model(FULL)
+    apply_head_mask(model, FULL, Window(WINDOW))
+    objective.check_output_head(FULL)
     model.get_decoder().layers[2].register_forward_hook(drift)
-    objective.evaluate(FULL, shared_layers=1)
-    objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
+    for _ in range(2):  # attention of both kinds first, then the layers' inputs too
+        objective.evaluate(FULL, shared_layers=1)
+        objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
     assert "switched off" in caplog.text
+    assert not any(objective.savings()[n] for n in ("layer_inputs", "attention_of_both_kinds"))
     costs = [objective.evaluate(FULL, shared_layers=1).full_forward_equivalents for _ in range(2)]
     assert costs[0] == costs[1] > 0.7
+
+
+def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monkeypatch, caplog):
+    """As where a kernel's last bits depend on the heads that are computed together."""
+    torch.set_num_threads(1)
+    model, calibration = searchable()
+    plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
+    expected = [plain.evaluate(mask).log_likelihood for mask, _ in masks_of_a_search()]
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
+    mix = incremental_forward.BatchPass.mix
+
+    def noisy(self, row, full, sliding):
+        mixed = mix(self, row, full, sliding)
+        return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)  # not at the answers alone
+
+    monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
+    measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
+    assert [e.log_likelihood for e in measured] == expected
+    assert objective.savings() == {
+        "layer_inputs": True, "attention_of_both_kinds": False, "last_layer_at_answers": True,
+    }  # fmt: skip
+    assert measured[2].full_forward_equivalents < 0.5
+    assert "layers' inputs are still reused" in caplog.text
+
+
+def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch):
+    model = small_model()
+    needed = free_memory.activation_sizes(model).gradient(2, 64, WINDOW)
+    monkeypatch.setattr(free_memory, "free_host_memory", lambda: 4 * needed + 100)
+    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
+    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
+
+
+def test_free_memory_is_the_machines_or_its_containers(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    assert free_memory.free_host_memory(meminfo, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("20000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    assert free_memory.free_host_memory(meminfo, tmp_path) == 15_000
+    with pytest.raises(RunError, match=r"runtime\.reuse_memory"):
+        free_memory.free_host_memory(tmp_path / "none", tmp_path)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory(is_full):
+    query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
+    columns = torch.tensor([[3, 4], [7, 8], [5, 5]])
+    layout = HeadLayout.search([is_full] * 2, Window(3, 1))
+    whole = answer_attention(query, key, value, columns, layout, LogitTransform(0.3))
+    kernel, groups = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, *args, **kwargs):
+        groups.append(len(query))
+        return kernel(query, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        for size in (1, 4 * 2 * 9 * 2, 2**27):
+            parts = answer_attention(
+                query, key, value, columns, layout, LogitTransform(0.3), max_logits=size
+            )
+            torch.testing.assert_close(parts, whole)
+    assert groups == [1, 1, 1, 2, 1, 3]
+    for row in range(3):
+        for number, column in enumerate(columns[row].tolist()):
+            visible = [k for k in range(column + 1) if is_full or k > column - 3 or k < 1]
+            for head in range(4):
+                logits = key[row, head // 2, visible] @ query[row, head, number] * 0.3
+                expected = logits.softmax(0) @ value[row, head // 2, visible]
+                torch.testing.assert_close(whole[row, number, head], expected)
 
 
 def test_a_search_finds_the_same_mask_with_reuse_for_less():
     def search(reuse_bytes):
         model, calibration = searchable(seed=1)
-        objective = Objective(model, calibration, WINDOW, batch_size=3, reuse_bytes=reuse_bytes)
-        ledger = Ledger(objective, EvaluationLog(None, objective.context))
-        result = bosch(ledger, SearchSettings(0.5, budget_per_layer=6, seed=2, break_ties=True))
-        return result, ledger
+        objective = Objective(
+            model, calibration, Window(WINDOW), batch_size=3, reuse_bytes=reuse_bytes
+        )
+        evaluator = Evaluator(objective, EvaluationLog(None, objective.context))
+        result = bosch(evaluator, SearchSettings(0.5, budget_per_layer=6, seed=2))
+        return result, evaluator
 
     plain, expensive = search(0)
     reused, cheap = search(1 << 30)
@@ -207,7 +328,7 @@ def test_a_search_finds_the_same_mask_with_reuse_for_less():
 
 def test_logits_that_are_not_finite_end_the_search():
     model, calibration = searchable()
-    objective = Objective(model, calibration, WINDOW)
+    objective = Objective(model, calibration, Window(WINDOW))
     objective.evaluate(FULL)
     with torch.no_grad():
         model.get_decoder().norm.weight[0] = float("nan")
@@ -230,27 +351,31 @@ def test_a_head_with_a_hidden_transformation_is_refused():
 
     model.forward = scaled
     with pytest.raises(UserError, match="after the output head"):
-        Objective(model, calibration, WINDOW).evaluate(FULL)
+        Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
 
 
 def test_a_soft_cap_is_honoured():
     model, calibration = searchable()
+    plain = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
+    forward = model.forward
+
+    def capped(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = torch.tanh(output.logits / 2.0) * 2.0
+        return output
+
+    model.forward = capped
     model.config.final_logit_softcapping = 2.0
-    capped = Objective(model, calibration, WINDOW)
-    capped._checked = True
-    found = capped.evaluate(FULL)
-    model.config.final_logit_softcapping = None
-    assert found.score == 1.0
-    assert (
-        found.log_likelihood < Objective(model, calibration, WINDOW).evaluate(FULL).log_likelihood
-    )
+    evaluation = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
+    assert evaluation.score == 1.0
+    assert evaluation.log_likelihood < plain.log_likelihood
 
 
 @pytest.mark.parametrize(("record", "word"), [(([1, 2, 3], 1), "window_size"), (None, "token 999")])
 def test_a_calibration_set_that_does_not_fit_is_refused(record, word):
     records = [record or ([4] * 40 + [999], 1)]
     with pytest.raises(UserError, match=word):
-        Objective(small_model(), CalibrationSet.from_records(records), WINDOW)
+        Objective(small_model(), CalibrationSet.from_records(records), Window(WINDOW))
 
 
 def test_the_fingerprint_follows_weights_and_types():
@@ -278,7 +403,7 @@ def test_calibration_files(tmp_path):
 
 def test_results_of_each_example_have_the_evaluations_means() -> None:
     model, calibration = searchable()
-    objective = Objective(model, calibration, WINDOW, batch_size=2)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
     results = objective.example_results(mask)
     evaluation = objective.evaluate(mask)
@@ -286,6 +411,6 @@ def test_results_of_each_example_have_the_evaluations_means() -> None:
     assert results[:, 0].mean().item() == pytest.approx(evaluation.score)
     assert results[:, 1].mean().item() == pytest.approx(evaluation.log_likelihood)
     for place in range(len(calibration)):
-        alone = Objective(model, CalibrationSet((calibration.examples[place],)), WINDOW)
+        alone = Objective(model, CalibrationSet((calibration.examples[place],)), Window(WINDOW))
         own = alone.evaluate(mask)
         assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)

@@ -1,24 +1,23 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from bosch.errors import UserError
 from bosch.progress import Progress
+from data_prep.essays import pydoc_topics
 from data_prep.mixture import DocumentStream, mix
 from data_prep.packing import Packed, pack, write_dataset
 from data_prep.sources import Source
-from data_prep.tokenize import (
-    Block,
-    Encoder,
-    TokenisedSource,
-    TokenizerSpec,
-    read_shard,
-    tokenise_source,
-)
+from data_prep.text import TextFile
+from data_prep.tokenization import Block, TokenisedSource, read_shard, tokenise_source
+from data_prep.tokenizer import Encoder, TokenizerSpec
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -47,8 +46,8 @@ def test_packing_loses_no_token_and_keeps_spans(lengths, sequence_length):
 def test_dataset_can_be_opened(tmp_path, monkeypatch):
     from datasets import load_from_disk
 
-    monkeypatch.setattr("data_prep.packing._FILE_TOKENS", 24)
-    monkeypatch.setattr("data_prep.packing._BATCH_TOKENS", 16)
+    monkeypatch.setattr("data_prep.packing.FILE_TOKENS", 24)
+    monkeypatch.setattr("data_prep.packing.BATCH_TOKENS", 16)
     rows = [Packed(np.arange(i, i + 8, dtype=np.int32), [3, 5][: 1 + i % 2]) for i in range(7)]
     write_dataset(tmp_path, rows, 7, 8)
     dataset = load_from_disk(str(tmp_path))
@@ -95,9 +94,9 @@ def test_special_tokens_in_text_are_text(tmp_path, fast):
     encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
     encoder = encoder if fast else replace(encoder, backend=None)
     ids = encoder(["a<|end|>b", "c"])
-    assert [i.count(0) for i in ids] == [1, 1]
-    assert all(i[-1] == 0 for i in ids)
-    assert tokenizer.decode(ids[0][:-1]) == "a<|end|>b"
+    assert not any((i == 0).any() for i in ids)
+    assert tokenizer.decode(ids[0]) == "a<|end|>b"
+    assert np.concatenate(list(encoder.in_pieces(["a<|e", "nd|>b"]))).tolist() == ids[0].tolist()
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def contents(tokenised: TokenisedSource) -> list[list[int]]:
 
 
 def test_number_of_workers_changes_nothing(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.sources._PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
     one, two = tokenise(corpus, "one", 1), tokenise(corpus, "two", 2)
     assert len(contents(one)) == 6
     assert contents(one) == contents(two)
@@ -143,7 +142,7 @@ def test_number_of_workers_changes_nothing(corpus, monkeypatch):
 
 
 def test_only_as_much_as_is_needed(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.sources._PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
     whole = tokenise(corpus, "whole", 1)
     some = tokenise(corpus, "some", 1, tokens=whole.tokens // 2)
     assert whole.tokens // 2 < some.tokens < whole.tokens
@@ -152,12 +151,93 @@ def test_only_as_much_as_is_needed(corpus, monkeypatch):
 
 def test_shards_are_kept(corpus, monkeypatch):
     """Whole shards of a killed run are used; its torn temporary files are not."""
-    monkeypatch.setattr("data_prep.sources._PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
     expected = contents(tokenise(corpus, "shards", 1))
-    shards = sorted((corpus / "shards").glob("*.arrow"))
-    kept = shards[0].stat().st_mtime_ns
-    shards[1].unlink()
-    (corpus / "shards" / "part-000001.77.tmp").write_bytes(b"half")
+    shards = sorted((corpus / "shards").iterdir())
+    written = (shards[0] / "ids.int32").stat().st_mtime_ns
+    shutil.rmtree(shards[1])
+    (corpus / "shards" / ".tmp-77").mkdir()
     assert contents(tokenise(corpus, "shards", 1)) == expected
-    assert shards[0].stat().st_mtime_ns == kept
+    assert (shards[0] / "ids.int32").stat().st_mtime_ns == written
     assert read_shard(shards[1])[1] > 0
+
+
+@pytest.mark.parametrize("file", ["ids.int32", "documents.npy"])
+@pytest.mark.parametrize("left", [0, 7, 100])
+def test_damaged_shard_is_made_anew(corpus, file, left, caplog):
+    expected = contents(tokenise(corpus, "shards", 1))
+    [shard] = (corpus / "shards").iterdir()
+    (shard / file).write_bytes((shard / file).read_bytes()[:left])
+    assert contents(tokenise(corpus, "shards", 1)) == expected
+    assert "is damaged and made anew" in caplog.text
+
+
+def sentence_piece_tokenizer(texts: list[str]) -> Tokenizer:
+    """A BPE over whole texts, blanks as visible characters and one more before the text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"], show_progress=False, limit_alphabet=200
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+UNUSUAL = "naïve e\u0301 日本語のテキスト 👩‍👩‍👧 \x00 \ufeff   \t\n\n 1234567 don't <|end|> "
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
+    topics = list(pydoc_topics().values())
+    text = (UNUSUAL * 20).join(topics[:12])
+    if kind == "byte level":
+        backend = tiny_tokenizer().backend_tokenizer
+    else:
+        backend = sentence_piece_tokenizer([*topics[:3], UNUSUAL])
+    encoder = Encoder(TokenizerSpec(""), backend.to_str(), 0)
+    [whole] = encoder([text])
+    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 256)
+    for window in (2048, 3001, 9999):
+        monkeypatch.setattr("data_prep.tokenizer.WINDOW", window)
+        cuts = [text[at : at + 1717] for at in range(0, len(text), 1717)]
+        pieces = list(encoder.in_pieces(cuts))
+        assert len(pieces) > len(text) // window
+        assert np.concatenate(pieces).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("text", ["", "a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
+def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
+    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.tokenizer.WINDOW", 2048)
+    tokenizer = tiny_tokenizer()
+    encoder = Encoder(TokenizerSpec(""), tokenizer.backend_tokenizer.to_str(), 0)
+    ids = np.concatenate(list(encoder.in_pieces([text])))
+    assert tokenizer.decode(ids) == text
+
+
+def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
+    """Short and long documents, from files read in pieces and from strings."""
+    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 64)
+    for module in ("tokenizer", "tokenization", "sources"):
+        monkeypatch.setattr(f"data_prep.{module}.WINDOW", 512)
+    texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
+    (tmp_path / "corpus").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(text)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenised = tokenise(tmp_path, "shards", 1)
+    encoder = Encoder.load(TokenizerSpec(str(tmp_path / "tokenizer")))
+    plain = [text.removeprefix("\ufeff") for text in texts]
+    assert contents(tokenised) == [[*ids.tolist(), 0] for ids in encoder(plain)]
+    assert tokenised.text_bytes == sum(len(text.encode()) for text in plain)
+
+
+def test_bad_byte_of_a_large_file_is_named(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + "é".encode() * 200_000 + b"\xe9 end")
+    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 400003 \(0xe9\)"):
+        list(TextFile(file).pieces())
+    file.write_bytes("é".encode() * 200_000 + b"\xc3")
+    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 400000 \(0xc3\)"):
+        list(TextFile(file).pieces())

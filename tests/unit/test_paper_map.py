@@ -14,25 +14,25 @@ REFERENCE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 
 def rows() -> list[list[str]]:
-    """Cells of the page's table rows, headers and rules left out."""
+    """Cells of the page's table rows, without headers and rules."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    return [row for row in cells if row[0] not in ("paper", "not the paper's")]
+    return [row for row in cells if row[0] != "paper"]
 
 
 def names_in(path: Path) -> set[str]:
     """Functions, classes, methods as Class.method, and assigned names of a module."""
-    found = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
             inner = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            found |= {f"{node.name}.{part.name}" for part in inner}
+            names |= {f"{node.name}.{part.name}" for part in inner}
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-        found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(REFERENCE.findall(PAGE.read_text("utf-8")))))

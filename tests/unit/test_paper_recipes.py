@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bosch.errors import UserError
-from pipeline.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
@@ -33,8 +33,12 @@ def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -
     assert recipe.model.path == MODELS[name]
     search, train, evaluate = recipe.search, recipe.train, recipe.evaluate
     assert (search.swa_ratio, search.window_size, search.sinks) == (0.75, 1024, 0)
-    assert (search.budget_per_layer, search.alpha, search.gamma) == (100, 100.0, 0.2)
-    assert (search.method, search.solver, search.max_group_variables) == ("bosch", "nomad", 50)
+    assert (search.budget_per_layer, search.alpha, search.gamma) == (8, 100.0, 0.2)
+    assert (search.method, search.solver, search.max_group_variables) == (
+        "bosch_plus",
+        "nomad",
+        50,
+    )
     calibration = recipe.prepare.calibration
     assert (calibration.examples, calibration.length) == (64, 32768)
     assert recipe.prepare.sequence_length == 32768
@@ -48,6 +52,14 @@ def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -
     assert evaluate.needle.lengths == [4096, 8192, 16384, 32768]
     assert (len(evaluate.needle.tasks), evaluate.needle.samples) == (6, 500)
     assert sum(source.weight for source in recipe.prepare.sources) == pytest.approx(1)
+
+
+def test_an_override_gives_the_published_search(shards: list[str]) -> None:
+    published = ["search.method=bosch", "search.strict=true", "search.budget_per_layer=100"]
+    path = ROOT / "recipes" / "qwen3_14b_r075.yaml"
+    search = load_recipe(path, shards + published, fetch=False).recipe.search
+    assert (search.method, search.solver, search.budget_per_layer) == ("bosch", "nomad", 100)
+    assert not search.settings(0).break_ties
 
 
 @pytest.mark.parametrize("gpus", [1, 4, 8, 16])

@@ -9,12 +9,13 @@ from threading import Barrier
 import pytest
 import torch
 
-from bosch.batches import dealt
 from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.modeling import apply_head_mask
-from bosch.objective import Objective
+from bosch.model.search_mode import apply_head_mask
+from bosch.objective.batches import batches_of_rank
+from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
+from bosch.window import Window
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
 from tests.search_case import WINDOW, searchable
 
@@ -32,7 +33,7 @@ class Meeting:
     """Where threads put what they found and get the sum."""
 
     size: int
-    found: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    evaluations: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.size, timeout=60)
@@ -44,11 +45,12 @@ class ThreadRanks(Ranks):
         object.__setattr__(self, "meeting", meeting)
 
     def merge(self, *parts):
-        self.meeting.found[self.rank] = list(parts)
+        self.meeting.evaluations[self.rank] = list(parts)
         self.meeting.barrier.wait()
-        order = sorted(self.meeting.found, reverse=True)
+        order = sorted(self.meeting.evaluations, reverse=True)
         merged = [
-            sum(several) for several in zip(*(self.meeting.found[r] for r in order), strict=True)
+            sum(several)
+            for several in zip(*(self.meeting.evaluations[r] for r in order), strict=True)
         ]
         self.meeting.barrier.wait()
         return merged
@@ -62,7 +64,12 @@ def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
         model, calibration = searchables[rank]
         ranks = ThreadRanks(rank, meeting)
         objective = Objective(
-            model, calibration, WINDOW, batch_size=batch_size, reuse_bytes=reuse_bytes, ranks=ranks
+            model,
+            calibration,
+            Window(WINDOW),
+            batch_size=batch_size,
+            reuse_bytes=reuse_bytes,
+            ranks=ranks,
         )
         try:
             return work(objective, rank)
@@ -82,9 +89,9 @@ def evaluated(objective, rank):
 def test_any_number_of_ranks_gives_the_same_bits(size):
     (alone,) = on_ranks(1, evaluated, reuse_bytes=0)
     everywhere = on_ranks(size, evaluated, reuse_bytes=0)
-    for found in everywhere:
-        assert found == everywhere[0]
-        for ours, theirs in zip(found, alone, strict=True):
+    for evaluations in everywhere:
+        assert evaluations == everywhere[0]
+        for ours, theirs in zip(evaluations, alone, strict=True):
             assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
             assert ours.full_forward_equivalents == theirs.full_forward_equivalents
     assert len({e.log_likelihood for e in alone}) == len(MASKS)
@@ -92,11 +99,11 @@ def test_any_number_of_ranks_gives_the_same_bits(size):
 
 def test_reuse_on_every_rank_counts_the_whole_set():
     (alone,) = on_ranks(1, evaluated)
-    found, _ = on_ranks(2, evaluated)
-    assert [e.log_likelihood for e in found] == [e.log_likelihood for e in alone]
-    assert found[3].full_forward_equivalents == alone[3].full_forward_equivalents < 1.0
+    evaluations, _ = on_ranks(2, evaluated)
+    assert [e.log_likelihood for e in evaluations] == [e.log_likelihood for e in alone]
+    assert evaluations[3].full_forward_equivalents == alone[3].full_forward_equivalents < 1.0
     # Each rank once computes one of its batches a second time, to check that reuse is exact.
-    assert found[2].full_forward_equivalents > alone[2].full_forward_equivalents
+    assert evaluations[2].full_forward_equivalents > alone[2].full_forward_equivalents
 
 
 def test_numbers_that_are_not_finite_on_one_rank_fail_on_all():
@@ -107,12 +114,12 @@ def test_numbers_that_are_not_finite_on_one_rank_fail_on_all():
                 objective.model.get_decoder().norm.weight[0] = float("nan")
         return objective.evaluate(random_mask(0))
 
-    assert all("not finite" in told for told in on_ranks(2, broken))
+    assert all("not finite" in message for message in on_ranks(2, broken))
 
 
 def test_ranks_that_measure_different_masks_fail():
-    told = on_ranks(2, lambda objective, rank: objective.evaluate(random_mask(rank)))
-    assert all("different head masks" in one for one in told)
+    message = on_ranks(2, lambda objective, rank: objective.evaluate(random_mask(rank)))
+    assert all("different head masks" in one for one in message)
 
 
 def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
@@ -123,12 +130,13 @@ def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
             calls.append(1)
             return output + 0.01 * len(calls)
 
-        apply_head_mask(objective.model, FULL, WINDOW)
-        objective._check_model(FULL)
+        apply_head_mask(objective.model, FULL, Window(WINDOW))
+        objective.check_output_head(FULL)
         if rank == 1:
             objective.model.get_decoder().layers[2].register_forward_hook(drift)
-        objective.evaluate(FULL, shared_layers=1)
-        objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
+        for _ in range(2):
+            objective.evaluate(FULL, shared_layers=1)
+            objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
         return objective.evaluate(FULL, shared_layers=1).full_forward_equivalents
 
     first, second = on_ranks(2, drifting)
@@ -138,7 +146,7 @@ def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
     sizes = [10, 20, 30, 40, 50, 20]
-    shares = [dealt(sizes, Ranks(rank, size)) for rank in range(size)]
+    shares = [batches_of_rank(sizes, Ranks(rank, size)) for rank in range(size)]
     assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
     work = [sum(sizes[i] for i in share) for share in shares]
     assert max(work) - min(work) <= max(sizes)

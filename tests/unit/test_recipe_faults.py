@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bosch.errors import UserError
-from pipeline.recipe import load_recipe
+from pipeline.cli import main
+from pipeline.recipe.load import load_recipe
 from tests.pipeline_case import Case, truncate
 
 
@@ -41,6 +44,32 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("search.swa_ratio=nan", "search.swa_ratio: "),
         ("train.learning_rate=.inf", "train.learning_rate: expected a finite number"),
         ("search.window_size=true", "search.window_size: expected a whole number, found true"),
+        ("search.swa_ratio=true", "search.swa_ratio: expected a number, found true"),
+        ("search.sinks=true", "search.sinks: expected a whole number, found true"),
+        ("runtime.processes=true", "runtime.processes: expected a whole number or auto, found"),
+        ("train.liger=t", "train.liger: expected true or false, found 't'"),
+        ("train.liger=1", "train.liger: expected true or false, found 1"),
+        ("seed=1:30", "seed: expected a whole number"),
+        ("search.window_size=1:30", "search.window_size: '1:30' is not a count"),
+        ("prepare.train_tokens=010:00", "prepare.train_tokens: '010:00' is not a count"),
+        ("prepare.train_tokens=" + "9" * 400, "not valid YAML: a number of 400 digits"),
+        ("prepare.train_tokens='" + "9" * 400 + "'", "prepare.train_tokens: '999"),
+        ("prepare.train_tokens=" + "9" * 30, "a value at most 1e+15"),
+        ("search.alpha=" + "9" * 400, "not valid YAML: a number of 400 digits"),
+        ("search.alpha=1e999", "search.alpha: expected a finite number"),
+        ("runtime.processes=1000000", "runtime.processes: expected a value at most 1024 or auto"),
+        ("runtime.data_workers=1000000", "runtime.data_workers: expected a value at most 1024"),
+        ("runtime.output_root=", "runtime.output_root: expected text, found nothing"),
+        ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
+        ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),
+        ("model.path=" + "m" * 5000, "model.path: no path can be that long"),
+        ("name=" + "n" * 300, "name: 'nnn"),
+        ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name: expected one line of"),
+        ('report.title="\\e[31mred"', "a text holds the control character '\\x1b'"),
+        ("evaluate.needle.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
+        ("prepare.calibration.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
+        ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths: names 512 twice"),
+        ("seed=!!int 7", "the tag tag:yaml.org,2002:int; write the plain value"),
         ("search.swa_ratio=half", "search.swa_ratio: 'half' is not a number"),
         ("search.window_size=4.5", "search.window_size: expected a whole number"),
         ("search.window_size=2x", "search.window_size: '2x' is not a count"),
@@ -50,6 +79,7 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("search=null", "search: is required and missing"),
         ("prepare.sources=[]", "prepare.sources: expected at least 1 item(s)"),
         ("search.buckets=[0,0.25]", "search.swa_ratio: 0.5 cannot be reached"),
+        ("search.head_granularity=3", "search.head_granularity: 4 KV heads per layer are no mult"),
         ("search.buckets=[0.5,0.25]", "search.buckets: the values must rise"),
         ("search.window_size=256", "search.window_size: 256 is not shorter than prepare.calib"),
         ("search.window_size=128", "search.window_size: 128 is not shorter than prepare.sequence"),
@@ -62,12 +92,35 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("runtime.micro_batch_size=3", "train.batch_tokens: a batch of 4 sequences cannot be"),
         ("runtime.processes=3", "on 3 process(es)"),
         ("prepare.sequence_length=2k", "prepare.sequence_length: 2,048 is more than the model's"),
+        ("evaluate.rivals=[bosch]", "evaluate.rivals: bosch is neither a rule nor a ranking"),
         ("evaluate.needle=null", "evaluate: names nothing to evaluate"),
         ("evaluate.needle.lengths=[64]", "evaluate.needle.max_new_tokens: 128 leaves no room"),
         ("evaluate.needle.lengths=[4k]", "evaluate.needle.lengths: 4,096 is more than the model's"),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
+        ("prepare.sources.0.split=test", "prepare.sources.0: subset, split and revision are for"),
+        ("prepare.sources.0.filters.matches.lang=en", "filters.matches: a source of kind text has"),
+        (
+            "prepare.sources.0.filters={min_tokens: 5, max_tokens: 4}",
+            "prepare.sources.0.filters: min_tokens 5 is more than max_tokens 4",
+        ),
+        (
+            "prepare.sources.0.filters.matches={lang: '(a'}",
+            "prepare.sources.0.filters.matches: '(a' is not a regular expression",
+        ),
+        (
+            "prepare.sources.0={name: a, kind: retrieval, filters: {max_tokens: 9}}",
+            "prepare.sources.0.filters: retrieval writes documents without end",
+        ),
+        (
+            "prepare.sources.0={name: a, kind: huggingface, path: org/name, revision: main}",
+            "prepare.sources.0.revision: expected the dataset's commit, 40 digits",
+        ),
+        (
+            "prepare.sources.0={name: a, kind: huggingface, path: a b/c/d}",
+            "a b/c/d is neither a directory nor a name like org/dataset",
+        ),
         ("materialize.max_shard_size=5", "materialize.max_shard_size: expected text"),
         ("materialize.max_shard_size=5GiB", "max_shard_size: '5GiB' is not a file size like 5GB"),
         ("materialize.max_shard_size=0GB", "max_shard_size: '0GB' is not a file size"),
@@ -94,89 +147,74 @@ def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
     assert "\n" not in case.fault("prepare.calibration=[]")
 
 
-def test_all_faults_are_told_at_once(case: Case) -> None:
-    message = case.fault("search.solver=x", "train.batch_tokens=500", "model.path=/none", "typo=1")
-    assert message.startswith("4 faults")
-    for path in ("search.solver: ", "train.batch_tokens: ", "model.path: ", "typo: "):
-        assert f"\n  {path}" in message
+def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
+    message = case.fault(
+        "model.dtpye=float32",
+        "prepare.sources.0.wieght=2",
+        "prepare.calibration.lenght=1",
+        "search.swa_ratoi=0.5",
+        "search.solver=x",
+        "train.learning_rate=fast",
+        "evaluate.needle.samples=0",
+        "runtime.log_level=loud",
+        "seed=-1",
+        "name=store",
+        "typo=1",
+    )
+    _check_lines(
+        message,
+        [
+            "model.dtpye: unknown key; did you mean dtype?",
+            "prepare.sources.0.wieght: unknown key; did you mean weight?",
+            "prepare.calibration.lenght: unknown key; did you mean length?",
+            "search.swa_ratoi: unknown key; did you mean swa_ratio?",
+            "search.solver: expected ",
+            "train.learning_rate: 'fast' is not a number",
+            "evaluate.needle.samples: expected a value greater than 0, found 0",
+            "runtime.log_level: expected debug, info, warning, found 'loud'",
+            "seed: expected a whole number",
+            "name: 'store' is the store's own folder",
+            "typo: unknown key",
+        ],
+    )
 
 
-def test_a_fault_hides_no_check_of_other_fields(case: Case) -> None:
-    """Every section has a fault of its own; every check between other fields still speaks."""
+def test_all_faults_between_valid_fields_are_told_at_once(case: Case) -> None:
     truncate(case.model / "model.safetensors", 1)
     (case.model / "tokenizer.json").unlink()
     case.change_config(num_hidden_layers=None, max_position_embeddings=400)
     message = case.fault(
-        "model.dtpye=float32",
-        "prepare.sources.0.wieght=2",
         "prepare.sources.0.path=no/where",
-        "prepare.calibration.lenght=1",
-        "search.swa_ratoi=0.5",
+        "search.swa_ratio=0.9",
         "search.buckets=[0,0.25]",
         "search.window_size=256",
-        "train.learning_rate=fast",
         "train.batch_tokens=500",
         "train.checkpoint_tokens=[9000]",
-        "evaluate.needle.samples=0",
         "evaluate.needle.max_new_tokens=600",
-        "runtime.log_level=loud",
-        "runtime.micro_batch_size=7",
-        "seed=-1",
-        "name=store",
     )
-    expected = [
-        "model.dtpye: unknown key; did you mean dtype?",
-        "prepare.sources.0.wieght: unknown key; did you mean weight?",
-        "prepare.sources.0.path: ",
-        "prepare.calibration.lenght: unknown key; did you mean length?",
-        "search.swa_ratoi: unknown key; did you mean swa_ratio?",
-        "search.swa_ratio: 0.5 cannot be reached",
-        "search.window_size: 256 is not shorter than prepare.calibration.length = 256",
-        "search.window_size: 256 is not shorter than prepare.sequence_length = 128",
-        "train.learning_rate: 'fast' is not a number",
-        "train.batch_tokens: 500 is no multiple of prepare.sequence_length = 128",
-        "train.checkpoint_tokens: ends at 9,000",
-        "evaluate.needle.samples: expected a value greater than 0, found 0",
-        "evaluate.needle.max_new_tokens: 600 leaves no room",
-        "evaluate.needle.lengths: 512 is more than the model's 400 positions",
-        "runtime.log_level: expected debug, info, warning, found 'loud'",
-        "seed: expected a whole number",
-        "name: 'store' is the store's own folder",
-        "model.path: config.json has num_hidden_layers = None",
-        f"model.path: {case.model} has no tokenizer files",
-        f"model.path: {case.model / 'model.safetensors'} is damaged",
-    ]
+    _check_lines(
+        message,
+        [
+            "prepare.sources.0.path: ",
+            "search.swa_ratio: 0.9 cannot be reached",
+            "search.window_size: 256 is not shorter than prepare.calibration.length = 256",
+            "search.window_size: 256 is not shorter than prepare.sequence_length = 128",
+            "train.batch_tokens: 500 is no multiple of prepare.sequence_length = 128",
+            "train.checkpoint_tokens: ends at 9,000",
+            "evaluate.needle.max_new_tokens: 600 leaves no room",
+            "evaluate.needle.lengths: 512 is more than the model's 400 positions",
+            "model.path: config.json has num_hidden_layers = None",
+            f"model.path: {case.model} has no tokenizer files",
+            f"model.path: {case.model / 'model.safetensors'} is damaged",
+        ],
+    )
+
+
+def _check_lines(message: str, starts: list[str]) -> None:
     lines = message.splitlines()
-    assert lines[0] == f"{len(expected)} faults"
-    for start in expected:
+    assert lines[0] == f"{len(starts)} faults"
+    for start in starts:
         assert sum(line.startswith(f"  {start}") for line in lines) == 1, start
-
-
-@pytest.mark.parametrize(
-    ("broken", "still_told"),
-    [
-        ("search.window_size=wide", "search.swa_ratio: 0.9 cannot be reached"),
-        ("search.swa_ratio=2", "search.window_size: 256 is not shorter"),
-        ("search=3", "train.batch_tokens: 500 is no multiple"),
-        ("prepare.sequence_length=0", "search.window_size: 256 is not shorter than prepare.calib"),
-        ("prepare.calibration=3", "search.window_size: 256 is not shorter than prepare.sequence"),
-        ("prepare.sources=3", "search.window_size: 256 is not shorter than prepare.sequence"),
-        ("prepare=3", "train.total_tokens: 2,048 is less than one batch"),
-        ("train=3", "search.window_size: 256 is not shorter than prepare.sequence"),
-        ("train.total_tokens=x", "train.batch_tokens: 500 is no multiple"),
-        ("evaluate.needle.lengths=[x]", "search.window_size: 256 is not shorter"),
-        ("evaluate.needle=3", "search.window_size: 256 is not shorter"),
-        ("runtime=3", "search.window_size: 256 is not shorter"),
-        ("runtime.processes=no", "search.window_size: 256 is not shorter"),
-        ("model=3", "search.window_size: 256 is not shorter"),
-    ],
-)
-def test_checks_need_only_their_own_fields(case: Case, broken: str, still_told: str) -> None:
-    given = ["search.swa_ratio=0.9", "search.buckets=[0,0.25]", "search.window_size=256"]
-    batch = 4096 if "total_tokens: " in still_told else 500
-    message = case.fault(*given, f"train.batch_tokens={batch}", broken)
-    assert f"\n  {still_told}" in message
-    assert f"\n  {broken.partition('=')[0]}" in message
 
 
 def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
@@ -198,6 +236,43 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
     bad.write_bytes(b"a: \xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
         load_recipe(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: " + "[" * 100_000, "more than 32 values inside each other"),
+        ("- " * 100_000, "more than 32 values inside each other"),
+        ("{a: " * 100_000, "more than 32 values inside each other"),
+        ("a: &a [*a]", "the alias '*a' stands before or inside its value"),
+        ("a: [" + "1," * 20_000 + "]", "more than 10,000 values"),
+        ("a: " + "x" * 2**21, "is longer than 1,048,576 characters"),
+        (
+            "a: &a [1,2,3,4,5,6,7,8,9]\n"
+            + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefgh")),
+            "more than 10,000 values, aliases counted each time",
+        ),
+    ],
+    ids=["flow", "block", "maps", "cycle", "wide", "long", "laughs"],
+)
+def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        load_recipe(file)
+    assert expected in str(caught.value)
+    assert time.monotonic() - started < 2
+
+
+def test_unquoted_words_are_what_they_say(case: Case) -> None:
+    """YAML 1.1 takes `no` for a flag; a recipe's fields know which words they hold."""
+    loaded = load_recipe(
+        case.file, ["train.mixed_precision=no", "train.liger=no", "train.document_masking=on"]
+    )
+    train = loaded.recipe.train
+    assert train is not None
+    assert (train.mixed_precision, train.liger, train.document_masking) == ("no", False, True)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +303,7 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
     shard.write_bytes(b"PAR1" + b"x" * 40 + (999).to_bytes(4, "little") + b"PAR1")
     assert "damaged Parquet file" in case.fault(*overrides)
     (tmp_path / "empty").mkdir()
-    assert "names no file" in case.fault(f"prepare.sources.0.path={tmp_path / 'empty'}")
+    assert "empty holds no file" in case.fault(f"prepare.sources.0.path={tmp_path / 'empty'}")
 
 
 def test_processes_come_from_torchrun_variables(case: Case) -> None:
@@ -243,6 +318,9 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
     assert (world.size, world.node_rank, world.master_addr, world.master_port) == (4, 1, "h", 9)
     with pytest.raises(UserError, match="NNODES=two"):
         load_recipe(case.file, env={"NNODES": "two"})
+    for number in ("9" * 5000, "1000000000"):
+        with pytest.raises(UserError, match=r"environment variable NPROC_PER_NODE=[0-9]{1,60}: "):
+            load_recipe(case.file, env={"NPROC_PER_NODE": number})
     with pytest.raises(UserError, match="NODE_RANK=2"):
         load_recipe(case.file, env={**env, "NODE_RANK": "2"})
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
@@ -267,13 +345,13 @@ def test_sinks_need_a_backend_that_has_them(case: Case) -> None:
 
 
 def test_flash_needs_half_precision_in_search_and_training(case: Case) -> None:
-    given = ["runtime.attention=flash", "model.dtype=float32", 'train.mixed_precision="no"']
-    message = case.fault(*given)
+    changes = ["runtime.attention=flash", "model.dtype=float32", 'train.mixed_precision="no"']
+    message = case.fault(*changes)
     assert message.startswith("2 faults")
     assert "flash computes in float16 and bfloat16, model.dtype asks for float32" in message
     assert "train.mixed_precision = no trains in float32" in message
-    load_recipe(case.file, ["runtime.attention=sdpa", *given[1:]])
-    load_recipe(case.file, given[:1])
+    load_recipe(case.file, ["runtime.attention=sdpa", *changes[1:]])
+    load_recipe(case.file, changes[:1])
 
 
 def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
@@ -285,6 +363,16 @@ def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
     load_recipe(case.file, ["runtime.attention=sdpa"])
     case.change_config(attention_dropout=0.0)
     load_recipe(case.file, ["runtime.attention=flex"])
+
+
+def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """boolq is a task of the folder super_glue."""
+    known = "evaluate.harness={tasks: [gsm8k, boolq, longbench, arc_easy], max_length: 1k}"
+    assert main(["validate", str(case.file), known]) == 0
+    assert main(["validate", str(case.file), "evaluate.harness={tasks: [gsm8k, gsm9k]}"]) == 2
+    assert "evaluate.harness.tasks: lm-eval knows no task gsm9k" in capsys.readouterr().err
 
 
 def test_train_and_evaluate_can_be_left_out(case: Case) -> None:

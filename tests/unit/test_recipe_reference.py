@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from pipeline.recipe import Recipe
-from stages.configs import Section
+from pipeline.recipe.recipe import Recipe
+from stages.fields import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
     text = maker.reference()
     headings = set(re.findall(r"^## `?([\w. ]+)", text, re.MULTILINE))
     for name, field in Recipe.model_fields.items():
-        section = maker._section_of(field.annotation)
+        section = maker.section_of(field.annotation)
         if section is None:
             assert f"| `{name}` |" in text
             continue
@@ -43,7 +43,7 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
         assert issubclass(section, Section)
         part = text.split(f"## `{name}`", 1)[1].split("\n## ", 1)[0]
         for key, inner in section.model_fields.items():
-            if maker._section_of(inner.annotation) is None:
+            if maker.section_of(inner.annotation) is None:
                 assert f"| `{key}` |" in part
             else:
                 assert f"{name}.{key}" in headings
@@ -56,7 +56,7 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
         ("sequence_length", "count | `32768`"),
         ("adam_beta1", "number ≥ 0, < 1 | `0.9`"),
         ("buckets", "list of number ≥ 0, ≤ 1 | `[0, 0.25, 0.5, 0.75, 1]`"),
-        ("processes", "integer > 0 or `auto` | `auto`"),
+        ("processes", "integer > 0, ≤ 1,024 or `auto` | `auto`"),
     ],
 )
 def test_types_are_named_with_their_bounds(maker: ModuleType, row: str, expected: str) -> None:

@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.reporting.charts import (
-    Canvas,
-    Scale,
-    left_margin,
-    nice_ticks,
-    power_ticks,
-    whole_ticks,
-)
-from stages.reporting.figures import extent, running_mean
-from stages.reporting.formats import (
+from stages.formats import (
     format_bytes,
     format_count,
     format_length,
@@ -26,7 +17,16 @@ from stages.reporting.formats import (
     format_seconds,
     format_share,
 )
-from stages.reporting.search_figures import label_stride
+from stages.report.charts import (
+    Canvas,
+    Scale,
+    left_margin,
+    nice_ticks,
+    power_ticks,
+    whole_ticks,
+)
+from stages.report.figures import extent, running_mean
+from stages.report.search_figures import label_stride
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 

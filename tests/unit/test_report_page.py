@@ -11,12 +11,16 @@ from typing import get_args
 import pytest
 
 from bosch.errors import RunError
-from bosch.method.ledger import StageName
-from stages import report
-from stages.reporting.figures import cache_lengths
-from stages.reporting.results import Cache, load_results
-from stages.reporting.search_figures import STAGE_NAMES
-from stages.reporting.search_section import TRACE_KEYS
+from bosch.model.cache_size import CacheSize
+from bosch.search.evaluator import Phase
+from bosch.window import Window
+from pipeline.run import graph
+from stages.artifacts import STAGES, Scores
+from stages.report import run as report
+from stages.report.figures import cache_lengths
+from stages.report.results import load_results
+from stages.report.search_figures import PHASE_NAMES
+from stages.report.search_section import TRACE_KEYS
 from tests import report_fixture
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -70,7 +74,8 @@ def test_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     outline = parse(page)
     for tag, attributes in outline.tags:
         assert tag not in ("script", "link", "iframe", "img", "object")
-        assert not {"src", "href", "xlink:href"} & attributes.keys()
+        assert not {"src", "xlink:href"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
     assert not re.search(r"https?://|@import|url\(", page)
 
 
@@ -79,7 +84,7 @@ def test_every_picture_is_named_for_those_who_do_not_see_it(tmp_path: Path) -> N
     ids = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     pictures = [attributes for tag, attributes in outline.tags if tag == "svg"]
-    assert len(pictures) == 2 * 11
+    assert len(pictures) == 2 * 14
     for attributes in pictures:
         assert attributes["role"] == "img"
         assert set((attributes["aria-labelledby"] or "").split()) <= set(ids)
@@ -119,23 +124,67 @@ def test_score_tables_hold_every_cell_of_every_checkpoint(tmp_path: Path) -> Non
         "Hybrid, untrained",
         "Hybrid after 1,000,000 tokens",
         "Hybrid after 4,000,000 tokens",
+        "INTR, untrained",
     ]
     per_table = (len(report_fixture.TASKS) + 1) * len(report_fixture.LENGTHS)
     assert page.count('<td class="score"') == len(tables) * per_table
-    scores = json.loads((inputs["evaluate"] / "scores.json").read_text())
-    cell = scores["checkpoints"]["tokens-1000000"]["needle"]["niah_single_1"]["512"]["score"]
-    assert f">{cell:.1f}</td>" in page
+    scores = Scores.read(inputs["evaluate"]).checkpoints["tokens-1000000"]["needle"]
+    cell = scores.tasks["niah_single_1"][512].score
+    assert f">{cell:.1f}</a><small>" in page
+
+
+def test_verdict_and_intervals_stand_on_the_page(tmp_path: Path) -> None:
+    page, inputs = make(tmp_path)
+    [sentence] = re.findall(r'<p class="verdict">([^<]+)</p>', page)
+    assert re.fullmatch(
+        r"At 2k the trained hybrid keeps 98\.5 % ± \d\.\d of the original&#x27;s score with "
+        r"0\.\d\d of its KV cache\.",
+        sentence,
+    )
+    scores = Scores.read(inputs["evaluate"]).checkpoints["hybrid"]["needle"]
+    cell = scores.tasks["niah_single_1"][512]
+    assert f"{cell.score:.1f}</a><small>{cell.low:.1f}–{cell.high:.1f}</small>" in page
+    assert cell.against_original is not None and cell.against_original.is_distinguishable
+    assert "≈ 31.0" not in page
+
+
+def test_the_first_picture_ranks_search_and_rivals(tmp_path: Path) -> None:
+    page, _ = make(tmp_path)
+    assert page.index('aria-labelledby="standing-t') < page.index('class="tiles"')
+    picture = wide_picture(page, "standing")
+    bars = re.findall(
+        r'class="bar (\w+)"[^>]*width="([\d.]+)"[^>]*><title>([^:]+): ([\d.]+), interval', picture
+    )
+    assert [(css, label, value) for css, _, label, value in bars] == [
+        ("rival", "INTR, untrained", "12.0"),
+        ("untrained", "BOSCH, untrained", "31.0"),
+        ("hybrid", "BOSCH, trained", "96.0"),
+    ]
+    lengths = [float(width) for _, width, _, _ in bars]
+    assert lengths[1] / lengths[0] == pytest.approx(31 / 12, rel=0.01)
+    assert "original 97.5" in picture
+    # A rival is no point of the curve of recovery, and not the original.
+    assert "12.0" not in wide_picture(page, "recovery")
+
+
+def test_every_score_leads_to_its_samples(tmp_path: Path) -> None:
+    page, _ = make(tmp_path)
+    links = set(re.findall(r'href="#(samples-[^"]+)"', page))
+    assert len(links) == 5 * len(report_fixture.TASKS) * len(report_fixture.LENGTHS)
+    assert links == set(re.findall(r'<h4 id="([^"]+)"', page))
+    assert "What is &lt;it&gt;?" in page and "output 62 of hybrid" in page
+    assert "Loss by position" in page
 
 
 def test_search_notes_and_provenance_are_shown_escaped(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
-    assert "Stage 1: 2 layers tie at score 1." in page
+    assert "Algorithm 1: 2 layers tie at score 1." in page
     assert "base<model>" not in page
     assert "base&lt;model&gt;" in page
     text = " ".join(parse(page).text)
     assert "search.window_size" in text
     assert "pydoc topics of Python 3" in text
-    assert "train.sources.python.documents" in text
+    assert "sources.python.documents" in text
     assert "0123456789ab, with local changes" in text
 
 
@@ -143,14 +192,10 @@ def test_search_notes_and_provenance_are_shown_escaped(tmp_path: Path) -> None:
     ("without", "sentences"),
     [
         (("train",), ["Training is not part of this recipe."]),
-        (("evaluate",), ["Evaluation is not part of this recipe."]),
+        (("original", "evaluate"), ["Evaluation is not part of this recipe."]),
         (
-            ("train", "evaluate"),
+            ("original", "train", "evaluate"),
             ["Training is not part of this recipe.", "Evaluation is not part of this recipe."],
-        ),
-        (
-            ("search", "materialize", "train", "evaluate"),
-            ["A search is not part of this recipe.", "Materialising the hybrid model is not"],
         ),
     ],
 )
@@ -188,18 +233,18 @@ def test_layer_rules_without_evaluations_still_make_a_page(tmp_path: Path) -> No
     report_fixture.write_json(path, summary)
     report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert "makes its mask without evaluating any" in page
+    assert "builds its mask without evaluations" in page
     assert "does not probe layers one by one" in page
 
 
 def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path: Path) -> None:
     inputs = report_fixture.publish(tmp_path)
     path = inputs["search"] / "summary.json"
-    stages = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
+    phases = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
     trace = [
-        {"stage": stage, "step": step, "unit": stage, "score": 0.5, "log_likelihood": -1.0,
+        {"phase": phase, "step": step, "subproblem": phase, "score": 0.5, "log_likelihood": -1.0,
          "best_score": 0.5, "is_bound": step in (5, 6)}
-        for step, stage in enumerate(stages, start=1)
+        for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
     summary = json.loads(path.read_text()) | {"trace": trace, "gradients": 3}
     report_fixture.write_json(path, summary)
@@ -208,12 +253,18 @@ def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path:
     for name in ("trace", "trace-ll"):
         picture = wide_picture(page, name)
         drawn = {
-            stage: d.count("M") for stage, d in re.findall(r"dots (\w+)\" d=\"(.*?)\"", picture)
+            phase: d.count("M") for phase, d in re.findall(r"dots (\w+)\" d=\"(.*?)\"", picture)
         }
         assert drawn == {"anchors": 2, "start": 1, "swaps": 1, "final": 1}
     assert "Gradients taken</th><td>3<" in page
-    assert {stage for stage, *_ in TRACE_KEYS} | {"repair", "final"} == set(get_args(StageName))
-    assert set(STAGE_NAMES) == set(get_args(StageName))
+    assert {phase for phase, *_ in TRACE_KEYS} | {"repair", "ablation", "final"} == set(
+        get_args(Phase)
+    )
+    assert set(PHASE_NAMES) == set(get_args(Phase))
+
+
+def test_the_report_knows_every_stage_of_the_pipeline() -> None:
+    assert [*STAGES, "report"] == [stage.name for stage in graph.STAGES]
 
 
 def test_summary_has_the_headline_numbers(tmp_path: Path) -> None:
@@ -222,6 +273,7 @@ def test_summary_has_the_headline_numbers(tmp_path: Path) -> None:
     assert summary["needle"] == {
         "original": 97.5,
         "hybrid": 31.0,
+        "rivals": {"intr": 12.0},
         "trained": 96.0,
         "trained_tokens": 4_000_000,
     }
@@ -243,11 +295,11 @@ def test_terminal_table_names_absent_stages(
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("search/head_mask.json", "{"),
-        ("search/head_mask.json", '{"num_layers": 6}'),
+        ("search/summary.json", "{"),
+        ("search/summary.json", '{"trace": []}'),
         ("evaluate/scores.json", "[]"),
         ("evaluate/scores.json", '{"checkpoints": {"best": {"needle": {"average": 1}}}}'),
-        ("train/metrics.jsonl", '{"step": 1, "tokens": 5, "loss": 1.0}\n{"step": 2, "to\n'),
+        ("train/metrics.jsonl", '{"step": 1, "to\n'),
         ("materialize/summary.json", None),
     ],
 )
@@ -263,22 +315,12 @@ def test_damaged_inputs_are_named(tmp_path: Path, file: str, content: str | None
 
 
 def test_cache_follows_the_formula() -> None:
-    cache = Cache(bytes_per_head=100.0, full_heads=2, sliding_heads=6, kept=7)
-    assert cache.before(50) == 100 * 8 * 50
-    assert cache.after(50) == 100 * (2 * 50 + 6 * 7)
-    assert cache.after(5) == cache.before(5)
-    assert cache.after(1001) - cache.after(1000) == cache.after_per_token
-    assert cache_lengths(cache)[0] <= cache.kept < cache_lengths(cache)[-1]
-
-
-def test_losses_that_are_no_numbers_are_told_and_not_drawn(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
-    path = inputs["train"] / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 201, "tokens": 4020000, "loss": NaN}\n')
-    report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
-    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert "The loss of 1 logged steps is not finite" in page
-    assert "nan" not in wide_picture(page, "loss")
+    cache = CacheSize(full_heads=2, sliding_heads=6, window=Window(8, 3), bytes_per_head=100)
+    assert cache.original(50) == 100 * 8 * 50
+    assert cache.dynamic(50) == 100 * (2 * 50 + 6 * 10)
+    assert cache.dynamic(7) == cache.original(7)
+    assert cache.dynamic(1001) - cache.dynamic(1000) == cache.per_token
+    assert cache_lengths(cache)[0] <= 7 < cache_lengths(cache)[-1]
 
 
 def test_a_deep_model_has_a_cell_per_head(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError, UserError
-from pipeline.graph import STAGES, Stage, resolve
-from pipeline.locks import hold
-from pipeline.recipe import load_recipe
-from pipeline.runner import Choice, Runner
-from pipeline.status import differences
-from pipeline.store import Store
-from pipeline.worker import execute
-from pipeline.world import World
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.processes import World
+from pipeline.run.graph import STAGES, Stage, resolve
+from pipeline.run.locks import hold
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.status import differences
+from pipeline.run.store import Store
+from pipeline.run.worker import execute
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 NAMES = [stage.name for stage in STAGES]
@@ -51,23 +51,23 @@ def to_run(case: Case, *overrides: str, **choice: Any) -> list[str]:
 
 def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> None:
     assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
-    assert runner(case).run() == 6
+    assert runner(case).run() == 7
     assert states(case) == dict.fromkeys(NAMES, "cached")
     assert runner(case).run() == 0
     for name in NAMES:
         assert case.output(name).is_symlink()
         assert case.calls(name) == 1
-    told = json.loads((case.output("report") / "output.json").read_text())
-    assert set(told["inputs"]) == set(NAMES[:-1])
-    assert told["section"]["title"] == "tiny"
+    output = json.loads((case.output("report") / "output.json").read_text())
+    assert set(output["inputs"]) == set(NAMES[:-1])
+    assert output["section"]["title"] == "tiny"
     assert json.loads((case.runs / "tiny" / "recipe.json").read_text())["seed"] == 0
 
 
 def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) -> None:
     runner(case).run()
-    told = json.loads((case.output("train") / "output.json").read_text())
-    assert set(told["inputs"]) == {"prepare", "materialize"}
-    assert told["upstream"] == ["materialize", "prepare", "search"]
+    output = json.loads((case.output("train") / "output.json").read_text())
+    assert set(output["inputs"]) == {"prepare", "materialize"}
+    assert output["upstream"] == ["materialize", "prepare", "search"]
 
 
 def test_manifests_hold_what_made_the_output(case: Case) -> None:
@@ -89,6 +89,7 @@ def test_manifests_hold_what_made_the_output(case: Case) -> None:
         ("train.total_tokens=1k", "train", "train.total_tokens changed 2048 → 1024"),
         ("model.dtype=float32", "search", "model.dtype changed bfloat16 → float32"),
         ("materialize.dtype=float32", "materialize", "materialize.dtype changed bfloat16"),
+        ("evaluate.needle.samples=3", "original", "evaluate.needle.samples changed 2 → 3"),
         ("report.title=New", "report", "report.title changed tiny → New"),
         ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
     ],
@@ -97,11 +98,14 @@ def test_a_changed_field_reruns_its_stage_and_what_follows(
     case: Case, override: str, first: str, reason: str
 ) -> None:
     runner(case).run()
-    found = states(case, override)
-    assert found[first].startswith(f"to run ({reason}")
-    follows = {"search": NAMES[1:], "train": NAMES[3:], "report": NAMES[5:], "prepare": NAMES}
-    follows["materialize"] = NAMES[2:]
-    assert [name for name in NAMES if found[name] != "cached"] == follows[first]
+    shown = states(case, override)
+    assert shown[first].startswith(f"to run ({reason}")
+    follows = NAMES[NAMES.index(first) :]
+    if not override.startswith(("seed", "model", "evaluate")):
+        follows = [name for name in follows if name != "original"]
+    if override.startswith("evaluate"):
+        follows.remove("train")
+    assert [name for name in NAMES if shown[name] != "cached"] == follows
 
 
 @pytest.mark.parametrize(
@@ -116,10 +120,10 @@ def test_runtime_is_no_part_of_any_key(case: Case, override: str) -> None:
 def test_changed_inputs_are_found_by_content(case: Case) -> None:
     runner(case).run()
     (case.corpus / "a.txt").write_text("some TEXT")
-    found = states(case)
-    assert found["prepare"] == "to run (prepare.sources.0: a.txt has other content)"
-    assert found["search"] == "to run (input prepare changed)"
-    assert found["report"].startswith("to run (inputs prepare, search, ")
+    shown = states(case)
+    assert shown["prepare"] == "to run (prepare.sources.0: a.txt has other content)"
+    assert shown["search"] == "to run (input prepare changed)"
+    assert shown["report"].startswith("to run (inputs prepare, search, ")
     (case.corpus / "a.txt").write_text("some text")
     os.utime(case.corpus / "a.txt", (1, 1))
     assert to_run(case) == []
@@ -135,9 +139,9 @@ def test_changed_weights_rerun_the_search_but_not_the_data(case: Case) -> None:
     weights = case.model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
     (case.model / "README.md").write_text("a model card")
-    found = states(case)
-    assert found["prepare"] == "cached"
-    assert found["search"] == "to run (model.model.safetensors has other content)"
+    shown = states(case)
+    assert shown["prepare"] == "cached"
+    assert shown["search"] == "to run (model.model.safetensors has other content)"
     (case.model / "tokenizer.json").write_text('{"a": 1}')
     assert states(case)["prepare"] == "to run (model.tokenizer.json has other content)"
 
@@ -160,6 +164,7 @@ def test_two_recipes_share_equal_stages(case: Case) -> None:
     loaded = load_recipe(other, ["search.swa_ratio=0.75"], env={})
     assert Runner(loaded, Choice(), fake_table(), in_process).run() == 5
     assert (case.runs / "other" / "prepare").resolve() == prepared
+    assert (case.runs / "other" / "original").resolve() == case.output("original").resolve()
     assert to_run(case) == []
 
 
@@ -168,7 +173,7 @@ def test_until_from_and_force(case: Case) -> None:
     assert to_run(case) == NAMES[2:]
     with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
         runner(case, start="train").run()
-    assert runner(case, start="materialize").run() == 4
+    assert runner(case, start="materialize").run() == 5
     assert states(case, force=("train",))["train"] == "to run (--force)"
     assert states(case, force=("train",))["report"] == "to run (input train is made again)"
     before = case.output("search").resolve().stat().st_ino
@@ -186,9 +191,9 @@ def test_until_from_and_force(case: Case) -> None:
 
 
 def test_recipes_without_train_and_evaluate(case: Case) -> None:
-    assert runner(case, "train=null").run() == 5
-    told = json.loads((case.output("evaluate") / "output.json").read_text())
-    assert set(told["inputs"]) == {"prepare", "materialize"}
+    assert runner(case, "train=null").run() == 6
+    output = json.loads((case.output("evaluate") / "output.json").read_text())
+    assert set(output["inputs"]) == {"prepare", "materialize", "original"}
     assert runner(case, "train=null", "evaluate=null").run() == 1
     assert not case.output("evaluate").is_symlink()
 
@@ -218,18 +223,18 @@ def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
     assert to_run(case) == ["materialize"]
     assert runner(case).run() == 1
     shutil.rmtree(case.runs / "store")
-    assert runner(case).run() == 6
+    assert runner(case).run() == 7
 
 
 def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAIL", "search=run")
     with pytest.raises(RunError, match="the loss diverged"):
         runner(case).run()
-    found = states(case)
-    assert found["prepare"] == "cached"
-    assert found["search"] == "failed (the loss diverged)"
+    shown = states(case)
+    assert shown["prepare"] == "cached"
+    assert shown["search"] == "failed (the loss diverged)"
     monkeypatch.delenv("FAKE_FAIL")
-    assert runner(case).run() == 5
+    assert runner(case).run() == 6
     assert case.calls("search") == 2
     assert to_run(case) == []
 
@@ -275,7 +280,7 @@ def test_a_stage_that_another_run_makes_is_told(case: Case) -> None:
             RunError, match=rf"tiny: stage search is being made by pid {os.getpid()}"
         ):
             runner(case).run()
-    assert runner(case).run() == 5
+    assert runner(case).run() == 6
 
 
 def test_links_of_what_no_longer_belongs_are_taken_away(
@@ -289,8 +294,8 @@ def test_links_of_what_no_longer_belongs_are_taken_away(
     assert not case.output("train").is_symlink()
     assert not case.output("report").is_symlink()
     # The keys of the last run are still known, so the reasons stay precise.
-    found = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
-    assert found["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
+    shown = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
+    assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
 
 
 def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None:
@@ -302,9 +307,9 @@ def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None
     case.content = dict(reversed(case.content.items()))
     case.save()
     assert keys("train.total_tokens=2k", "search.window_size='32'", "name=other") != plain
-    assert keys("train.total_tokens=2k", "search.window_size='32'", "name=other")[:5] == plain[:5]
+    assert keys("train.total_tokens=2k", "search.window_size='32'", "name=other")[:6] == plain[:6]
     assert keys() == plain
-    assert len(set(plain)) == 6
+    assert len(set(plain)) == 7
 
 
 def test_versions_are_read_without_importing(tmp_path: Path) -> None:
@@ -321,6 +326,12 @@ def test_every_real_stage_has_a_version_and_known_needs() -> None:
         assert set(stage.needs) <= set(NAMES[:index])
 
 
+def test_an_evaluation_that_cannot_be_made_is_found_before_training() -> None:
+    """The original model answers the same samples as the trained ones, of the same lengths."""
+    names = [stage.name for stage in STAGES]
+    assert names.index("original") < names.index("train")
+
+
 def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     orders: list[Mapping[str, Any]] = []
 
@@ -331,9 +342,9 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     def shared_of(*overrides: str, **choice: Any) -> Any:
         loaded = load_recipe(case.file, overrides, env={})
         Runner(loaded, Choice(until="search", **choice), fake_table(), noting).run()
-        (found,) = [order["shared"] for order in orders if order["stage"] == "search"]
+        (shown,) = [order["shared"] for order in orders if order["stage"] == "search"]
         orders.clear()
-        return found
+        return shown
 
     first = shared_of()
     assert Path(first).is_relative_to(case.runs / "shared" / "search")
@@ -347,7 +358,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
 def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
     old = {"stage": "search", "config": {"gone": 1, "same": None, "value": None}}
     new = {"stage": "search", "config": {"same": None, "seed": None, "value": 2}}
-    assert list(differences(old, new)) == [
+    assert list(differences(old, new, "search")) == [
         "search.seed is new",
         "search.value changed nothing → 2",
         "search.gone is gone",

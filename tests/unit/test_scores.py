@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bosch.attention import HeadLayout, Span, causal, hybrid_attention
+from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
 from bosch.errors import UserError
+from bosch.window import Window
 
 HEADS, KV_HEADS, DIM, WINDOW = 6, 3, 8, 20
 LAYOUTS = {
-    "mixed": HeadLayout.search([False, True, False], WINDOW, 2),
-    "deployed": HeadLayout.deploy(1, 3, WINDOW),
-    "all full": HeadLayout.deploy(3, 3, WINDOW),
-    "all sliding": HeadLayout.deploy(0, 3, WINDOW),
+    "mixed": HeadLayout.search([False, True, False], Window(WINDOW, 2)),
+    "deployed": HeadLayout.deploy(1, 3, Window(WINDOW)),
+    "all full": HeadLayout.deploy(3, 3, Window(WINDOW)),
+    "all sliding": HeadLayout.deploy(0, 3, Window(WINDOW)),
 }
 
 
@@ -31,17 +32,17 @@ def _written_down(
     """Head by head, with the logit in the denominator."""
     slots, outputs = torch.arange(query.shape[2]), []
     distance, real = slots[:, None] - slots, torch.tensor(valid)
-    first = real.long().cumsum(0) <= layout.sinks
+    first = real.long().cumsum(0) <= layout.window.sinks
     for head in range(HEADS):
         group = head // (HEADS // KV_HEADS)
-        seen = (distance >= 0) & real
+        visible = (distance >= 0) & real
         if group in layout.sliding:
-            seen = seen & ((distance < layout.window_size) | first)
-        seen = seen | (distance == 0)
+            visible = visible & ((distance < layout.window.size) | first)
+        visible = visible | (distance == 0)
         scores = query[:, head] @ key[:, group].transpose(1, 2) * 0.7
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        powers = torch.exp(scores) * seen
+        powers = torch.exp(scores) * visible
         total = powers.sum(-1, keepdim=True)
         if logits is not None:
             total = total + torch.exp(logits[head])
@@ -55,23 +56,23 @@ def _written_down(
 def test_outputs_and_gradients_are_what_is_written_down(
     backend: str, layout: HeadLayout, capped: bool, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal, "_DENSE_MASK_ENTRIES", 5_000)  # some queries at a time
+    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 5_000)  # some queries at a time
     for length, padding in ((WINDOW + 1, 0), (70, 0), (70, 5)):
         *tensors, logits = _tensors(length)
         cap, extra = 1.5 if capped else None, logits if joined else None
         valid = [False] * padding + [True] * (length - padding)
-        span = Span(length, 0, torch.tensor([valid, valid]) if padding else None)
+        context = AttentionContext(length, 0, torch.tensor([valid, valid]) if padding else None)
         options = {"scaling": 0.7, "softcap": cap, "head_logits": extra, "backend": backend}
-        found = hybrid_attention(*tensors, layout, span, **options)
-        wanted = _written_down(*tensors, extra, cap, layout, valid)
-        torch.testing.assert_close(found[:, padding:], wanted[:, padding:])
-        plain = hybrid_attention(*tensors, layout, span, scaling=0.7, backend=backend)
-        assert (plain - found).abs().max() > 0.05
+        result = hybrid_attention(*tensors, layout, context, **options)
+        expected = _written_down(*tensors, extra, cap, layout, valid)
+        torch.testing.assert_close(result[:, padding:], expected[:, padding:])
+        plain = hybrid_attention(*tensors, layout, context, scaling=0.7, backend=backend)
+        assert (plain - result).abs().max() > 0.05
         sources = [*tensors, logits] if joined else tensors
-        weights = torch.randn_like(wanted)[:, padding:]
+        weights = torch.randn_like(expected)[:, padding:]
         gradients = [
             torch.autograd.grad((out[:, padding:] * weights).sum(), sources)
-            for out in (found, wanted)
+            for out in (result, expected)
         ]
         for left, right in zip(*gradients, strict=True):
             torch.testing.assert_close(left, right)
@@ -80,5 +81,5 @@ def test_outputs_and_gradients_are_what_is_written_down(
 @pytest.mark.parametrize("backend", ["flex", "flash"])
 def test_backends_without_them_refuse(backend: str) -> None:
     *tensors, logits = _tensors(8)
-    with pytest.raises(UserError, match=f"the {backend} backend caps no attention scores"):
+    with pytest.raises(UserError, match=f"the {backend} backend has no soft-capping"):
         hybrid_attention(*tensors, LAYOUTS["deployed"], head_logits=logits, backend=backend)

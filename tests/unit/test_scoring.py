@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from data_prep.scoring import mean_and_error, string_match_all
+from data_prep.scoring import mean_and_error, string_match
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from data_prep.scoring import mean_and_error, string_match_all
         ("123\x004567", ["1234567"], 0.0),
     ],
 )
-def test_string_match_all(output, answers, score):
-    assert string_match_all(output, answers) == score
+def test_string_match(output, answers, score):
+    assert string_match(output, answers) == score
 
 
 def test_mean_and_error():

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from bosch.errors import RunError, UserError
-from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog, GateGradient
 from bosch.heads import HeadMask
-from bosch.method.run import SEARCHES, run_method
-from bosch.method.settings import SearchSettings
+from bosch.objective.evaluation_log import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationLog,
+    GateGradient,
+)
+from bosch.search.methods import METHODS
+from bosch.search.runs import run_method
+from bosch.search.settings import SearchSettings
 
 CONTEXT = EvaluationContext("data", "model", 16, 0)
 
@@ -32,7 +38,7 @@ class Scorer:
         raise AssertionError("no gradient before the anchors are checked")
 
 
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.searches])
 @pytest.mark.parametrize(
     ("full", "sliding", "said"),
     [
@@ -60,7 +66,7 @@ def test_a_budget_without_an_evaluation_for_each_group(budget):
         SearchSettings(0.5, budget_per_layer=budget)
 
 
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.searches])
 def test_a_score_that_is_no_number(method):
     scorer = Scorer(1.0, 0.0, between=float("nan"))
     scorer.gate_gradient = lambda *args: GateGradient([[1.0] * 4] * 2)

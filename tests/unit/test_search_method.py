@@ -11,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch.baselines import layer_rules
+from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
-from bosch.heads import HeadMask, swa_budget
-from bosch.loss import Anchors, Loss
-from bosch.method.ablations import b_layer, b_multi, b_single
-from bosch.method.bosch import bosch
-from bosch.method.head_selection import head_selection, max_layers_per_group, ratio_groups
-from bosch.method.layer_importance import layer_importance
-from bosch.method.ledger import Ledger
-from bosch.method.ratio_assignment import assign_ratios, layer_drops, layer_weights
-from bosch.method.settings import SearchSettings
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.search.ablations import b_layer, b_multi, b_single
+from bosch.search.bosch import bosch
+from bosch.search.evaluator import Evaluator
+from bosch.search.groups import max_layers_per_group
+from bosch.search.head_selection import head_selection, ratio_groups
+from bosch.search.layer_importance import layer_importance
+from bosch.search.loss import Anchors, Loss
+from bosch.search.ratio_assignment import assign_ratios, layer_drops, layer_weights
+from bosch.search.settings import SearchSettings
 
 CONTEXT = EvaluationContext("data", "model", 16, 0)
 
@@ -49,8 +51,8 @@ def random_costs(layers, heads, seed):
     return costs / costs.sum()
 
 
-def ledger_of(oracle, path=None):
-    return Ledger(oracle, EvaluationLog(path, CONTEXT))
+def evaluator_of(oracle, path=None):
+    return Evaluator(oracle, EvaluationLog(path, CONTEXT))
 
 
 @given(
@@ -64,11 +66,11 @@ def ledger_of(oracle, path=None):
 )
 @settings(max_examples=60, deadline=None)
 def test_every_mask_meets_the_budget(layers, heads, ratio, buckets, seed, method, solver):
-    ledger = ledger_of(Oracle(random_costs(layers, heads, seed)))
+    evaluator = evaluator_of(Oracle(random_costs(layers, heads, seed)))
     options = SearchSettings(ratio, solver, budget_per_layer=4, buckets=tuple(buckets), seed=seed)
-    result = method(ledger, options)
+    result = method(evaluator, options)
     assert (~result.mask.is_full).sum() == swa_budget(layers * heads, ratio)
-    assert result.evaluation == ledger.log.get(result.mask)
+    assert result.evaluation == evaluator.log.get(result.mask)
 
 
 @given(
@@ -161,26 +163,26 @@ def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
     assert weights[25] > 0.4
 
 
-def test_stage_one_is_the_algorithm_on_an_additive_score():
+def test_algorithm_one_is_the_algorithm_on_an_additive_score():
     """With 4 heads and rho = 0.5 every layer is enumerated, so the mask is known."""
     costs = random_costs(3, 4, 5)
     oracle = Oracle(costs)
     options = SearchSettings(0.5, budget_per_layer=6)
-    found = layer_importance(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)))
+    importance = layer_importance(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)))
     cheapest = [sorted(np.argsort(row)[:2].tolist()) for row in costs]
-    assert found.mask.swa_kv_heads == cheapest
+    assert importance.mask.swa_kv_heads == cheapest
     expected = 1.0
     for layer in (2, 1, 0):
         expected -= sum(sorted(costs[layer])[:2])
-        assert found.best_scores[layer] == pytest.approx(expected)
+        assert importance.best_scores[layer] == pytest.approx(expected)
     assert [shared for _, shared in oracle.calls] == [2] * 6 + [1] * 6 + [0] * 6
 
 
-def test_stage_three_searches_groups_jointly_from_all_full():
+def test_algorithm_three_searches_groups_jointly_from_all_full():
     costs = random_costs(4, 3, 8)
     oracle = Oracle(costs)
     options = SearchSettings(0.5, budget_per_layer=10)
-    mask = head_selection(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)), [3, 1, 0, 1])
+    mask = head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), [3, 1, 0, 1])
     assert mask.swa_kv_heads[0] == [0, 1, 2]
     assert mask.swa_kv_heads[2] == []
     joint = np.concatenate([costs[1], costs[3]])
@@ -200,16 +202,16 @@ def test_groups_are_split_as_the_paper_does():
 
 
 def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
-    """While a part is searched, the layers below it are as full as the model that is known."""
+    """While a subgroup is searched, the layers below it are as full as the model that is known."""
     quotas = [1, 1, 1, 1, 1, 1, 2]
-    parts = [[6], [4, 5], [2, 3], [0, 1]]
-    assert [layers for layers, _ in ratio_groups(quotas, 3, 6)] == parts
+    subgroups = [[6], [4, 5], [2, 3], [0, 1]]
+    assert [layers for layers, _ in ratio_groups(quotas, 3, 6)] == subgroups
     oracle = Oracle(random_costs(7, 3, 2))
     options = SearchSettings(0.4, budget_per_layer=8, max_group_variables=6)
-    head_selection(ledger_of(oracle), options, Loss(Anchors(0.0, 1.0)), quotas)
+    head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), quotas)
     shared = [shared for _, shared in oracle.calls]
     assert shared == sorted(shared, reverse=True)
-    assert set(shared) == {part[0] for part in parts}
+    assert set(shared) == {subgroup[0] for subgroup in subgroups}
     for key, lowest in oracle.calls:
         assert HeadMask.from_key(key).is_full[:lowest].all()
 
@@ -217,35 +219,74 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
 def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
     costs = np.full((4, 4), 0.001)
     costs[1, :3] = 0.3
-    result = bosch(ledger_of(Oracle(costs)), SearchSettings(0.75, budget_per_layer=25))
+    result = bosch(evaluator_of(Oracle(costs)), SearchSettings(0.75, budget_per_layer=25))
     assert result.evaluation.score > 0.98
     rule = Oracle(costs).evaluate(layer_rules.intr(4, 4, 0.75))
     assert rule.score < 0.9
 
 
-def test_tied_layers_are_ranked_by_log_likelihood_where_asked():
-    """Scores all tie at 1; only layer 1 matters to the log-likelihood: it must stay full."""
-    costs = np.full((5, 8), 1e-6)
+def test_tied_layers_are_ranked_by_log_likelihood():
+    """Only layer 4 lowers the score; of the tied ones layer 1 matters to the log-likelihood."""
     hidden = np.full((5, 8), 1e-3)
     hidden[1] = 5.0
-    quantum = 0.5
 
-    def search(break_ties):
-        oracle = Oracle(costs, quantum, hidden)
+    def search(strict):
+        oracle = Oracle(hidden)
         oracle.evaluate = lambda mask, shared_layers=0: Evaluation(
-            1.0 if mask.is_full.any() else 0.0, -float(hidden[~mask.is_full].sum())
+            mask.is_full.any() * (1.0 if mask.is_full[4].all() else 0.5),
+            -float(hidden[~mask.is_full].sum()),
         )
-        ledger = ledger_of(oracle)
-        options = SearchSettings(0.5, budget_per_layer=25, break_ties=break_ties)
-        return bosch(ledger, options), ledger
+        evaluator = evaluator_of(oracle)
+        options = SearchSettings(0.5, budget_per_layer=25, strict=strict)
+        return bosch(evaluator, options), evaluator
 
-    plain, ledger = search(False)
-    assert any("ranking is arbitrary" in note for note in ledger.notes)
-    assert any("choice of its heads is arbitrary" in note for note in ledger.notes)
-    broken, ledger = search(True)
-    assert any("log-likelihood" in note for note in ledger.notes)
-    assert broken.mask.swa_kv_heads[1] == []
-    assert broken.evaluation.log_likelihood > plain.evaluation.log_likelihood
+    plain, evaluator = search(strict=True)
+    assert any("ranking is arbitrary" in note for note in evaluator.notes)
+    assert any("choice of its heads is arbitrary" in note for note in evaluator.notes)
+    broken, evaluator = search(strict=False)
+    assert any("log-likelihoods rank them" in note for note in evaluator.notes)
+    assert [row["ratio"] for row in broken.layers][1] == 0.25
+    assert broken.evaluation.rank > plain.evaluation.rank
+
+
+class OneHeadOfEachLayer(Oracle):
+    """Answers all examples as long as unit 0 of every layer is full, and none otherwise."""
+
+    def evaluate(self, mask, shared_layers=0):
+        missing = int((~mask.is_full[:, 0]).sum())
+        return Evaluation(float(missing == 0), -float(missing))
+
+
+def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
+    """Algorithm 1 ties in every layer; Algorithm 2 then localises whole layers."""
+    settings_of = {strict: SearchSettings(0.75, strict=strict) for strict in (True, False)}
+    evaluator = evaluator_of(OneHeadOfEachLayer(np.ones((5, 4))))
+    published = bosch(evaluator, settings_of[True])
+    assert published.evaluation.score == published.last_phase.score == 0.0
+    _, best = evaluator.best_on_budget
+    assert best.score == 1.0
+    assert any("0.0000" in n and "1.0000" in n and "strict" in n for n in evaluator.notes)
+    evaluator = evaluator_of(OneHeadOfEachLayer(np.ones((5, 4))))
+    result = bosch(evaluator, settings_of[False])
+    assert result.evaluation.score == 1.0
+    assert [row["ratio"] for row in result.layers] == [0.75] * 5
+    assert any("every layer gets the same ratio" in note for note in evaluator.notes)
+
+
+def test_a_better_mask_of_an_earlier_stage_is_returned():
+    """Only the mask of Algorithm 1 scores, and the ratios of Algorithm 2 exclude it."""
+    costs = np.array([[0.0, 0.1], [0.0, 0.2]])
+    oracle = Oracle(costs)
+    algorithm_one = HeadMask(np.array([[False, True], [False, True]]))
+    plain = oracle.evaluate
+    oracle.evaluate = lambda mask, shared_layers=0: (
+        Evaluation(0.98, 0.0) if mask == algorithm_one else plain(mask)
+    )
+    evaluator = evaluator_of(oracle)
+    result = bosch(evaluator, SearchSettings(0.5, buckets=(0.0, 1.0)))
+    assert (result.mask, result.evaluation.score) == (algorithm_one, 0.98)
+    assert result.last_phase.score < 0.98
+    assert any("the latter is returned" in note for note in evaluator.notes)
 
 
 @pytest.mark.parametrize(
@@ -256,21 +297,21 @@ def test_hopeless_anchors_are_refused(costs, word):
     if costs is None:
         oracle.evaluate = lambda mask, shared_layers=0: Evaluation(0.0, -9.0)
     with pytest.raises(UserError, match=word):
-        bosch(ledger_of(oracle), SearchSettings(0.5))
+        bosch(evaluator_of(oracle), SearchSettings(0.5))
 
 
 def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tmp_path):
     costs = random_costs(4, 8, 2)
     options = SearchSettings(0.5, budget_per_layer=12, seed=1)
     undisturbed = Oracle(costs)
-    whole = ledger_of(undisturbed)
-    wanted = bosch(whole, options)
+    whole = evaluator_of(undisturbed)
+    whole_result = bosch(whole, options)
 
     class Killed(Exception):
         pass
 
     path = tmp_path / "evaluations.jsonl"
-    seen: list[str] = []
+    calls: list[str] = []
     stop_after = 17
     for _ in range(20):
         oracle = Oracle(costs)
@@ -281,31 +322,31 @@ def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tm
             return Oracle.evaluate(oracle, mask, shared_layers)
 
         oracle.evaluate = evaluate
-        ledger = ledger_of(oracle, path)
+        evaluator = evaluator_of(oracle, path)
         try:
-            result = bosch(ledger, options)
+            result = bosch(evaluator, options)
         except Killed:
             continue
         finally:
-            seen += [key for key, _ in oracle.calls]
+            calls += [key for key, _ in oracle.calls]
         break
-    assert result.mask == wanted.mask
-    assert ledger.trace == whole.trace
-    assert ledger.costs() == whole.costs()
-    assert len(seen) == len(set(seen))
-    assert seen == [key for key, _ in undisturbed.calls]
+    assert result.mask == whole_result.mask
+    assert evaluator.trace == whole.trace
+    assert evaluator.costs() == whole.costs()
+    assert len(calls) == len(set(calls))
+    assert calls == [key for key, _ in undisturbed.calls]
 
 
 def test_budgets_are_counted_per_layer():
     oracle = Oracle(random_costs(6, 8, 0))
-    ledger = ledger_of(oracle)
-    bosch(ledger, SearchSettings(0.5, budget_per_layer=25))
-    stages = [point.stage for point in ledger.trace]
-    assert stages.count("anchors") == 2
-    assert stages.count("layer_importance") == 6 * 25
-    assert stages.count("head_selection") <= 6 * 25
-    assert len(oracle.calls) == len(set(oracle.calls)) == ledger.costs()["evaluations"]
-    assert [point.step for point in ledger.trace] == list(range(1, len(stages) + 1))
+    evaluator = evaluator_of(oracle)
+    bosch(evaluator, SearchSettings(0.5, budget_per_layer=25))
+    phases = [point.phase for point in evaluator.trace]
+    assert phases.count("anchors") == 2
+    assert phases.count("layer_importance") == 6 * 25
+    assert phases.count("head_selection") <= 6 * 25
+    assert len(oracle.calls) == len(set(oracle.calls)) == evaluator.costs()["evaluations"]
+    assert [point.step for point in evaluator.trace] == list(range(1, len(phases) + 1))
 
 
 def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
@@ -325,21 +366,21 @@ def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "damaged", lines[1]]) + "\n")
     assert len(EvaluationLog(path, CONTEXT)) == 2
-    assert "line 2 is damaged" in caplog.text
+    assert "1 damaged lines are not used" in caplog.text
     caplog.clear()
     path.write_text("\n".join([lines[0].replace("0.5", "0.75", 1), lines[1]]) + "\n")
     changed = EvaluationLog(path, CONTEXT)
     assert changed.get(mask) is None and changed.get(other) is not None
-    assert "line 1 is damaged" in caplog.text
+    assert "1 damaged lines are not used" in caplog.text
 
 
 def test_a_log_that_cannot_be_read_is_said_in_a_sentence(tmp_path):
-    with pytest.raises(RunError, match="cannot read the evaluation log of a stopped search"):
+    with pytest.raises(RunError, match="cannot be read"):
         EvaluationLog(tmp_path, CONTEXT)
 
 
 def test_loss_by_hand():
     loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
-    assert loss.span == pytest.approx(0.9)
+    assert loss.score_range == pytest.approx(0.9)
     assert loss.value(0.55, 5, 4, 8) == pytest.approx(-0.5 + 100 / 64)
     assert loss.lower_bound(4, 4, 8) == pytest.approx(-1.0)

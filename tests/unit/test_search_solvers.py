@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.evaluation_log import Evaluation
-from bosch.loss import Anchors, Loss
-from bosch.method.ledger import CanWin
-from bosch.solvers import Problem, brute_force, nomad, one_plus_one, solve
-from bosch.solvers.nomad import completed
-from bosch.solvers.problem import BudgetSpent, Value
+from bosch.objective.evaluation_log import Evaluation
+from bosch.search.evaluator import CanWin
+from bosch.search.loss import Anchors, Loss
+from bosch.search.solvers import Problem, brute_force, nomad, one_plus_one, solve
+from bosch.search.solvers.nomad import completed
+from bosch.search.solvers.problem import BudgetSpent, Value
 
 LOSS = Loss(Anchors(0.0, 1.0))
 SOLVERS = ("nomad", "nomad_penalty", "one_plus_one")
@@ -28,10 +28,10 @@ class Additive:
         weights = np.random.default_rng(seed).random(size)
         self.weights = weights / weights.sum()
         self.levels = levels
-        self.asked: list[bytes] = []
+        self.calls: list[bytes] = []
 
     def __call__(self, bits: np.ndarray) -> Evaluation:
-        self.asked.append(bits.tobytes())
+        self.calls.append(bits.tobytes())
         score = 1.0 - float(self.weights[bits].sum())
         if self.levels:
             score = math.floor(score * self.levels) / self.levels
@@ -46,12 +46,12 @@ def problem(size: int, quota: int, budget: int, measure: Additive, **options: ob
 @pytest.mark.parametrize(("size", "quota", "budget"), [(8, 4, 25), (24, 18, 75), (32, 16, 60)])
 def test_budget_is_spent_exactly_and_no_candidate_measured_twice(solver, size, quota, budget):
     measure = Additive(size)
-    found = problem(size, quota, budget, measure)
-    best = solve(found, solver, seed=3)
+    task = problem(size, quota, budget, measure)
+    best = solve(task, solver, seed=3)
     assert best.bits.sum() == quota
-    assert len(measure.asked) == len(set(measure.asked)) == found.spent <= budget
+    assert len(measure.calls) == len(set(measure.calls)) == task.spent <= budget
     if solver != "nomad_penalty":
-        assert found.spent == budget
+        assert task.spent == budget
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -59,8 +59,8 @@ def test_the_same_seed_asks_the_same_candidates(solver):
     runs = [Additive(16), Additive(16), Additive(16)]
     for measure, seed in zip(runs, (7, 7, 8), strict=True):
         solve(problem(16, 8, 40, measure), solver, seed=seed)
-    assert runs[0].asked == runs[1].asked
-    assert runs[0].asked != runs[2].asked
+    assert runs[0].calls == runs[1].calls
+    assert runs[0].calls != runs[2].calls
 
 
 @given(st.integers(1, 9), st.data(), st.integers(0, 99), st.sampled_from(SOLVERS))
@@ -68,9 +68,9 @@ def test_the_same_seed_asks_the_same_candidates(solver):
 def test_every_result_is_on_budget(size, data, seed, solver):
     quota = data.draw(st.integers(0, size))
     budget = data.draw(st.integers(1, 20))
-    found = problem(size, quota, budget, Additive(size, seed))
-    assert solve(found, solver, seed).bits.sum() == quota
-    assert found.spent <= budget
+    task = problem(size, quota, budget, Additive(size, seed))
+    assert solve(task, solver, seed).bits.sum() == quota
+    assert task.spent <= budget
 
 
 @given(st.integers(1, 8), st.data(), st.integers(0, 99))
@@ -78,11 +78,11 @@ def test_every_result_is_on_budget(size, data, seed, solver):
 def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, seed):
     quota = data.draw(st.integers(0, size))
     measure = Additive(size, seed)
-    found = problem(size, quota, math.comb(size, quota), measure)
-    best = solve(found, "nomad", seed)
+    task = problem(size, quota, math.comb(size, quota), measure)
+    best = solve(task, "nomad", seed)
     lowest = min(sum(measure.weights[list(c)]) for c in combinations(range(size), quota))
     assert best.evaluation.score == pytest.approx(1.0 - lowest)
-    assert found.spent == math.comb(size, quota)
+    assert task.spent == math.comb(size, quota)
 
 
 def test_searches_beat_as_many_random_candidates():
@@ -91,10 +91,10 @@ def test_searches_beat_as_many_random_candidates():
         better = 0
         for seed in range(5):
             measure = Additive(32, seed)
-            found = problem(32, 16, 100, measure)
-            solver(found, seed)
+            task = problem(32, 16, 100, measure)
+            solver(task, seed)
             draws = [1 - measure.weights[rng.permutation(32)[:16]].sum() for _ in range(100)]
-            better += found.result().evaluation.score > max(draws)
+            better += task.result().evaluation.score > max(draws)
         assert better >= 4
 
 
@@ -104,19 +104,19 @@ def test_nomad_does_not_circle_for_long(solver, most, monkeypatch):
 
     Left alone it asks for a million. On the penalised loss most points are off budget.
     """
-    asked = 0
+    calls = 0
     value = Problem.value
 
     def counted(self, bits):
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return value(self, bits)
 
     monkeypatch.setattr(Problem, "value", counted)
-    found = problem(32, 24, 100, Additive(32, levels=1))
-    solve(found, solver, 0)
-    assert found.spent == found.budget
-    assert asked < most * found.budget
+    task = problem(32, 24, 100, Additive(32, levels=1))
+    solve(task, solver, 0)
+    assert task.spent == task.budget
+    assert calls < most * task.budget
 
 
 class Racing(Additive):
@@ -138,7 +138,7 @@ class Racing(Additive):
 def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget, break_ties):
     for seed in range(3):
         plain, raced = Racing(12, seed, 8), Racing(12, seed, 8)
-        expected, found = (
+        expected, task = (
             solve(
                 problem(12, 4, budget, measure, race=measure is raced, break_ties=break_ties),
                 "one_plus_one",
@@ -146,10 +146,10 @@ def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget
             )
             for measure in (plain, raced)
         )
-        assert raced.asked == plain.asked
-        assert found.bits.tolist() == expected.bits.tolist()
-        assert found.value == expected.value
-        assert raced.ended > len(raced.asked) / 4 and plain.ended == 0
+        assert raced.calls == plain.calls
+        assert task.bits.tolist() == expected.bits.tolist()
+        assert task.value == expected.value
+        assert raced.ended > len(raced.calls) / 4 and plain.ended == 0
 
 
 @pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
@@ -161,7 +161,7 @@ def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
         assert not best.evaluation.is_bound
         assert best.evaluation.score == max(
             Additive(32, seed, 64)(np.frombuffer(bits, dtype=bool)).score
-            for bits in measure.asked
+            for bits in measure.calls
             if np.frombuffer(bits, dtype=bool).sum() == 16
         )
 
@@ -176,42 +176,42 @@ def test_an_error_of_the_model_leaves_nomad():
 
 def test_off_budget_candidates_are_bounded_without_the_model():
     measure = Additive(8)
-    found = problem(8, 4, 10, measure)
+    task = problem(8, 4, 10, measure)
     on_budget = np.arange(8) < 4
-    found.value(on_budget)
+    task.value(on_budget)
     off = np.arange(8) < 6
-    bound = found.value(off)
-    assert len(measure.asked) == 1
-    assert found.bounded == 1
+    bound = task.value(off)
+    assert len(measure.calls) == 1
+    assert task.bounded == 1
     truth = LOSS.value(measure(off).score, 6, 4, 8)
-    assert found.best.value.loss <= bound.loss <= truth
+    assert task.best.value.loss <= bound.loss <= truth
 
 
 def test_off_budget_candidates_that_might_win_are_measured():
     weak = Loss(Anchors(0.0, 1.0), alpha=0.01)
-    found = Problem(8, 4, 10, Additive(8), weak)
-    found.value(np.arange(8) < 4)
-    found.value(np.arange(8) < 3)
-    assert found.spent == 2
-    assert found.result().bits.sum() == 4
+    task = Problem(8, 4, 10, Additive(8), weak)
+    task.value(np.arange(8) < 4)
+    task.value(np.arange(8) < 3)
+    assert task.spent == 2
+    assert task.result().bits.sum() == 4
 
 
 def test_a_spent_budget_answers_known_candidates_only():
-    found = problem(4, 2, 1, Additive(4))
+    task = problem(4, 2, 1, Additive(4))
     first = np.array([True, True, False, False])
-    value = found.value(first)
+    value = task.value(first)
     with pytest.raises(BudgetSpent):
-        found.value(~first)
-    assert found.value(first) == value
+        task.value(~first)
+    assert task.value(first) == value
 
 
 def test_ties_are_broken_by_log_likelihood_only_where_asked():
     def run(break_ties):
         measure = Additive(8, 1, levels=1)
-        found = problem(8, 3, 100, measure, break_ties=break_ties, quantum=1.0)
-        brute_force(found)
-        assert found.on_plateau
-        return found.result().bits, measure
+        task = problem(8, 3, 100, measure, break_ties=break_ties, quantum=1.0)
+        brute_force(task)
+        assert task.on_plateau
+        return task.result().bits, measure
 
     plain, measure = run(False)
     assert plain.tolist() == [True] * 3 + [False] * 5
@@ -224,12 +224,12 @@ def test_ties_are_broken_by_log_likelihood_only_where_asked():
 )
 def test_the_scalar_never_reorders_different_scores(hits, ll_low, ll_high, sliding, gamma):
     loss = Loss(Anchors(sliding, 1.0), gamma=gamma)
-    found = Problem(4, 2, 9, lambda bits: None, loss, break_ties=True, quantum=1 / 64)
+    task = Problem(4, 2, 9, lambda bits: None, loss, break_ties=True, quantum=1 / 64)
     worse = Value(loss.value(hits / 64, 2, 2, 4), -ll_low)
     better = Value(loss.value((hits + 1) / 64, 2, 2, 4), -ll_high)
-    assert found.scalar(better) < found.scalar(worse)
+    assert task.scalar(better) < task.scalar(worse)
     if ll_low + 1e-3 * (1 + abs(ll_low)) ** 2 < ll_high:
-        assert found.scalar(Value(worse.loss, -ll_high)) < found.scalar(worse)
+        assert task.scalar(Value(worse.loss, -ll_high)) < task.scalar(worse)
 
 
 @given(st.integers(1, 12), st.data())

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from bosch.errors import UserError
 from data_prep import sources
@@ -20,6 +20,10 @@ def read(source: Source, seed: int = 0) -> list[str]:
 
 def lines(texts, field="text") -> bytes:
     return b"".join(json.dumps({field: text}).encode() + b"\n" for text in texts)
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
 
 
 def test_text_folder_file_and_glob(tmp_path):
@@ -37,7 +41,7 @@ TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
 
 @pytest.mark.parametrize("part_bytes", [1, 100, 1_000_000])
 def test_jsonl_is_read_once_whatever_the_parts(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(sources, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:120]) + b"\n  \n")
     (tmp_path / "b.jsonl").write_bytes(lines(TEXTS[120:]).rstrip(b"\n"))
     assert sorted(read(Source("s", "jsonl", str(tmp_path)))) == sorted(TEXTS)
@@ -45,7 +49,7 @@ def test_jsonl_is_read_once_whatever_the_parts(tmp_path, monkeypatch, part_bytes
 
 def test_compressed_jsonl(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[:100])))
-    frames = zstandard.compress(lines(TEXTS[100:150])) + zstandard.compress(lines(TEXTS[150:]))
+    frames = zstd(lines(TEXTS[100:150])) + zstd(lines(TEXTS[150:]))
     (tmp_path / "b.jsonl.zst").write_bytes(frames)
     assert sorted(read(Source("s", "jsonl", str(tmp_path)))) == sorted(TEXTS)
 
@@ -86,18 +90,57 @@ def test_mds_source(tmp_path):
     assert len(read(source)) == 18
 
 
+def test_index_is_read_once(tmp_path, monkeypatch):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    times = []
+    read_index = sources.read_index
+    monkeypatch.setattr(sources, "read_index", lambda path: times.append(path) or read_index(path))
+    read(Source("s", "mds", "tests/data/mds/packed_zstd", tokenizer=str(tmp_path)))
+    assert len(times) == 1
+
+
+def test_index_merged_from_those_below_it_is_read_alone(tmp_path):
+    shutil.copytree("tests/data/mds/plain", tmp_path / "sub")
+    merged = json.loads((tmp_path / "sub" / "index.json").read_text())
+    for shard in merged["shards"]:
+        shard["raw_data"]["basename"] = f"sub/{shard['raw_data']['basename']}"
+    (tmp_path / "index.json").write_text(json.dumps(merged))
+    parts = list(list_parts(Source("s", "mds", str(tmp_path), tokenizer="x"), 0, 128))
+    assert [part.paths for part in parts] == [(tmp_path,)] * len(merged["shards"])
+
+
+def test_missing_shard_is_told_before_any_is_read(tmp_path):
+    folder = shutil.copytree("tests/data/mds/plain", tmp_path / "a")
+    (folder / "shard.00001.mds").unlink()
+    with pytest.raises(UserError, match=r"shard\.00001\.mds: this shard is in index\.json"):
+        list(list_parts(Source("s", "mds", str(folder), tokenizer="x"), 0, 128))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", lines(["x"]) + b'{"text": "unfin', r"a\.jsonl, line 2: .* ends inside it"),
         ("a.jsonl", lines(["x", "y"]) + b"{oops}\n", r"a\.jsonl, line 3: not a complete JSON"),
         ("a.jsonl", lines(["x"]) + b'{"body": "y"}\n', r"line 2: no field `text` \(there is body"),
-        ("a.jsonl", b'{"text": null}\n', "line 1: field `text` is no text but null"),
-        ("a.jsonl", b"[1]\n", "line 1: no field `text` .* a list"),
+        ("a.jsonl", b'{"text": null}\n', "line 1: field `text` is null, not text"),
+        ("a.jsonl", b"[1]\n", "line 1: expected a JSON object, not a list"),
         ("a.jsonl", lines(["x"]) + b'{"text": "\xff"}\n', r"a\.jsonl: not UTF-8 at byte 24"),
-        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-30], r"a\.jsonl\.gz: not a whole gzip"),
-        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz: not a whole gzip"),
-        ("a.txt", b"", "folder holds no .jsonl"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(lines(TEXTS))[:-30],
+            r"a\.jsonl\.gz: cannot be read to its end",
+        ),
+        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz: cannot be read to its end"),
+        ("a.jsonl", lines(["x"]) + b'{"text": "a\\ud800b"}\n', "line 2: .* half a surrogate pair"),
+        ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: a record .* nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"text": ' + b'{"a":' * 9000 + b"\n",
+            "line 1: a record .* nested too deeply",
+        ),
+        ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .Invalid control"),
+        ("a.jsonl", b"\x00" * 50, "line 1: not a complete JSON record"),
+        ("a.txt", b"", "the folder .* holds no .jsonl"),
     ],
 )
 def test_damaged_jsonl(tmp_path, name, content, message):
@@ -106,15 +149,37 @@ def test_damaged_jsonl(tmp_path, name, content, message):
         read(Source("s", "jsonl", str(tmp_path)))
 
 
+def test_unusual_values_beside_the_text(tmp_path):
+    number = b"1" * 5000
+    record = b'{"n": ' + number + b', "m": [-' + number + b'], "text": "a\\ud83d\\ude00\\u0000b"}\n'
+    (tmp_path / "a.jsonl").write_bytes(record)
+    assert read(Source("s", "jsonl", str(tmp_path))) == ["a😀\0b"]
+
+
+def test_record_of_too_many_bytes(tmp_path, monkeypatch):
+    """It is not read to its end, and its line is named, whichever part it begins in."""
+    monkeypatch.setattr("data_prep.records.MOST_RECORD_BYTES", 1000)
+    monkeypatch.setattr(sources, "PART_BYTES", 700)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines(["x", "y" * 900, "z"]))
+    assert sorted(read(Source("s", "jsonl", str(file)))) == ["x", "y" * 900, "z"]
+    file.write_bytes(lines(["x", "y" * 5000, "z"]))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: a record of more than"):
+        read(Source("s", "jsonl", str(file)))
+    pq.write_table(pa.table({"text": ["x", "y" * 5000]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row group 0, row 1: a record of more"):
+        read(Source("s", "parquet", str(tmp_path / "a.parquet")))
+
+
 def test_damaged_zst(tmp_path):
-    whole = zstandard.compress(lines([text * 50 for text in TEXTS]))
+    whole = zstd(lines([text * 50 for text in TEXTS]))
     (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"a\.jsonl\.zst: not a whole zstd file"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: cannot be read to its end"):
         read(Source("s", "jsonl", str(tmp_path)))
 
 
 def test_line_number_in_a_later_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_PART_BYTES", 50)
+    monkeypatch.setattr(sources, "PART_BYTES", 50)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"broken\n")
     with pytest.raises(UserError, match="line 201:"):
         read(Source("s", "jsonl", str(tmp_path)))
@@ -148,19 +213,46 @@ def test_parquet_of_other_columns(tmp_path):
     pq.write_table(pa.table({"body": TEXTS, "n": range(200)}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"no column `text` \(there is body, n\)"):
         read(Source("s", "parquet", str(tmp_path)))
-    with pytest.raises(UserError, match="row 0: column `n` is no text but int"):
+    with pytest.raises(UserError, match="row 0: column `n` is of type int, not text"):
         read(Source("s", "parquet", str(tmp_path), text_field="n"))
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nowhere", "no such file or folder"), ("*.nothing", "no file matches")],
-)
-def test_no_file(tmp_path, path, message):
-    with pytest.raises(UserError, match=f"source s: path .*: {message}"):
+@pytest.mark.parametrize("path", ["nowhere", "*.nothing"])
+def test_no_file(tmp_path, path):
+    with pytest.raises(UserError, match=r"source s: .* names no file; expected"):
         read(Source("s", "text", str(tmp_path / path)))
 
 
 def test_no_mds_index(tmp_path):
     with pytest.raises(UserError, match=r"no index\.json"):
         read(Source("s", "mds", str(tmp_path), tokenizer="x"))
+
+
+def test_dataset_directory_of_several_files(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines(TEXTS[number * 50 : number * 50 + 50]))
+    source = Source("s", "huggingface", str(tmp_path))
+    assert len(list(list_parts(source, 0, 128))) == 3
+    assert sorted(read(source)) == sorted(TEXTS[:150])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lines(["x"]) + b'{"text": null}\n', "shard 0, record 1: field `text` is null, not text"),
+        (lines(["x"], "body"), "shard 0, record 0: no field `text` .there is body"),
+        (b"{oops", "source s: dataset .* cannot be read"),
+    ],
+)
+def test_faulty_dataset(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read(Source("s", "huggingface", str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("split", "subset"), [("test", None), ("train", "other")])
+def test_unknown_split_or_subset(tmp_path, split, subset):
+    (tmp_path / "train.jsonl").write_bytes(lines(["x"]))
+    with pytest.raises(UserError, match=r"source s: dataset .*cannot be read \("):
+        read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 
-from bosch.attention import HeadLayout, Span
+from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.modeling import apply_head_mask, materialize
-from bosch.static_cache import StaticHybridCache, StaticHybridCacheLayer
-from tests.hybrid_case import random_mask, small_model, tokens
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import apply_head_mask
+from bosch.model.static_cache import StaticHybridCache, StaticHybridCacheLayer
+from bosch.window import Window
+from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
 WINDOW, LENGTH = 6, 30
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -29,13 +31,13 @@ def _no_gradients() -> Any:
 
 
 def _hybrid(sinks: int, window: int = WINDOW) -> Any:
-    return materialize(small_model(), random_mask(), window, sinks)
+    return materialize(small_model(), random_mask(), Window(window, sinks))
 
 
 def _few_layers(layers: int, sinks: int) -> Any:
     """Compiling takes seconds for each layer."""
     model = small_model(num_hidden_layers=layers)
-    return materialize(model, HeadMask(random_mask().is_full[:layers]), WINDOW, sinks)
+    return materialize(model, HeadMask(random_mask().is_full[:layers]), Window(WINDOW, sinks))
 
 
 def _left_padded(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -80,21 +82,21 @@ def test_any_chunking_equals_one_pass_without_a_cache(
     mask, positions = _left_padded(3, LENGTH)
     padded = {"attention_mask": mask, "position_ids": positions} if padding else {}
     model.set_attn_implementation("eager")
-    wanted = model(ids, use_cache=False, **padded).logits
-    kept = mask.bool() if padding else torch.ones_like(ids, dtype=torch.bool)
+    expected = model(ids, use_cache=False, **padded).logits
+    real = mask.bool() if padding else torch.ones_like(ids, dtype=torch.bool)
     for backend in ("sdpa", "eager"):
         model.set_attn_implementation(backend)
-        found = _in_chunks(model, model.new_static_cache(LENGTH + 3), ids, sizes, **padded)
-        torch.testing.assert_close(found[kept], wanted[kept], **_NEAR)
+        result = _in_chunks(model, model.new_static_cache(LENGTH + 3), ids, sizes, **padded)
+        torch.testing.assert_close(result[real], expected[real], **_NEAR)
     dynamic = _in_chunks(model, model.new_cache(), ids, sizes, **padded)
-    torch.testing.assert_close(found[kept], dynamic[kept], **_NEAR)
+    torch.testing.assert_close(result[real], dynamic[real], **_NEAR)
 
 
 @pytest.mark.parametrize("room", [WINDOW - 1, WINDOW, WINDOW + 1])
 def test_room_for_no_more_than_the_window(room: int) -> None:
     model, ids = _hybrid(2), tokens(2, room)
-    found = _in_chunks(model, model.new_static_cache(room), ids, [2] + [1] * (room - 2))
-    torch.testing.assert_close(found, model(ids, use_cache=False).logits, **_NEAR)
+    result = _in_chunks(model, model.new_static_cache(room), ids, [2] + [1] * (room - 2))
+    torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, WINDOW), (4, WINDOW), (4, 64), (300, 8)])
@@ -117,23 +119,24 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int, padding: bool)
     model, ids = _few_layers(2, sinks), tokens(3, LENGTH)
     mask, positions = _left_padded(3, LENGTH)
     padded = {"attention_mask": mask, "position_ids": positions} if padding else {}
-    wanted = model(ids, use_cache=False, **padded).logits
+    expected = model(ids, use_cache=False, **padded).logits
     cache = model.new_static_cache(LENGTH)
     model(**{"input_ids": ids[:, :3], **{k: v[:, :3] for k, v in padded.items()}},
           past_key_values=cache)  # fmt: skip
     step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     whole = model.create_masks_for_generate(
-        attention_mask=mask if padding else None, past_key_values=cache
-    )
-    found = []
+        config=model.config, inputs_embeds=torch.zeros(3, 1, 1),
+        attention_mask=mask if padding else None, past_key_values=cache,
+    )  # fmt: skip
+    result = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for slot in range(3, LENGTH):
             part = {"input_ids": ids[:, slot : slot + 1], "past_key_values": cache}
             if padding:
                 part |= {"attention_mask": whole, "position_ids": positions[:, slot : slot + 1]}
-            found.append(step(**part).logits)
-    kept = mask[:, 3:].bool() if padding else slice(None)
-    torch.testing.assert_close(torch.cat(found, 1)[kept], wanted[:, 3:][kept], **_NEAR)
+            result.append(step(**part).logits)
+    real = mask[:, 3:].bool() if padding else slice(None)
+    torch.testing.assert_close(torch.cat(result, 1)[real], expected[:, 3:][real], **_NEAR)
 
 
 def test_chunks_of_a_prompt_compile_too() -> None:
@@ -142,8 +145,8 @@ def test_chunks_of_a_prompt_compile_too() -> None:
     cache.early_initialization(2, 4, model.config.head_dim, model.dtype, model.device)
     step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = _in_chunks(step, cache, ids, [10, 10, 10])
-    torch.testing.assert_close(found, model(ids, use_cache=False).logits, **_NEAR)
+        result = _in_chunks(step, cache, ids, [10, 10, 10])
+    torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -154,20 +157,24 @@ def test_generate_asks_for_it_as_for_transformers_own(sinks: int, options: Any) 
     model, ids = _hybrid(sinks), tokens(3, 20)
     mask, _ = _left_padded(3, 20)
     options |= {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    wanted = model.generate(ids, use_cache=False, **options)
-    found = model.generate(
+    expected = model.generate(ids, use_cache=False, **options)
+    result = model.generate(
         ids, cache_implementation="static", return_dict_in_generate=True, **options
     )
-    assert torch.equal(found.sequences, wanted)
-    assert isinstance(found.past_key_values, StaticHybridCache)
+    assert torch.equal(result.sequences, expected)
+    assert isinstance(result.past_key_values, StaticHybridCache)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3_text", "minimax_m2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "phi3", "olmo2", "gemma3_text", "minimax_m2", "qwen3_next", "falcon_h1", "gemma3"],
+)
 def test_families_with_other_masks_and_heads_generate_the_same(family: str) -> None:
-    model, ids = materialize(small_model(family), random_mask(), WINDOW, 2), tokens(2, 20)
+    base, ids = small_model(family), tokens(2, 20)
+    model = materialize(base, mask_of(base.config), Window(WINDOW, 2))
     options = {"attention_mask": _left_padded(2, 20)[0], "max_new_tokens": 6, "do_sample": False}
-    found = model.generate(ids, cache_implementation="static", **options)
-    assert torch.equal(found, model.generate(ids, **options))
+    result = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(result, model.generate(ids, **options))
 
 
 def test_generate_compiles_each_kind_of_pass_once() -> None:
@@ -179,10 +186,10 @@ def test_generate_compiles_each_kind_of_pass_once() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (20, 13):
             ids = tokens(2, length)
-            found = model.generate(
+            result = model.generate(
                 ids, cache_implementation="static", compile_config=compiling, **options
             )
-            assert torch.equal(found, model.generate(ids, **options))
+            assert torch.equal(result, model.generate(ids, **options))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -191,27 +198,29 @@ def test_generate_compiles_the_chunks_of_a_prompt() -> None:
     compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compiling._compile_all_devices = True
     options = {"max_new_tokens": 3, "do_sample": False}
-    found = model.generate(
+    result = model.generate(
         ids, cache_implementation="static", compile_config=compiling, prefill_chunk_size=8,
         **options,
     )  # fmt: skip
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert torch.equal(found, model.generate(ids, **options))
+    assert torch.equal(result, model.generate(ids, **options))
 
 
 def test_static_cache_of_transformers_is_exact_in_both_modes() -> None:
     """It holds every token of every head; decoding with it compiles as well."""
     ids, hybrid = tokens(2, LENGTH), _hybrid(4)
     searched = small_model()
-    apply_head_mask(searched, random_mask(), WINDOW, 4)
+    apply_head_mask(searched, random_mask(), Window(WINDOW, 4))
     for model in (hybrid, searched):
-        wanted = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
         cache = StaticCache(model.config, LENGTH)
-        found = _in_chunks(model, cache, ids, [12, 5, *[1] * 13])
-        torch.testing.assert_close(found, wanted, **_NEAR)
+        result = _in_chunks(model, cache, ids, [12, 5, *[1] * 13])
+        torch.testing.assert_close(result, expected, **_NEAR)
     options = {"max_new_tokens": 6, "do_sample": False}
-    made = [m.generate(ids, cache_implementation="static", **options) for m in (hybrid, searched)]
-    assert torch.equal(*made)
+    generated = [
+        m.generate(ids, cache_implementation="static", **options) for m in (hybrid, searched)
+    ]
+    assert torch.equal(*generated)
 
 
 def test_reorder_keeps_the_tensors_and_moves_the_rows() -> None:
@@ -221,9 +230,9 @@ def test_reorder_keeps_the_tensors_and_moves_the_rows() -> None:
     places = [layer.near_keys.data_ptr() for layer in cache.layers]
     cache.reorder_cache(torch.tensor([1, 0]))
     assert places == [layer.near_keys.data_ptr() for layer in cache.layers]
-    found = model(ids[:, 15:].flip(0), past_key_values=cache).logits
+    result = model(ids[:, 15:].flip(0), past_key_values=cache).logits
     whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
-    torch.testing.assert_close(found, whole, **_NEAR)
+    torch.testing.assert_close(result, whole, **_NEAR)
     cache.reset()
     torch.testing.assert_close(
         model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits
@@ -248,7 +257,7 @@ def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None
 
 
 def test_a_pass_beyond_the_end_is_refused() -> None:
-    layer = StaticHybridCacheLayer(HeadLayout.deploy(1, 2, 4), 10)
+    layer = StaticHybridCacheLayer(HeadLayout.deploy(1, 2, Window(4)), 10)
     states = torch.zeros(1, 2, 8, 4)
     layer.update(states, states)
     with pytest.raises(ValueError, match="room for 10 tokens and would get 16"):
@@ -262,11 +271,11 @@ def test_other_forms_are_refused_by_name() -> None:
 
 def test_the_ring_holds_the_window_and_nothing_else() -> None:
     """Entry p modulo W holds the token of slot p; sinks stand before it."""
-    layout = HeadLayout.deploy(0, 1, 4, sinks=2)
+    layout = HeadLayout.deploy(0, 1, Window(4, 2))
     layer = StaticHybridCacheLayer(layout, 16)
     for slot in range(11):
         states = torch.full((1, 1, 1, 1), float(slot))
         keys, _ = layer.update(states, states)
-        keys.settle(Span(1, slot, start=torch.tensor(slot)))
+        keys.settle(AttentionContext(1, slot, start=torch.tensor(slot)))
     assert layer.near_keys.flatten().tolist() == [0, 1, 8, 9, 10, 7]
     assert keys.slots.tolist() == [8, 9, 10, 7]

@@ -18,14 +18,20 @@ from bosch.baselines.proxy import fractional_budgets, proxy
 from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
 from bosch.baselines.razor import mean_attention, razor
-from bosch.baselines.static import STATIC_RANKINGS, static_mask
-from bosch.calibration import CalibrationSet
+from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask, swa_budget
-from bosch.modeling import apply_head_mask, prepare_for_search
-from tests.hybrid_case import SEARCHABLE, small_config, small_model, tokens
+from bosch.heads import HeadMask
+from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.search.methods import METHODS
+from bosch.search.runs import static_mask
+from bosch.search.settings import SearchSettings
+from bosch.window import Window
+from tests.hybrid_case import PLAIN, small_config, small_model, tokens
 
 WINDOW, LENGTHS = 8, (40, 33)
+HALF = SearchSettings(0.5)
+RANKINGS = [name for name, method in METHODS.items() if method.kind == "ranking"]
 LAYERS, HEADS = 2, 8
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -33,9 +39,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of a size that divides no length, so that borders are met."""
-    for function in (blocks.row_blocks, blocks.attention_blocks):
-        defaults = tuple(7 if value == blocks.ROWS else value for value in function.__defaults__)
-        monkeypatch.setattr(function, "__defaults__", defaults)
+    monkeypatch.setattr(blocks, "ROWS", 7)
 
 
 def case(family="qwen3", **changes):
@@ -63,7 +67,7 @@ def attentions(twin, example):
 def histogram_share(matrices, window):
     """Eq. 7 and 8, or 24 and 25, word for word: bin by lag, normalise, sum below W."""
     length = max(m.shape[-1] for m in matrices)
-    mass = torch.zeros(LAYERS, HEADS, length, dtype=torch.float64)
+    mass = torch.zeros(LAYERS, matrices[0].shape[1], length, dtype=torch.float64)
     for matrix in matrices:
         for t in range(matrix.shape[-1]):
             for d in range(t + 1):
@@ -72,14 +76,14 @@ def histogram_share(matrices, window):
     return share[:, :, :window].sum(dim=-1).numpy()
 
 
-@pytest.mark.parametrize("family", SEARCHABLE)
+@pytest.mark.parametrize("family", PLAIN)
 def test_dcam_is_the_lag_histogram_of_any_family(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
     naive = histogram_share([attentions(twin, e) for e in calibration.examples], WINDOW)
-    found = dcam(model, calibration, WINDOW)
-    np.testing.assert_allclose(found, naive, **CLOSE)
-    assert found.std() > 0.01
+    computed = dcam(model, calibration, WINDOW)
+    np.testing.assert_allclose(computed, naive, **CLOSE)
+    assert computed.std() > 0.005
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "granite"])
@@ -95,9 +99,9 @@ def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
         gradients = torch.autograd.grad(loss, out.attentions)
         pairs = zip(gradients, out.attentions, strict=True)
         saliency.append(torch.cat([(g * a).double().square() for g, a in pairs]).detach())
-    found = fisher(model, calibration, WINDOW)
-    np.testing.assert_allclose(found, histogram_share(saliency, WINDOW), rtol=1e-3, atol=1e-5)
-    assert found.std() > 0.01
+    computed = fisher(model, calibration, WINDOW)
+    np.testing.assert_allclose(computed, histogram_share(saliency, WINDOW), rtol=1e-3, atol=1e-5)
+    assert computed.std() > 0.01
 
 
 def test_fisher_calls_a_head_without_influence_local():
@@ -105,9 +109,9 @@ def test_fisher_calls_a_head_without_influence_local():
     layer = model.get_decoder().layers[1].self_attn
     with torch.no_grad():
         layer.o_proj.weight[:, : 2 * layer.head_dim] = 0  # both query heads of KV head 0
-    found = fisher(model, calibration, WINDOW)
-    assert found[1, :2].tolist() == [1.0, 1.0]
-    assert (found[1, 2:] < 1).all()
+    computed = fisher(model, calibration, WINDOW)
+    assert computed[1, :2].tolist() == [1.0, 1.0]
+    assert (computed[1, 2:] < 1).all()
 
 
 def test_apl_is_the_median_peak_of_the_last_answer_token():
@@ -119,9 +123,9 @@ def test_apl_is_the_median_peak_of_the_last_answer_token():
         peaks.append(len(example.input_ids) - 1 - last_row.argmax(dim=-1).numpy())
     window = 20
     naive = 1 - np.minimum(1, (peaks[0] + peaks[1]) / 2 / window)
-    found = apl(model, calibration, window)
-    np.testing.assert_allclose(found, naive)
-    assert 0 < (found > 0).sum() < found.size
+    computed = apl(model, calibration, window)
+    np.testing.assert_allclose(computed, naive)
+    assert 0 < (computed > 0).sum() < computed.size
 
 
 @pytest.mark.parametrize(("block", "mass", "heads"), [(None, 0.95, (0,)), (5, 0.6, (1, 6))])
@@ -140,19 +144,19 @@ def test_proxy_counts_the_blocks_each_row_needs(block, mass, heads):
                 reached += own[order[count] : order[count] + size].sum()
                 count += 1
             needed[layer, head] += count / len(starts)
-    found = proxy(model, calibration, WINDOW, key_block=block, mass=mass, proxy_heads=heads)
-    np.testing.assert_allclose(found, needed / sum(LENGTHS), rtol=2e-3)
-    assert (found <= 1).all()
+    computed = proxy(model, calibration, WINDOW, key_block=block, mass=mass, proxy_heads=heads)
+    np.testing.assert_allclose(computed, needed / sum(LENGTHS), rtol=2e-3)
+    assert (computed <= 1).all()
 
 
 def test_proxy_finds_a_concentrated_head_smaller():
     """The larger q, the less concentrated: the most local head is the one with the smallest."""
-    assert STATIC_RANKINGS["proxy"].most_local == "smallest"
+    assert METHODS["proxy"].most_local == "smallest"
     alpha = torch.zeros(2, 1, 16)
     alpha[0, 0, 12:] = 0.25
     alpha[1] = 1 / 16
-    found = fractional_budgets(alpha, 15, 4, 0.9, [0])
-    assert found[:, 0].tolist() == [0.25, 1.0]
+    computed = fractional_budgets(alpha, 15, 4, 0.9, [0])
+    assert computed[:, 0].tolist() == [0.25, 1.0]
 
 
 @pytest.mark.parametrize(("buffer", "family"), [(None, "qwen3"), (6, "llama")])
@@ -177,9 +181,9 @@ def test_qada_is_the_gaussian_estimate_with_its_covariance(buffer, family):
 
     for example in calibration.examples:
         visit_layers(model, torch.tensor(example.input_ids), add)
-    found = qada(model, calibration, WINDOW, buffer_size=buffer)
-    np.testing.assert_allclose(found, naive / sum(LENGTHS), **CLOSE)
-    assert found.std() > 0.01
+    computed = qada(model, calibration, WINDOW, buffer_size=buffer)
+    np.testing.assert_allclose(computed, naive / sum(LENGTHS), **CLOSE)
+    assert computed.std() > 0.01
 
 
 @pytest.mark.parametrize("offset", [1, -1])
@@ -189,7 +193,7 @@ def test_razor_reads_echo_and_induction_of_the_probe(offset):
     hook = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: probe.append(kwargs["input_ids"][0]), with_kwargs=True
     )
-    found = razor(model, calibration, induction_offset=offset, seed=4)
+    computed = razor(model, calibration, WINDOW, induction_offset=offset, seed=4)
     hook.remove()
     length = max(LENGTHS) // 4
     (ids,) = probe
@@ -203,7 +207,7 @@ def test_razor_reads_echo_and_induction_of_the_probe(offset):
     rows = range(first, 4 * length)
     induction = np.mean([alpha[:, :, m, m - length + offset] for m in rows], axis=0)
     naive = np.maximum(*((x - x.mean()) / x.std() for x in (echo, induction)))
-    np.testing.assert_allclose(found, naive, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(computed, naive, rtol=1e-3, atol=1e-4)
 
 
 def test_razors_default_finds_an_induction_head_and_the_printed_index_does_not():
@@ -219,7 +223,7 @@ def test_razors_default_finds_an_induction_head_and_the_printed_index_does_not()
     printed = mean_attention(states, length, (0, -1))
     assert corrected[1, 0] > 0.99 and corrected[1, 1] < 0.01
     assert printed[1, 0] < 0.01
-    assert STATIC_RANKINGS["razor"].most_local == "smallest"
+    assert METHODS["razor"].most_local == "smallest"
 
 
 def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
@@ -235,12 +239,18 @@ def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
             return out
 
     model = small_model(num_hidden_layers=1)
-    for name in STATIC_RANKINGS:
+    for name in RANKINGS:
         sizes = []
         for length in (128, 256):
             ids = tokens(1, length)[0].tolist()
             with Largest() as largest:
-                static_mask(name, model, CalibrationSet.from_records([(ids, 1)]), WINDOW, 0.5)
+                static_mask(
+                    name,
+                    model,
+                    CalibrationSet.from_records([(ids, 1)]),
+                    WINDOW,
+                    SearchSettings(0.5),
+                )
             sizes.append(largest.elements)
         assert sizes[1] <= 2.2 * sizes[0], name
         assert sizes[1] < HEADS * 256 * 256, name
@@ -256,8 +266,8 @@ def test_most_local_groups_become_sliding_exactly_on_budget(ratio, most_local):
     chosen = sorted(range(12), key=lambda unit: means[unit], reverse=most_local == "largest")
     expected = {(unit // 4, unit % 4) for unit in chosen[:budget]}
     rows = enumerate(ranked.mask.swa_kv_heads)
-    found = {(layer, head) for layer, heads in rows for head in heads}
-    assert found == expected
+    computed = {(layer, head) for layer, heads in rows for head in heads}
+    assert computed == expected
     assert ranked.tied == 0
 
 
@@ -276,17 +286,17 @@ def test_scores_that_are_not_finite_are_refused():
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
     with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):
-        static_mask("dcam", model, calibration, WINDOW, 0.5)
+        static_mask("dcam", model, calibration, WINDOW, HALF)
 
 
 def test_a_ranking_leaves_the_model_as_it_was():
     model, calibration = case()
     prepare_for_search(model)
     ids = torch.tensor([calibration.examples[0].input_ids])
-    apply_head_mask(model, HeadMask.all_sliding(LAYERS, 4), WINDOW)
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, 4), Window(WINDOW))
     before = model(ids).logits
-    for name in STATIC_RANKINGS:
-        ranked = static_mask(name, model, calibration, WINDOW, 0.5)
+    for name in RANKINGS:
+        ranked = static_mask(name, model, calibration, WINDOW, HALF)
         assert int((~ranked.mask.is_full).sum()) == LAYERS * 4 // 2
     assert torch.equal(model(ids).logits, before)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())

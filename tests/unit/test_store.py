@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import store as store_module
-from pipeline.graph import document_key
-from pipeline.hashing import FileHasher, NotHashed
-from pipeline.store import Store
+from bosch.files import replace, replacing, write_json
+from pipeline.run import store as store_module
+from pipeline.run.graph import document_key
+from pipeline.run.hashing import FileHasher, NotHashed
+from pipeline.run.store import Store
 
 DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
 KEY = document_key(DOCUMENT)
@@ -58,7 +59,7 @@ def test_checking_an_untouched_output_reads_nothing(
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("pipeline.hashing._digest", refuse)
+    monkeypatch.setattr("pipeline.run.hashing.file_digest", refuse)
     assert store.damage("search", KEY, store.hasher()) is None
 
 
@@ -106,7 +107,7 @@ class Crash(BaseException):
     pass
 
 
-@pytest.mark.parametrize("step", ["sync_tree", "write_json", "rename", "sync_folder"])
+@pytest.mark.parametrize("step", ["sync_tree", "write_json", "replace", "replaced"])
 def test_a_crash_while_publishing_loses_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -116,17 +117,17 @@ def test_a_crash_while_publishing_loses_nothing(
         def crash(*_: object) -> None:
             raise Crash
 
-        if step == "rename":
-            patch.setattr(os, "rename", crash)
+        if step == "replaced":
+            patch.setattr(store_module, "replace", lambda *paths: crash(replace(*paths)))
         else:
             patch.setattr(store_module, step, crash)
         with pytest.raises(Crash):
             store.publish("search", DOCUMENT, {}, store.hasher())
     hasher = store.hasher()
-    if step == "sync_folder":
+    if step == "replaced":
         assert store.damage("search", KEY, hasher) is None
         assert store.manifest("search", KEY) is not None
-    elif step == "rename":
+    elif step == "replace":
         assert store.manifest("search", KEY) is None
         assert store.finish_interrupted("search", KEY, hasher)
     else:
@@ -143,16 +144,15 @@ def test_a_crash_while_replacing_keeps_the_new_output(
 ) -> None:
     publish(store, "old")
     fill(store, "new")
-    rename, calls = os.rename, []
+    rename = os.replace
 
-    def crash_second(source: Path, target: Path) -> None:
-        calls.append(source)
-        if len(calls) == 2:
+    def crash_when_publishing(source: Path, target: Path) -> None:
+        if target == store.published("search", KEY):
             raise Crash
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", crash_second)
+        patch.setattr(os, "replace", crash_when_publishing)
         with pytest.raises(Crash):
             store.publish("search", DOCUMENT, {}, store.hasher())
     assert store.finish_interrupted("search", KEY, store.hasher())
@@ -167,7 +167,7 @@ def test_afresh_throws_earlier_work_away(store: Store) -> None:
 
 def test_time_of_killed_attempts_counts(store: Store) -> None:
     work = fill(store)
-    state_file = store._state_file("search", KEY)
+    state_file = store.state_file("search", KEY)
     state = json.loads(state_file.read_text())
     started = state["attempts"][0]["started"]
     os.utime(work / "b.txt", (started + 100, started + 100))
@@ -190,7 +190,7 @@ def test_links_follow_the_last_run(store: Store) -> None:
 
 
 def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.hashing._SETTLED_NS", 0)
+    monkeypatch.setattr("pipeline.run.hashing.SETTLED_NS", 0)
     file, cache = tmp_path / "a", tmp_path / "cache.json"
     file.write_text("one")
     first = FileHasher(cache)
@@ -208,7 +208,7 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_two_writers_of_the_hash_cache_both_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.hashing._SETTLED_NS", 0)
+    monkeypatch.setattr("pipeline.run.hashing.SETTLED_NS", 0)
     cache = tmp_path / "cache.json"
     hashers = [FileHasher(cache), FileHasher(cache)]
     for index, hasher in enumerate(hashers):
@@ -221,8 +221,6 @@ def test_two_writers_of_the_hash_cache_both_stay(
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.files import write_json
-
     path = tmp_path / "a.json"
     write_json(path, {"x": 1})
 
@@ -235,3 +233,27 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
             write_json(path, {"x": 2})
     assert json.loads(path.read_text()) == {"x": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_replaces_an_older_one(tmp_path: Path) -> None:
+    for name in ("new", "place"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace(tmp_path / "new", tmp_path / "place")
+    assert [str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")] == [
+        "place",
+        "place/new",
+    ]
+
+
+def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
+    work = fill(store)
+    with pytest.raises(Crash), replacing(work / "sub" / "c.txt") as temporary:
+        temporary.write_text("half")
+        left = temporary.with_name(temporary.name[:-8] + "0" * 8)
+        left.write_text("half")
+        raise Crash
+    assert left.exists()
+    assert not temporary.exists()
+    folder = publish(store)
+    assert sorted(one.name for one in folder.rglob("*.txt")) == ["a.txt", "b.txt"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bosch.errors import UserError
 from stages.configs import Runtime, TrainConfig
-from stages.training.schedule import Schedule, make_schedule
+from stages.train.schedule import Schedule, make_schedule
 
 
 def schedule(world_size: int = 1, on_gpu: bool = False, **fields: object) -> Schedule:
@@ -40,21 +40,29 @@ def test_batch_is_micro_times_accumulation_times_processes(
     world: int, per_process: int, length: int, on_gpu: bool
 ) -> None:
     tokens = world * per_process * length
-    made = schedule(
+    planned = schedule(
         world, on_gpu, sequence_length=length, batch_tokens=tokens, total_tokens=3 * tokens
     )
-    assert length * made.micro_batch_size * made.accumulation * world == made.batch_tokens == tokens
-    assert made.tokens == 3 * tokens
+    assert (
+        length * planned.micro_batch_size * planned.accumulation * world
+        == planned.batch_tokens
+        == tokens
+    )
+    assert planned.tokens == 3 * tokens
 
 
 @pytest.mark.parametrize(
     ("fields", "world", "names"),
     [
-        ({"batch_tokens": 130}, 1, ["train.batch_tokens = 130", "prepare.sequence_length = 32"]),
+        ({"batch_tokens": 130}, 1, ["train.batch_tokens: 130", "prepare.sequence_length = 32"]),
         ({}, 3, ["train.batch_tokens", "runtime.processes", "4 sequences"]),
-        ({"total_tokens": 127}, 1, ["train.total_tokens = 127", "train.batch_tokens = 128"]),
-        ({"micro_batch_size": 3}, 1, ["runtime.micro_batch_size = 3", "4 sequences"]),
-        ({"micro_batch_size": 4}, 2, ["runtime.micro_batch_size = 4", "2 sequences"]),
+        ({"total_tokens": 127}, 1, ["train.total_tokens: 127", "train.batch_tokens = 128"]),
+        ({"micro_batch_size": 3}, 1, ["batches of 3 (runtime.micro_batch_size)", "4 sequences"]),
+        (
+            {"micro_batch_size": 4},
+            2,
+            ["batches of 4 (runtime.micro_batch_size)", "on 2 process(es)"],
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_refused_by_name(
@@ -69,25 +77,25 @@ def test_batches_that_do_not_fit_are_refused_by_name(
 def test_learning_rate_rises_then_falls_towards_its_least(
     steps: int, warmup: float, least: float
 ) -> None:
-    made = schedule(total_tokens=128 * steps, warmup_ratio=warmup, min_lr_ratio=least)
-    rates = [made.learning_rate_factor(step) for step in range(steps)]
-    rising, falling = rates[: made.warmup_steps], rates[made.warmup_steps :]
-    assert made.warmup_steps == math.ceil(warmup * steps)
+    planned = schedule(total_tokens=128 * steps, warmup_ratio=warmup, min_lr_ratio=least)
+    rates = [planned.learning_rate_factor(step) for step in range(steps)]
+    rising, falling = rates[: planned.warmup_steps], rates[planned.warmup_steps :]
+    assert planned.warmup_steps == math.ceil(warmup * steps)
     assert rising == sorted(rising) and (not rising or rising[-1] == 1.0)
     assert falling == sorted(falling, reverse=True)
     assert all(least < rate <= 1 for rate in falling) and min(rates) > 0
-    assert made.learning_rate_factor(steps) == pytest.approx(least)
+    assert planned.learning_rate_factor(steps) == pytest.approx(least)
 
 
 def test_learning_rate_is_a_cosine_between_peak_and_least() -> None:
-    made = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
-    assert made.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2
-    assert made.learning_rate_factor(0) == 0.5
+    planned = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
+    assert planned.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2
+    assert planned.learning_rate_factor(0) == 0.5
 
 
 def test_checkpoints_come_at_the_first_step_that_reaches_them() -> None:
-    made = schedule(checkpoint_tokens=[1, 128, 129, 1280])
-    assert made.checkpoint_steps == {1: 1, 128: 1, 129: 2, 1280: 10}
+    planned = schedule(checkpoint_tokens=[1, 128, 129, 1280])
+    assert planned.checkpoint_steps == {1: 1, 128: 1, 129: 2, 1280: 10}
 
 
 def test_the_end_is_kept_though_not_asked_for() -> None:

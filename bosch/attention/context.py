@@ -1,0 +1,157 @@
+"""Positions, padding and documents of one forward pass, the same for both kinds of heads.
+
+Shapes: B batch, T query tokens of the pass, Tk = q_offset + T key slots. A slot is a place in the
+padded sequence; key slots run from 0, whether or not a cache still holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bosch.window import Window
+
+
+@dataclass(eq=False)
+class AttentionContext:
+    """Positions of one pass. Made once per pass; masks derived from it are kept in it.
+
+    q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
+    padding. `document` [B, T] numbers packed documents, only in a pass without past (q_offset 0).
+    `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
+    see it, so that attention may go on as without padding (padded queries give what they give).
+    `start` []: slot of the first query where only the device knows it, in a pass over a cache of
+    fixed size. q_offset is then the last one possible, and the key slots are all the cache has.
+    """
+
+    q_length: int
+    q_offset: int = 0
+    valid: Tensor | None = None
+    document: Tensor | None = None
+    right_padded: bool = False
+    start: Tensor | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def kv_length(self) -> int:
+        return self.q_offset + self.q_length
+
+    @property
+    def is_plain(self) -> bool:
+        """No padding that matters and one document: visibility depends on the distance alone."""
+        return (self.valid is None or self.right_padded) and self.document is None
+
+    @property
+    def end(self) -> int | Tensor:
+        """Slot after the last query."""
+        return self.kv_length if self.start is None else self.start + self.q_length
+
+    def query_slots(self, device: torch.device) -> Tensor:
+        """Slots of the queries, [1, T]."""
+        first = self.q_offset if self.start is None else self.start
+        return (torch.arange(self.q_length, device=device) + first)[None]
+
+    def row(self, row: int) -> AttentionContext:
+        """The same pass for one row of the batch."""
+        pick = slice(row, row + 1)
+        return AttentionContext(
+            self.q_length,
+            self.q_offset,
+            None if self.valid is None else self.valid[pick],
+            None if self.document is None else self.document[pick],
+        )
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, called once per pass and key; in a compiled pass each time, with no state."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def visible(self, queries: Tensor, keys: Tensor, window: Window | None = None) -> Tensor:
+        """Whether each query slot sees each key slot.
+
+        queries [b, ..., m] and keys [b, ..., n] hold slots, b being B or 1; slots outside
+        0 .. Tk - 1 are seen by no one. Full heads have window None. A padded query sees itself,
+        so that no row is empty. Returns bool [b, ..., m, n].
+        """
+        q, k = queries[..., :, None], keys[..., None, :]
+        distance = q - k
+        visible = (distance >= 0) & (k >= 0) & (k < self.kv_length)
+        if window is not None:
+            near = distance < window.size
+            if window.sinks:
+                rank = self._at(self.rank(keys.device), keys)[..., None, :]
+                near = near | (rank < window.sinks)
+            visible = visible & near
+        if self.document is not None:
+            ids_q, ids_k = self._at(self.document, queries), self._at(self.document, keys)
+            visible = visible & (ids_q[..., :, None] == ids_k[..., None, :])
+        if self.valid is not None:
+            visible = (visible & self._at(self.valid, keys)[..., None, :]) | (distance == 0)
+        return visible
+
+    def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
+        """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks]."""
+
+        def make() -> Tensor:
+            if self.valid is None:
+                slots = torch.arange(sinks, device=device)
+                return slots.clamp(max=self.kv_length)[None]
+            numbers = torch.arange(1, sinks + 1, device=device).expand(self.valid.shape[0], -1)
+            counted = self.valid.long().cumsum(-1)
+            return torch.searchsorted(counted, numbers.contiguous())
+
+        slots: Tensor = self.memo(("sink_slots", sinks), make)
+        return slots
+
+    def document_starts(self) -> Tensor:
+        """Slot at which the document of each slot starts, [B, T]."""
+        document = self.document
+        assert document is not None
+
+        def make() -> Tensor:
+            slots = torch.arange(self.q_length, device=document.device).expand_as(document)
+            first = torch.ones_like(document[:, :1], dtype=torch.bool)
+            begins = torch.cat([first, document[:, 1:] != document[:, :-1]], dim=1)
+            return torch.where(begins, slots, 0).cummax(dim=1).values
+
+        starts: Tensor = self.memo("document_starts", make)
+        return starts
+
+    def document_lengths(self) -> list[list[int]]:
+        """Tokens of each document of each row, in order."""
+
+        def make() -> list[list[int]]:
+            starts = self.document_starts()
+            return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in starts]
+
+        lengths: list[list[int]] = self.memo("document_lengths", make)
+        return lengths
+
+    def rank(self, device: torch.device) -> Tensor:
+        """Number of real tokens of the same document before each slot: [B or 1, Tk]."""
+
+        def make() -> Tensor:
+            slots = torch.arange(self.kv_length, device=device)[None]
+            if self.document is not None:
+                return slots - self.document_starts()
+            if self.valid is not None:
+                return self.valid.long().cumsum(-1) - self.valid.long()
+            return slots
+
+        rank: Tensor = self.memo("rank", make)
+        return rank
+
+    def _at(self, table: Tensor, slots: Tensor) -> Tensor:
+        """table [B or 1, Tk] read at slots [b, ..., n], clamped into range: [B, ..., n]."""
+        inside = slots.clamp(0, self.kv_length - 1)
+        rows = max(table.shape[0], inside.shape[0])
+        inside = inside.expand(rows, *inside.shape[1:])
+        table = table.expand(rows, -1)
+        return torch.gather(table, 1, inside.reshape(rows, -1)).reshape(inside.shape)

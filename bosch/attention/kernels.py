@@ -1,0 +1,88 @@
+"""Which of torch's attention kernels may run: every fused call of bosch goes through here.
+
+On a GPU torch silently falls back to its math kernel, which holds all logits, where no fused kernel
+takes the arguments, for example a mask together with grouped heads. Here that is an error instead,
+and keys and values are repeated for the query heads before it can happen.
+
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
+
+# Those that never hold the logits of all queries and keys, on a GPU.
+FUSED_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+]
+# Below so many logits the math kernel may run: few queries, or small models in tests.
+SMALL_LOGITS = 2**24
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
+
+    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias. Raises RuntimeError
+    where no kernel of FUSED_KERNELS takes the arguments on a GPU, and the logits are many.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and is_gpu(query) and not _flash_takes(query, key, value, mask):
+        key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+        groups = 1
+    with _allowed_kernels(query, key):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
+            scale=scale, enable_gqa=groups > 1,
+        )  # fmt: skip
+
+
+def is_gpu(states: Tensor) -> bool:
+    """Whether CUDA's kernels compute with `states`."""
+    return states.device.type == "cuda"
+
+
+def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's flash kernel, the only one that shares KV heads, can take the states."""
+    if isinstance(mask, CausalBias):  # its maker has asked for this kernel
+        return True
+    if mask is not None:
+        return False
+    if torch.compiler.is_compiling():
+        return query.dtype in (torch.float16, torch.bfloat16)
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+
+
+def repeat_heads(states: Tensor, times: int) -> Tensor:
+    """[B, HKV, Tk, D] as [B, HKV * times, Tk, D], each head `times` in a row."""
+    rows, heads, length, dim = states.shape
+    repeated = states[:, :, None].expand(rows, heads, times, length, dim)
+    return repeated.reshape(rows, heads * times, length, dim)
+
+
+@contextlib.contextmanager
+def _allowed_kernels(query: Tensor, key: Tensor) -> Iterator[None]:
+    logits = query.numel() // query.shape[-1] * key.shape[2]
+    if not is_gpu(query) or logits <= SMALL_LOGITS or torch.compiler.is_compiling():
+        yield
+        return
+    with sdpa_kernel(FUSED_KERNELS):
+        yield

@@ -1,0 +1,84 @@
+"""Attention logits: scale, soft-cap, extra logit per head; and dense attention as it is written.
+
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bosch.attention.layout import HeadLayout
+
+
+@dataclass(frozen=True, eq=False)
+class LogitTransform:
+    """Attention logits s = scaling * q·k, and what some families do to them before the softmax.
+
+    With `softcap` c, s is c * tanh(s / c) (Gemma 2). `head_logits` [HQ] are one more logit per
+    head in each softmax, with no value: its share of the weights is lost (GPT-OSS calls it a sink).
+    """
+
+    scaling: float
+    softcap: float | None = None
+    head_logits: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels can compute it."""
+        return self.softcap is None and self.head_logits is None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The transform as `hybrid_attention` takes it."""
+        return {
+            "scaling": self.scaling, "softcap": self.softcap, "head_logits": self.head_logits,
+        }  # fmt: skip
+
+    def of(self, layout: HeadLayout, kind: str, q_per_kv: int) -> LogitTransform:
+        """The transform of the heads of `kind`, "full" or "sliding"."""
+        if self.head_logits is None:
+            return self
+        head_logits = layout.heads_of(self.head_logits[None, :, None, None], kind, q_per_kv)
+        return replace(self, head_logits=head_logits.flatten())
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    transform: LogitTransform,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention as it is written down: [B, HQ, T, D], in float32 at least.
+
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. B and
+    HQ may be flattened into each other, B first.
+    """
+    value = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    weights = dense_weights(query, key, visible, transform).to(value.dtype)
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, p=dropout)
+    return weights @ value
+
+
+def dense_weights(
+    query: Tensor, key: Tensor, visible: Tensor | None, transform: LogitTransform
+) -> Tensor:
+    """The softmax of the logits over the keys, [B, HQ, T, Tk], as in `dense_attention`."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    products = query @ key.transpose(2, 3)
+    logits = (products if query.dtype == torch.float64 else products.float()) * transform.scaling
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    if transform.head_logits is not None:
+        extra = transform.head_logits.to(logits.dtype)
+        extra = extra.repeat(query.shape[1] // len(extra))[None, :, None, None]
+        logits = torch.cat([logits, extra.expand(*logits.shape[:3], 1)], dim=3)
+    return logits.softmax(dim=-1)[..., : key.shape[2]]

@@ -1,0 +1,97 @@
+"""Attention of both kinds of heads by torch's own varlen attention: one call for each kind.
+
+It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
+
+Shapes: B batch, T queries, HQ query heads, D head dimension. Each row, or each document of a row,
+is a sequence; all stand one after another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bosch.attention.context import AttentionContext
+from bosch.attention.layout import CachedStates, HeadLayout, split_states
+from bosch.attention.logit_transform import LogitTransform
+from bosch.attention.sdpa import sdpa_attention
+
+_MODULE = "torch.nn.attention.varlen"
+_OPTIONS = {"scale", "window_size", "enable_gqa"}  # later than the function itself
+_CAUSAL = (-1, 0)
+VARLEN_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+
+def varlen_is_usable() -> bool:
+    """Whether there are a GPU and a torch whose varlen attention has windows and shared heads."""
+    if not torch.cuda.is_available() or importlib.util.find_spec(_MODULE) is None:
+        return False
+    function = importlib.import_module(_MODULE).varlen_attn
+    return set(inspect.signature(function).parameters) >= _OPTIONS
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    layout: HeadLayout,
+    context: AttentionContext,
+    transform: LogitTransform,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of both kinds of heads: [B, T, HQ, D].
+
+    Passes with a cache, a past or padding, other dtypes than float16 and bfloat16, and attention
+    dropout go the way of the sdpa backend.
+    """
+    cached = isinstance(key, CachedStates) or isinstance(value, CachedStates)
+    whole = context.q_offset == 0 and context.start is None and not cached
+    able = query.dtype in VARLEN_DTYPES
+    if not whole or not able or dropout or not (context.valid is None or context.right_padded):
+        return sdpa_attention(query, key, value, layout, context, transform, dropout)
+    q_per_kv = query.shape[1] // layout.num_key_value_heads
+    full, sliding = split_states(key, value, layout)
+    out_full = out_sliding = None
+    if full is not None:
+        heads = layout.heads_of(query, "full", q_per_kv)
+        out_full = _varlen(heads, full.key, full.value, context, _CAUSAL, transform)
+    if sliding is not None:
+        heads = layout.heads_of(query, "sliding", q_per_kv)
+        window = layout.window.flash
+        out_sliding = _varlen(heads, sliding.key, sliding.value, context, window, transform)
+    return layout.merge(out_full, out_sliding, q_per_kv)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
+    window: tuple[int, int],
+    transform: LogitTransform,
+) -> Tensor:
+    """Causal attention within each sequence, [B, HQ, T, D]."""
+    kernel: Any = importlib.import_module(_MODULE).varlen_attn
+    borders, longest = context.memo("varlen", lambda: _borders(context, query))
+    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    out: Tensor = kernel(
+        *packed, borders, borders, longest, longest, scale=transform.scaling, window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    rows, heads, length, dim = query.shape
+    return out.view(rows, length, heads, dim).transpose(1, 2)
+
+
+def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:
+    """Where each sequence begins and the last one ends, int32; tokens of the longest."""
+    if context.document is None:
+        lengths = [context.q_length] * query.shape[0]
+    else:
+        lengths = [length for row in context.document_lengths() for length in row]
+    sizes = torch.tensor([0, *lengths], device=query.device)
+    return sizes.cumsum(0).to(torch.int32), max(lengths)

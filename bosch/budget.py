@@ -1,0 +1,55 @@
+"""The budget of a head mask; without numpy, so that a plan can ask for it."""
+
+from __future__ import annotations
+
+import math
+
+from bosch.errors import UserError
+
+
+def swa_budget(n_units: int, ratio: float) -> int:
+    """Number of sliding units among `n_units` at ratio rho: ceil(rho * n) (BOSCH Algorithm 1).
+
+    Robust to the last bits of a float: 0.07 * 100 is 7.000000000000001 in floats, and gives 7.
+    Any ratio above 0 gives at least one unit. Raises ValueError when `ratio` is outside [0, 1].
+    """
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"ratio must lie in [0, 1], got {ratio}")
+    return min(n_units, math.ceil(ratio * n_units * (1.0 - 1e-12)))
+
+
+def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granularity: int) -> None:
+    """Raise UserError where no mask of units of `granularity` heads is exactly on budget."""
+    if num_heads % granularity:
+        raise UserError(
+            f"search.head_granularity: {num_heads} KV heads per layer are no multiple of "
+            f"{granularity}; choose a divisor of {num_heads}"
+        )
+    heads = num_layers * num_heads
+    budget = swa_budget(heads, swa_ratio)
+    if budget % granularity:
+        below = budget // granularity * granularity
+        raise UserError(
+            f"search.swa_ratio: {swa_ratio:g} means {budget} sliding heads of {heads}, which is "
+            f"no multiple of search.head_granularity = {granularity}; choose swa_ratio "
+            f"{_ratio(below, heads)} or {_ratio(below + granularity, heads)}"
+        )
+
+
+def _ratio(sliding: int, heads: int) -> str:
+    """The shortest number whose budget is `sliding`."""
+    for digits in range(1, 17):
+        text = f"{sliding / heads:.{digits}g}"
+        if swa_budget(heads, min(1.0, float(text))) == sliding:
+            return text
+    raise AssertionError(f"no ratio gives {sliding} of {heads}")
+
+
+def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
+    """Full KV heads of each layer when ceil(rho N) sliding ones are spread evenly over the layers.
+
+    Speed and memory depend on how many heads of a layer slide, not on which.
+    """
+    budget = swa_budget(layers * heads, ratio)
+    shares = [budget * (n + 1) // layers - budget * n // layers for n in range(layers)]
+    return tuple(heads - sliding for sliding in shares)

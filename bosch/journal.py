@@ -1,0 +1,134 @@
+"""Append-only files of JSON lines that survive a killed writer and a damaged disk."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bosch.errors import RunError
+from bosch.files import make_folder, sync, write_text
+
+logger = logging.getLogger(__name__)
+
+Entry = dict[str, Any]
+
+# The last field of every line: the CRC-32 of the text before it.
+_CHECKSUM = b'"crc32": "'
+
+
+class Journal:
+    """JSON objects in a file, one on each line, that several processes append to and follow.
+
+    A line is written under a lock, whole, and is on disk before `append` returns. It ends with a
+    field `crc32`, which `jq` and other tools see and entries do not have. A torn last line, which
+    a killed writer leaves, is cut off by the next `append`; a line elsewhere that does not fit its
+    checksum is skipped. `damaged` counts these.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0
+        self._offset = 0
+
+    def append(self, *entries: Mapping[str, Any]) -> None:
+        """Add entries; returns when they are on disk.
+
+        Raises RunError where that fails, ValueError for a number that is not finite.
+        """
+        if not entries:
+            return
+        lines = b"".join(map(_line, entries))
+        try:
+            make_folder(self.path.parent)
+            is_new = not self.path.exists()
+            with self.path.open("ab+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                _cut_torn_line(file)
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync(self.path.parent)
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def read_new(self) -> list[Entry]:
+        """The entries that were appended since the last call, by any process.
+
+        Damaged lines are skipped, with one warning that says how many. Raises RunError where the
+        file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({error.strerror})") from error
+        # What follows the last line feed is torn, or being written.
+        lines = content[: content.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        entries, damaged = [], 0
+        for line in lines.split(b"\n")[:-1]:
+            entry, is_whole = _entry(line)
+            damaged += not is_whole
+            if entry is not None:
+                entries.append(entry)
+        if damaged:
+            self.damaged += damaged
+            logger.warning("%s: %d damaged lines are not used", self.path, damaged)
+        return entries
+
+    def replace(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Put `entries` in place of all lines, atomically; no other process may be appending."""
+        try:
+            write_text(self.path, b"".join(map(_line, entries)).decode())
+            self._offset = self.path.stat().st_size
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 2**16)
+        file.seek(start)
+        line_feed = file.read(end - start).rfind(b"\n")
+        if line_feed >= 0:
+            end = start + line_feed + 1
+            break
+        end = start
+    if end < size:
+        logger.warning("%s: cut off a torn last line", file.name)
+        file.truncate(end)
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    fields = json.dumps(entry, allow_nan=False).encode()[:-1]
+    head = fields + (b", " if entry else b"") + _CHECKSUM
+    return head + f'{zlib.crc32(head):08x}"}}\n'.encode()
+
+
+def _entry(line: bytes) -> tuple[Entry | None, bool]:
+    """The entry of a line, and whether it is the whole line.
+
+    A damaged line feed glues a line to the next one, which is still whole.
+    """
+    start = 0
+    while start >= 0:
+        text = line[start:]
+        head, mark, _ = text.rpartition(_CHECKSUM)
+        head += mark
+        if text[len(head) :] == f'{zlib.crc32(head):08x}"}}'.encode():
+            entry: Entry = json.loads(text)
+            del entry["crc32"]
+            return entry, start == 0
+        start = line.find(b'{"', start + 1)
+    return None, False

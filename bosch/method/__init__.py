@@ -1,1 +1,0 @@
-"""The BOSCH procedure (Algorithms 1 to 3) and its ablations, independent of any model."""

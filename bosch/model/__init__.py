@@ -1,0 +1,1 @@
+"""Any decoder as a hybrid: families, search mode, deploy mode, caches, loading and saving."""

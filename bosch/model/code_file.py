@@ -1,0 +1,138 @@
+"""The code file a hybrid model carries: transformers loads it by this where bosch is absent.
+
+It is made from bosch's own modules, one after another in one file, so that there is one
+implementation. Imports between them are left out; names they share would be refused here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from importlib import resources
+
+from bosch.model.families import Family
+from bosch.version import VERSION
+
+# What a loaded model runs, each file after those it needs.
+MODULES = (
+    "errors.py",
+    "window.py",
+    "model/families.py",
+    "attention/context.py",
+    "attention/layout.py",
+    "attention/bands.py",
+    "attention/logit_transform.py",
+    "attention/eager.py",
+    "attention/kernels.py",
+    "attention/causal.py",
+    "attention/sdpa.py",
+    "attention/flex.py",
+    "attention/flash.py",
+    "attention/varlen.py",
+    "attention/__init__.py",
+    "model/interface.py",
+    "model/cache.py",
+    "model/static_cache.py",
+    "model/configuration.py",
+    "model/deploy_mode.py",
+)
+
+_HEAD = '''"""{prefix} model whose attention heads are full or sliding, for transformers.
+
+Loaded by `trust_remote_code=True`. Made by bosch {version} from its own source; where bosch is
+installed and imported, transformers uses that instead. Licence: Apache-2.0.
+"""
+
+from __future__ import annotations
+
+'''
+
+_TAIL = '''
+
+def code_file(family: Family) -> str:
+    """The text of this file, which a saved model carries on."""
+    return Path(__file__).read_text(encoding="utf-8")
+
+
+{prefix_config} = hybrid_config_class(FAMILIES["{model_type}"])
+{prefix_decoder} = hybrid_decoder_class(FAMILIES["{model_type}"])
+{prefix_model} = hybrid_model_class(FAMILIES["{model_type}"])
+'''
+
+
+@functools.cache
+def code_file(family: Family) -> str:
+    """Python source that defines the config and model class of a family, without bosch.
+
+    Raises RuntimeError when the modules cannot stand in one file: a fault of bosch itself.
+    """
+    imports: dict[str, set[str]] = defaultdict(set)
+    defined = {"code_file"}
+    bodies = [_body(name, imports, defined) for name in MODULES]
+    head = _HEAD.format(prefix=family.prefix, version=VERSION)
+    tail = _TAIL.format(
+        prefix_config=family.config_class, prefix_model=family.model_class,
+        prefix_decoder=family.decoder_class, model_type=family.model_type,
+    )  # fmt: skip
+    return head + _import_lines(imports) + "\n\n" + "\n\n\n".join(bodies) + "\n" + tail
+
+
+def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
+    """Source of a module without its imports; those of other packages go into `imports`."""
+    source = resources.files("bosch").joinpath(name).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    own = _names(tree)
+    if own & defined:
+        raise RuntimeError(f"bosch/{name} defines {sorted(own & defined)} again")
+    defined |= own
+    dropped = [tree.body[0]]  # the docstring
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "bosch":
+            _check_names(name, node, defined)
+            dropped.append(node)
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            imports[""] |= {ast.unparse(ast.Import([alias])) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node not in dropped:
+            imports[node.module or ""] |= {ast.unparse(alias) for alias in node.names}
+        elif not _is_all(node):
+            continue
+        dropped.append(node)
+    for node in dropped:
+        for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+            lines[number] = "\0"
+    text = "\n".join(line for line in lines if line != "\0").strip("\n")
+    return f"# From bosch/{name}\n\n{text}"
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What a module defines at its top level, `__all__` aside."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names - {"__all__"}
+
+
+def _check_names(name: str, node: ast.ImportFrom, defined: set[str]) -> None:
+    """What is imported must stand in the file under the same name."""
+    unknown = [a.name for a in node.names if a.asname or a.name not in defined]
+    if unknown:
+        raise RuntimeError(f"bosch/{name} imports {unknown}, which the code file does not have")
+
+
+def _is_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+
+
+def _import_lines(imports: dict[str, set[str]]) -> str:
+    plain = sorted(imports.pop("", set()))
+    imports.pop("__future__", None)
+    named = [f"from {module} import {', '.join(sorted(imports[module]))}" for module in imports]
+    return "\n".join([*plain, *sorted(named)]) + "\n"

@@ -1,0 +1,210 @@
+"""Config classes of the hybrid models."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
+    CONFIG_MAPPING_NAMES,
+)
+
+from bosch.errors import UserError
+from bosch.model.code_file import code_file
+from bosch.model.families import FAMILIES, Family
+
+CODE_FILE = "modeling_hybrid.py"
+_TEXT = "text_config"
+
+# Stands in config.json where the name of the activation would. The families' own config classes
+# take no list there and end with this sentence when a hybrid directory is given to them by name;
+# what reads the file alone, or the tokenizer beside it, goes on.
+_REFUSAL = [
+    "full and sliding heads within a layer: load this model by AutoModelForCausalLM, with bosch "
+    "imported or with trust_remote_code=True"
+]
+
+_choosing: ContextVar[bool] = ContextVar("attention may be chosen", default=False)
+
+
+@contextlib.contextmanager
+def choosing_attention() -> Iterator[None]:
+    """While a hybrid model class is at work, its attention may be written into a configuration."""
+    token = _choosing.set(True)
+    try:
+        yield
+    finally:
+        _choosing.reset(token)
+
+
+class HybridConfigMixin:
+    """What a hybrid's config class adds to its family's: no other class's attention.
+
+    Each model class of transformers writes the attention it will run into its configuration, before
+    it makes a layer. A family's own class handed a hybrid's configuration ends there: it would
+    attend in full with every head. What a user wishes for goes through `_attn_implementation`.
+    """
+
+    @property
+    def _attn_implementation_internal(self) -> Any:
+        return self.__dict__.get("_attn_implementation_internal")
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: Any) -> None:
+        if not _choosing.get():
+            raise UserError(_REFUSAL[0])
+        self.__dict__["_attn_implementation_internal"] = value
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        choose: Any = PreTrainedConfig._attn_implementation
+        with choosing_attention():
+            choose.fset(self, value)
+
+
+def _save_of(family: Family, parent: Any) -> Any:
+    """`save_pretrained` of a family that also writes the code file, and names it in the config.
+
+    A model saves its configuration by this too, so no hybrid is saved or pushed without it.
+    """
+
+    @functools.wraps(parent.save_pretrained)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CODE_FILE).write_text(code_file(family), encoding="utf-8")
+        module = CODE_FILE.removesuffix(".py")
+        names = ["AutoModelForCausalLM"]
+        if family.takes_more_than_text:
+            names.append("AutoModelForImageTextToText")
+        self.auto_map = {
+            "AutoConfig": f"{module}.{family.config_class}",
+            "AutoModel": f"{module}.{family.decoder_class}",
+            **dict.fromkeys(names, f"{module}.{family.model_class}"),
+        }
+        return parent.save_pretrained(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _init_of(family: Family, parent: Any) -> Any:
+    """`__init__` of a hybrid's config class that takes what `to_dict` gives."""
+    fill = parent.__init__
+
+    @functools.wraps(fill)
+    def __init__(self: Any, **kwargs: Any) -> None:
+        is_hybrid = kwargs.get("hybrid_attention") is not None
+        text = kwargs.get(_TEXT)
+        if family.takes_more_than_text and isinstance(text, dict):
+            text_class: Any = CONFIG_MAPPING[text["model_type"]]
+            kwargs[_TEXT] = _restored(text, FAMILIES[text["model_type"]], text_class, is_hybrid)
+        else:
+            kwargs = _restored(kwargs, family, parent, is_hybrid)
+        fill(self, **kwargs)
+        if family.takes_more_than_text:
+            self.text_config.__class__ = _part_class(type(self.text_config))
+
+    return __init__
+
+
+def _restored(
+    content: dict[str, Any], family: Family, config_class: Any, is_hybrid: bool
+) -> dict[str, Any]:
+    """Content of a text decoder's configuration without what refuses the family's own class."""
+    content = dict(content)
+    name = content.pop(f"base_{family.activation}", None)
+    if content.get(family.activation) == _REFUSAL:
+        content[family.activation] = name
+    types = config_class.attribute_map.get("layer_types", "layer_types")
+    if types in config_class.__dataclass_fields__ and is_hybrid and content.get(types) is None:
+        # The family's default pattern must not stand in for what was lost: none is refused.
+        content[types] = []
+    return content
+
+
+def _to_dict_of(family: Family, parent: Any) -> Any:
+    """`to_dict` of a family in a form that its own config class refuses."""
+
+    @functools.wraps(parent.to_dict)
+    def to_dict(self: Any) -> dict[str, Any]:
+        content: dict[str, Any] = parent.to_dict(self)
+        if family.takes_more_than_text:
+            text = content[_TEXT]
+            return content | {_TEXT: _refusing(text, FAMILIES[text["model_type"]].activation)}
+        return _refusing(content, family.activation)
+
+    return to_dict
+
+
+def _refusing(content: dict[str, Any], name: str) -> dict[str, Any]:
+    return content | {f"base_{name}": content[name], name: list(_REFUSAL)}
+
+
+def _part_class(base: Any) -> Any:
+    """Config class of the text decoder within a hybrid, which no class by itself runs.
+
+    It has the name of its family's, by which transformers finds the decoder's class.
+    """
+    name = base.__name__
+    if name not in globals():
+        body = {"__module__": __name__, "__doc__": base.__doc__}
+        globals()[name] = type(name, (HybridConfigMixin, base), body)
+    return globals()[name]
+
+
+@functools.cache
+def hybrid_config_class(family: Family) -> Any:
+    """Config class of a family's hybrid models: its own, with `hybrid_attention`."""
+    module = importlib.import_module(
+        f"transformers.models.{family.module}.configuration_{family.module}"
+    )
+    base = getattr(module, family.base_config_class)
+    body = {
+        "model_type": family.hybrid_type,
+        "hybrid_attention": None,
+        "__annotations__": {"hybrid_attention": "dict | None"},
+        "__module__": __name__,
+        "to_dict": _to_dict_of(family, base),
+        "save_pretrained": _save_of(family, base),
+        "__doc__": f"Configuration of a {family.prefix} model with full and sliding heads.",
+    }
+    created: Any = type(family.config_class, (HybridConfigMixin, base), body)
+    created.__init__ = _init_of(family, created)
+    globals()[family.config_class] = created
+    return created
+
+
+def __getattr__(name: str) -> Any:
+    """A family's config class by its name, which is how another process unpickles one."""
+    for family in FAMILIES.values():
+        if family.config_class == name:
+            return hybrid_config_class(family)
+        if CONFIG_MAPPING_NAMES.get(family.model_type) == name:
+            return _part_class(CONFIG_MAPPING[family.model_type])
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether a configuration is that of a hybrid model."""
+    return str(getattr(config, "model_type", "")).startswith("hybrid_")
+
+
+def base_content(config: Any) -> dict[str, Any]:
+    """Content of a hybrid model's configuration as its family has it, the head layout aside."""
+    content: dict[str, Any] = super(type(config), config).to_dict()
+    for name in (
+        "hybrid_attention", "model_type", "architectures", "auto_map", "_name_or_path",
+        "transformers_version",
+    ):  # fmt: skip
+        content.pop(name, None)
+    return content

@@ -1,0 +1,141 @@
+"""A decoder's sizes, and what follows from them: parameters and operations. Needs no torch.
+
+C hidden size, L layers, V vocabulary, T tokens of a sequence, W window, rho share of sliding heads
+among those of the layers with full attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bosch.model.families import DecoderLayers
+from bosch.window import Window
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Gated MLP or experts, grouped-query attention; `experts` is 0 for a dense model."""
+
+    layers: int
+    hidden: int
+    attention_heads: int
+    key_value_heads: int
+    head_dim: int
+    intermediate: int  # of the MLP, or of one expert
+    vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
+    tied: bool = False
+    kinds: DecoderLayers | None = None  # None: every layer has full attention
+    gated: bool = False  # queries have a gate each
+    state_layer: int = 0  # parameters of linear attention and the like in one layer
+
+    @property
+    def full_layers(self) -> int:
+        """Layers with full attention: the rows of a head mask."""
+        return self.layers if self.kinds is None else len(self.kinds.full)
+
+    @property
+    def own_query_size(self) -> int:
+        """`query_size` in a layer that slides by itself."""
+        return self.attention_heads * self.kinds.own_head_dim if self.kinds else 0
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.key_value_heads * self.head_dim
+
+    @property
+    def active_width(self) -> int:
+        """Intermediate width that a token passes through, over its experts."""
+        return self.intermediate * (self.experts_per_token if self.experts else 1)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the attention of one layer with full attention."""
+        gate = self.hidden * self.query_size if self.gated else 0
+        return 2 * self.hidden * (self.query_size + self.key_value_size) + gate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, without norms of single heads and biases."""
+        width = self.intermediate * max(self.experts, 1)
+        return (
+            self.attention_parameters + self.hidden * (3 * width + self.experts) + 2 * self.hidden
+        )
+
+    @property
+    def mixer_parameters(self) -> int:
+        """Attention and what stands in its place or beside it, of all layers."""
+        if self.kinds is None:
+            return self.layers * self.attention_parameters
+        key_value = self.kinds.own_heads * self.kinds.own_head_dim
+        own = 2 * self.hidden * (self.own_query_size + key_value)
+        return (
+            len(self.kinds.full) * self.attention_parameters
+            + len(self.kinds.windows) * own
+            + len(self.kinds.states) * self.state_layer
+        )
+
+    @property
+    def feed_forward_layers(self) -> int:
+        """Layers with a feed-forward block: all, or those that have nothing else."""
+        if self.kinds is None:
+            return self.layers
+        mixers = {*self.kinds.full, *self.kinds.windows, *self.kinds.states}
+        return self.layers - len(mixers) or self.layers
+
+    @property
+    def table(self) -> int:
+        """Parameters of the output head, V x C; those of the input table where they are apart."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def tables(self) -> int:
+        """Parameters outside the layers."""
+        return (1 if self.tied else 2) * self.table + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        width = self.intermediate * max(self.experts, 1)
+        feed_forward = self.hidden * (3 * width + self.experts)
+        norms = 2 * self.hidden * self.layers
+        return self.mixer_parameters + self.feed_forward_layers * feed_forward + norms + self.tables
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters a token is multiplied with: only its experts, no table that is looked up."""
+        mlp = self.hidden * (3 * self.active_width + self.experts)
+        return self.mixer_parameters + self.feed_forward_layers * mlp + self.table
+
+    def forward_flops(
+        self, tokens: float, length: int, swa_ratio: float = 0.0, window: Window | None = None
+    ) -> float:
+        """Operations of a forward pass over `tokens` in sequences of `length`.
+
+        A full head's query costs the t keys before it, a sliding head's the W keys it sees. A
+        multiplication and an addition are two operations; recurrences are left out.
+        """
+        keys = (length + 1) / 2
+        if window is not None:
+            keys += swa_ratio * (_visible_keys(window.most_keys, length) - keys)
+        attention = self.full_layers * self.query_size * keys
+        for own in self.kinds.windows.values() if self.kinds else ():
+            attention += self.own_query_size * _visible_keys(own, length)
+        return tokens * (2 * self.active_parameters + 4 * attention)
+
+    def training_flops(self, tokens: float, length: int, swa_ratio: float, window: Window) -> float:
+        """Operations of forward and backward, nothing recomputed: what MFU counts."""
+        return 3 * self.forward_flops(tokens, length, swa_ratio, window)
+
+
+def _visible_keys(most: int, length: int) -> float:
+    """Mean number of keys of a query that sees at most so many."""
+    visible_keys = min(most, length)
+    return visible_keys * (2 * length - visible_keys + 1) / (2 * length)

@@ -1,0 +1,402 @@
+"""Deploy mode: model classes whose full heads come first, and their registration with transformers.
+
+The classes of a family derive from transformers' own; they add the head layout from the config, the
+HybridCache, and nothing to the computation. Their model_type ("hybrid_qwen3", ...) is unknown to
+plain transformers, so that a load without bosch is refused and never runs full attention instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from bosch.attention import HeadLayout, resolve_backend
+from bosch.errors import UserError
+from bosch.model.cache import HybridCache, SplitCacheLayer
+from bosch.model.configuration import choosing_attention, hybrid_config_class
+from bosch.model.families import LAYER_KINDS, Family, decoder_layers, text_config
+from bosch.model.interface import (
+    NAME,
+    attention_modules,
+    check_shows_weights,
+    head_state,
+    layouts_of,
+    masks_for_generate,
+    register_attention,
+    set_layouts,
+)
+from bosch.model.static_cache import StaticHybridCache
+from bosch.window import Window
+
+logger = transformers_logging.get_logger(__name__)
+
+# The backend of each attn_implementation that a user can name.
+_BACKEND_OF = {
+    None: "auto",
+    NAME: "auto",
+    "bosch": "auto",
+    "auto": "auto",
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex",
+    "flex_attention": "flex",
+    "flash": "flash",
+    "varlen": "varlen",
+    "flash_attention_2": "flash",
+}
+
+
+def deploy_layouts(config: Any) -> list[HeadLayout | None]:
+    """Layout of each decoder layer from `config.hybrid_attention`; None of one without attention.
+
+    Raises UserError when the configuration is damaged.
+    """
+    where = getattr(config, "_name_or_path", "") or "config.json"
+    table = getattr(config, "hybrid_attention", None)
+    expected = {"window_size", "sinks", "full_kv_heads_per_layer"}
+    if not isinstance(table, dict) or not expected <= set(table):
+        raise UserError(
+            f"{where}: hybrid_attention must hold {', '.join(sorted(expected))}, found "
+            f"{json.dumps(table, default=str)}; make the model again"
+        )
+    counts = table["full_kv_heads_per_layer"]
+    try:
+        window = Window(table["window_size"], table["sinks"])
+    except ValueError as error:
+        raise UserError(f"{where}: hybrid_attention.{error}") from error
+    _check_base_types(config, where)
+    kinds = decoder_layers(config)
+    heads = kinds.heads
+    valid = isinstance(counts, list) and all(type(n) is int and 0 <= n <= heads for n in counts)
+    if not valid or len(counts) != len(kinds.full):
+        raise UserError(
+            f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {len(kinds.full)} "
+            f"numbers from 0 to {heads}, one for each layer with full attention, found {counts!r}"
+        )
+    layouts: list[HeadLayout | None] = [None] * kinds.count
+    for layer, count in zip(kinds.full, counts, strict=True):
+        layouts[layer] = HeadLayout.deploy(count, heads, window)
+    for layer, own in kinds.windows.items():
+        layouts[layer] = HeadLayout.deploy(0, kinds.own_heads, Window(own))
+    return layouts
+
+
+def _check_base_types(config: Any, where: str) -> None:
+    text = text_config(config)
+    types, layers = getattr(text, "layer_types", None), text.num_hidden_layers
+    if types is None:
+        return
+    if len(types) != layers or any(kind not in LAYER_KINDS for kind in types):
+        raise UserError(
+            f"{where}: layer_types must hold {', '.join(LAYER_KINDS)} for each of {layers} "
+            f"layers, found {types!r}; make the model again"
+        )
+
+
+class HybridModelMixin:
+    """What a hybrid model adds to its family: layouts, backend and cache."""
+
+    _family: Family
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        layouts = deploy_layouts(config)
+        parent: Any = super()
+        with choosing_attention():
+            parent.__init__(config, *args, **kwargs)
+            if text_config(config) is not config:  # it has an implementation of its own
+                self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
+        self._install(layouts)
+
+        # At the decoder, since libraries replace the `forward` of the model above it.
+        prepare = functools.partial(_prepare_pass, self._family)
+        self.get_decoder().register_forward_pre_hook(prepare, with_kwargs=True)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' own, which refuses a directory whose weights are not this model's."""
+        parent: Any = super()
+        model, info = parent.from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        check_weights(pretrained_model_name_or_path, model, info)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the family's own code initialises the weights, and buffers that no file holds.
+
+        transformers passes over modules without parameters in custom code.
+        """
+        return False
+
+    def _install(self, layouts: list[HeadLayout | None]) -> None:
+        set_layouts(self, layouts, self._hybrid_backend)
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Any implementation asked for means that backend of hybrid attention, never another."""
+        known = attn_implementation is None or isinstance(attn_implementation, str)
+        if not known or attn_implementation not in _BACKEND_OF:
+            raise UserError(
+                f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
+                f"{', '.join(str(name) for name in _BACKEND_OF if name)}"
+            )
+        register_attention()
+        self._hybrid_backend = resolve_backend(_BACKEND_OF[attn_implementation])
+        return NAME
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose the backend of the hybrid attention."""
+        self._check_and_adjust_attn_implementation(attn_implementation)
+        self._install(layouts_of(self))
+
+    def new_cache(self) -> HybridCache:
+        """An empty cache for this model."""
+        return HybridCache.of(self)
+
+    def new_static_cache(self, max_cache_len: int) -> StaticHybridCache:
+        """An empty cache with room for `max_cache_len` tokens, with which decoding compiles."""
+        return StaticHybridCache.of(self, max_cache_len)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        cache_of_user = model_kwargs.get("past_key_values")
+        if cache_of_user is not None or generation_config.use_cache is False:
+            if cache_of_user is not None:
+                adopt_cache(self, cache_of_user)
+            parent: Any = super()
+            parent._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        cache: HybridCache | StaticHybridCache
+        if generation_config.cache_implementation == "static":
+            cache = self._static_cache(generation_config, batch_size, max_cache_length)
+        elif generation_config.cache_implementation in (None, "dynamic"):
+            cache = self.new_cache()
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        else:
+            raise UserError(
+                f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
+                "form: choose dynamic or static"
+            )
+        model_kwargs["past_key_values"] = cache
+
+    def _static_cache(
+        self, generation_config: Any, batch_size: int, max_cache_length: int
+    ) -> StaticHybridCache:
+        """As large as ever one was, as transformers makes its own: then nothing compiles again."""
+        configured = getattr(generation_config, "max_cache_len", None) or 0
+        self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
+        cache = self.new_static_cache(self._static_length)
+        devices = {next(module.parameters()).device for module in attention_modules(self)}
+        if generation_config.prefill_chunk_size is not None and len(devices) == 1:
+            # The chunks of a prompt are compiled too, and nothing may be allocated meanwhile.
+            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+            kinds = decoder_layers(self.config)  # type: ignore[attr-defined]
+            own = [layer in kinds.windows for layer in range(kinds.count)]
+            cache.early_initialization(
+                batch_size=batch_size * copies,
+                num_heads=[kinds.own_heads if slides else kinds.heads for slides in own],
+                head_dim=[kinds.own_head_dim if slides else kinds.head_dim for slides in own],
+                dtype=self.dtype,  # type: ignore[attr-defined]
+                device=self.device,  # type: ignore[attr-defined]
+            )
+        return cache
+
+    create_masks_for_generate = staticmethod(masks_for_generate)
+
+
+def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
+    """Raise UserError where loading left weights random, or left weights of the files over.
+
+    `info` is what transformers tells of the loading. A decoder alone leaves the model's head over.
+    """
+    missing = {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
+    if missing:
+        raise UserError(
+            f"{where}: {len(missing)} weights are missing or of another shape than config.json's, "
+            f"{min(missing)} first; get the model again"
+        )
+    unexpected = set(info["unexpected_keys"])
+    if model.base_model is model:
+        prefix = f"{model.base_model_prefix}."
+        unexpected = {name for name in unexpected if name.startswith((prefix, "layers."))}
+    if unexpected:
+        raise UserError(
+            f"{where}: {len(unexpected)} weights of the files have no place in the model of "
+            f"config.json, {min(unexpected)} first; get the model again"
+        )
+
+
+def adopt_cache(model: Any, cache: Any) -> None:
+    """Give an empty cache of transformers the layers by which sliding heads save memory.
+
+    One that holds states already, or quantises them, stays as it is, which is exact: its sliding
+    heads hold every token, and a warning says so.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
+        return
+    started = any(_holds_states(layer) for layer in layers)
+    new: Cache | None = None
+    if not started and isinstance(cache, DynamicCache):
+        new = HybridCache.of(model)
+        if any(getattr(layer, "record_past", False) for layer in layers):
+            new.activate_past_recording()
+    elif not started and isinstance(cache, StaticCache):
+        new = StaticHybridCache.of(model, cache.get_max_length())
+    if new is None:
+        logger.warning_once(
+            f"A {type(cache).__name__} that holds states or changes them cannot take the form of a "
+            "hybrid model: its sliding heads keep all tokens and save no memory; pass "
+            "model.new_cache() or an empty DynamicCache"
+        )
+        return
+    cache.layers, cache.layer_class_to_replicate = new.layers, None
+
+
+def _holds_states(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys and values, or states of fixed size."""
+    if isinstance(layer, getattr(cache_utils, "DummyLayer", ())):
+        return False
+    return getattr(layer, "is_initialized", False) or any(
+        getattr(layer, "has_previous_state", {}).values()
+    )
+
+
+def _restarts(positions: Any) -> bool:
+    """Whether positions start again within a row, as those of packed documents do.
+
+    Positions of images have planes: (3, B, T) for time, height and width, which restart at will, or
+    (4, B, T) with those in the sequence first, which alone tell documents apart in transformers.
+    """
+    if positions.ndim == 3:
+        if len(positions) == 3:
+            return False
+        positions = positions[0]
+    return positions.shape[-1] > 1 and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _prepare_pass(
+    family: Family, decoder: Any, args: Any, kwargs: Any
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Arguments of a decoder's pass, with a hybrid cache where there would be one.
+
+    Raises ValueError for packed documents that this pass would not keep apart: transformers looks
+    for their borders in position_ids only where there is no cache, and some families' masks never
+    do. Without a word on `use_cache` such a pass makes no cache.
+    """
+    decoder_class: Any = type(decoder)
+    kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
+    if kwargs.get("output_attentions"):
+        for module in attention_modules(decoder):
+            state = head_state(module)
+            assert state is not None
+            check_shows_weights(state)
+    past, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    positions = kwargs.get("position_ids")
+    if kwargs.get("attention_mask") is not None:
+        positions = None
+    undecided = use_cache is None and past is None
+    if undecided:
+        use_cache = bool(decoder.config.use_cache) and not decoder.training
+    cached = past is not None or bool(use_cache)
+    may_mix = cached or not family.separates_documents
+    # A compiled pass cannot look at positions; it does where else there would be no cache to go on.
+    looks = may_mix and (undecided or not torch.compiler.is_compiling())
+    if positions is not None and looks and _restarts(positions):
+        if not family.separates_documents:
+            raise ValueError(
+                "models of this type do not keep packed documents apart, and position_ids start "
+                "again within a row: pass one document per row, with an attention_mask where rows "
+                "are padded"
+            )
+        if not undecided:
+            raise ValueError(
+                "packed documents are not kept apart in a pass with a cache, and position_ids "
+                "start again within a row: pass use_cache=False, or one document per row"
+            )
+        use_cache = False
+    if past is not None:
+        adopt_cache(decoder, past)
+    elif use_cache:
+        kwargs["past_key_values"] = HybridCache.of(decoder)
+    kwargs["use_cache"] = past is not None if use_cache is None else use_cache
+    return (), kwargs
+
+
+@functools.cache
+def _parameters(decoder_class: Any) -> tuple[str, ...]:
+    """Names of what a decoder's `forward` takes, in order."""
+    return tuple(inspect.signature(decoder_class.forward).parameters)[1:]
+
+
+@functools.cache
+def hybrid_model_class(family: Family) -> Any:
+    """Causal language model class of a family's hybrid models."""
+    created = _hybrid_class(family, family.base_model_class, family.model_class)
+    _name_in_transformers(family.model_class, created)
+    return created
+
+
+@functools.cache
+def hybrid_decoder_class(family: Family) -> Any:
+    """Class of a family's hybrid models without a head: hidden states, as AutoModel gives them."""
+    base_name = str(MODEL_MAPPING_NAMES[family.model_type])
+    return _hybrid_class(family, base_name, family.decoder_class)
+
+
+def _hybrid_class(family: Family, base_name: str, name: str) -> Any:
+    module = importlib.import_module(
+        f"transformers.models.{family.module}.modeling_{family.module}"
+    )
+    base = getattr(module, base_name)
+    config_class = hybrid_config_class(family)
+    body = {
+        "config_class": config_class,
+        "config": config_class,
+        "_family": family,
+        "__module__": __name__,
+        "__doc__": f"{base_name} with full and sliding heads in each layer.",
+        "_can_set_attn_implementation_cached_value": True,
+    }
+    created = type(name, (HybridModelMixin, base), body)
+    globals()[name] = created
+    return created
+
+
+def _name_in_transformers(name: str, created: Any) -> None:
+    """Make a class an attribute of transformers, where `transformers serve` looks it up.
+
+    transformers replaces its own module while it loads: the server may hold the one before.
+    """
+    setattr(sys.modules["transformers"], name, created)
+    server = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is not None:
+        setattr(server.transformers, name, created)

@@ -1,0 +1,269 @@
+"""The entry transformers calls: attention and mask function registered under the name "bosch".
+
+Both must be registered: transformers passes no mask at all to an attention function whose name has
+no mask function.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from bosch.attention import (
+    AttentionContext,
+    CachedStates,
+    HeadLayout,
+    LogitTransform,
+    attention_weights,
+    check_sinks,
+    hybrid_attention,
+)
+from bosch.errors import UserError
+from bosch.model.families import decoder_layers, known_family
+
+# A model loaded from the code file beside its weights has its own copy of all this, with other
+# classes of contexts and states; so each copy registers under a name of its own.
+NAME = (
+    "bosch" if __name__ == "bosch.model.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
+)
+_STATE = "bosch_heads"
+Attend: TypeAlias = Callable[
+    [nn.Module, Tensor, Any, Any, AttentionContext | None, LogitTransform], Tensor
+]
+_REFUSED = ("position_bias",)
+# Attention modules whose layer does not tell them what a pass is asked for: with eager they always
+# return weights, as transformers' own eager attention does.
+_WITHOUT_OPTIONS = ("NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention")
+
+
+@dataclass(frozen=True)
+class HeadState:
+    """What an attention module needs to know: its layout and the backend that computes it.
+
+    `attend`, where set, computes the attention instead, [B, T, HQ, D] from (module, query, key,
+    value, context, transform).
+    """
+
+    layout: HeadLayout
+    backend: str
+    attend: Attend | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout.sliding:
+            check_sinks(self.backend, self.layout.window.sinks)
+
+
+def head_state(module: nn.Module) -> HeadState | None:
+    """State of an attention module, None where no head mask was applied."""
+    return getattr(module, _STATE, None)
+
+
+def set_head_state(module: nn.Module, state: HeadState | None) -> None:
+    """Set the state of an attention module, None to remove it; its weights are not touched."""
+    if state is not None:
+        setattr(module, _STATE, state)
+    elif hasattr(module, _STATE):
+        delattr(module, _STATE)
+
+
+def attention_modules(model: Any) -> list[nn.Module]:
+    """The attention module of each layer with full attention: one for each row of a head mask."""
+    return [attention_module(model, layer) for layer in decoder_layers(model.config).full]
+
+
+def attention_module(model: Any, layer: int) -> nn.Module:
+    """The attention module of a decoder layer."""
+    module: nn.Module = getattr(
+        model.get_decoder().layers[layer], known_family(model.config).attention
+    )
+    return module
+
+
+def set_layouts(model: Any, layouts: Sequence[HeadLayout | None], backend: str) -> None:
+    """Set the layout and backend of each decoder layer; None is a layer without attention."""
+    for layer, layout in enumerate(layouts):
+        if layout is not None:
+            set_head_state(attention_module(model, layer), HeadState(layout, backend))
+
+
+def layouts_of(model: Any) -> list[HeadLayout | None]:
+    """The layout of each decoder layer of a model in search or deploy mode.
+
+    None for a layer without attention.
+    """
+    kinds = decoder_layers(model.config)
+    layouts: list[HeadLayout | None] = [None] * kinds.count
+    for layer in (*kinds.full, *kinds.windows):
+        state = head_state(attention_module(model, layer))
+        if state is None:
+            raise ValueError(
+                "no head mask is applied to this model: call bosch.apply_head_mask first"
+            )
+        layouts[layer] = state.layout
+    return layouts
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    attention_mask: AttentionContext | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention interface: output [B, T, HQ, D], and weights [B, HQ, T, Tk].
+
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] or what a HybridCache returned. The weights are
+    None unless `output_attentions` asks for them; raises UserError where the backend has none.
+    """
+    state = head_state(module)
+    if state is None:
+        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    shown = kwargs.get("output_attentions")
+    if shown is None:
+        shown = getattr(getattr(module, "config", None), "output_attentions", None)
+    if shown:
+        check_shows_weights(state)
+    elif type(module).__name__ in _WITHOUT_OPTIONS:
+        shown = state.backend == "eager" and state.attend is None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    transform = LogitTransform(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if state.attend is not None:
+        return state.attend(module, query, key, value, attention_mask, transform), None
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"hybrid attention does not support {name}")
+    own, layout = kwargs.get("sliding_window"), state.layout
+    if own is not None and (
+        layout.full or layout.window.sinks or layout.window.transformers != own
+    ):
+        raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
+    if attention_mask is not None and not isinstance(attention_mask, AttentionContext):
+        raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
+    context = attention_mask
+    if context is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        length, needed = context.kv_length, layout.window.past + context.q_length
+        if key.shape[2] < (length if layout.full else min(needed, length)):
+            raise ValueError(
+                f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
+            )
+        key, value = key[:, :, : context.kv_length], value[:, :, : context.kv_length]
+    weights = None
+    if shown:
+        if context is None and isinstance(key, Tensor):
+            context = AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
+        assert context is not None
+        weights = attention_weights(query, key, layout, context, transform)
+    out = hybrid_attention(
+        query, key, value, layout, context,
+        dropout=dropout, backend=state.backend, **transform.options,
+    )  # fmt: skip
+    if isinstance(key, CachedStates) and context is not None:
+        key.settle(context)
+    return out, weights
+
+
+def check_shows_weights(state: HeadState) -> None:
+    """Raise UserError where attention weights are asked of a backend that computes none."""
+    if state.backend != "eager" or state.attend is not None:
+        raise UserError(
+            f"output_attentions: the {state.backend} backend computes no attention weights; load "
+            "the model with attn_implementation='eager', or call set_attn_implementation('eager')"
+        )
+
+
+def context_of_pass(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> AttentionContext:
+    """transformers' mask interface: an `AttentionContext` instead of a mask.
+
+    `attention_mask` is the 2-D padding mask [B, Tk]. Documents packed by position_ids are found by
+    asking `mask_function` whether a token sees the one before it.
+    """
+    if use_vmap:
+        raise ValueError("hybrid attention does not support custom mask functions")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"hybrid attention takes a 2-D attention mask [batch, keys], not a "
+            f"{attention_mask.ndim}-D one"
+        )
+    fixed = isinstance(q_offset, Tensor)  # as caches of a fixed size have it
+    if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
+        valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
+        return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
+    offset = int(q_offset)
+    whole = attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
+    if whole and offset == 0 and not fixed:
+        offset = kv_length - q_length
+    valid = None
+    if attention_mask is not None:
+        total = offset + q_length
+        if attention_mask.shape[1] < total:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} columns, expected {total}: "
+                "the past included"
+            )
+        valid = attention_mask[:, :total].bool()
+        valid = None if bool(valid.all()) else valid
+    document = None
+    right_padded = (
+        valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
+    )
+    packable = attention_mask is None and offset == 0 and q_length > 1
+    if packable and not allow_is_causal_skip and mask_function is not None:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        slots = torch.arange(1, q_length, device=device)[None]
+        apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
+        apart = apart.expand(batch_size, -1)
+        document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
+    return AttentionContext(q_length, offset, valid, document, right_padded)
+
+
+def padded_mask(attention_mask: Tensor, length: int) -> Tensor:
+    """A padding mask [B, Tk] as bool [B, length]; the tokens that are still to come are real."""
+    missing = length - attention_mask.shape[1]
+    return nn.functional.pad(attention_mask.bool(), (0, missing), value=True)
+
+
+def masks_for_generate(
+    config: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What `generate` hands to a pass with a cache of fixed size: the 2-D mask, of one size.
+
+    What it means is worked out in the forward pass. transformers' own would make masks here.
+    """
+    if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
+        return attention_mask
+    # Layers with states of their own read the padding of this pass at the mask's end.
+    if inputs_embeds.shape[1] > 1 and decoder_layers(config).states:
+        return attention_mask
+    return padded_mask(attention_mask, past_key_values.get_max_length())
+
+
+def register_attention() -> None:
+    """Make `NAME` an attention implementation of transformers; again and again is harmless."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, context_of_pass)

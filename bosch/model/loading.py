@@ -1,0 +1,146 @@
+"""Load ordinary and hybrid models."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from bosch.attention import resolve_backend
+from bosch.errors import UserError
+from bosch.files import load_json
+from bosch.model.configuration import base_content, is_hybrid
+from bosch.model.deploy_mode import check_weights, deploy_layouts
+from bosch.model.families import FAMILIES, HYBRID_PREFIX
+from bosch.model.registration import register_model
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Configuration of a model directory or hub name; raises UserError when it cannot be read."""
+    folder = Path(path)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"{path}: not a model directory, it has no config.json")
+        try:
+            load_json(file)
+        except ValueError as error:
+            raise UserError(f"{file}: not valid JSON ({error}); get the model again") from error
+    elif path.startswith((".", "/", "~")) or folder.exists():
+        raise UserError(f"{path}: no such model directory")
+    try:
+        return AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot read the model's configuration: {reason}") from error
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that loads a model with this configuration whole, images and all."""
+    family = FAMILIES.get(str(config.model_type).removeprefix(HYBRID_PREFIX))
+    if family is not None and family.takes_more_than_text:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    config: Any = None,
+    distributed_config: Any = None,
+    weights: bool = True,
+) -> Any:
+    """An ordinary or a hybrid causal language model, in eval mode.
+
+    `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
+    until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
+    `config` takes the place of the directory's own: its weights, under another head layout.
+    `distributed_config` is transformers' own; `bosch.model.tensor_parallel` makes it. Without
+    `weights` the parameters are on the meta device: shapes that take no memory; needs accelerate.
+    Raises UserError when the directory, its weights or its head layout are missing or damaged.
+    """
+    name = str(path)
+    if config is None:
+        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {}
+    if distributed_config is not None:
+        options["distributed_config"] = distributed_config
+    if is_hybrid(config):
+        register_model(config.model_type.removeprefix(HYBRID_PREFIX))
+        deploy_layouts(config)
+        options["attn_implementation"] = resolve_backend(backend)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if not weights:
+        from accelerate import init_empty_weights
+
+        make: Any = auto_class(config).from_config
+        with init_empty_weights(include_buffers=False):
+            return make(
+                config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
+            ).eval()
+    if device is not None and torch.device(device).type == "cuda" and _has_accelerate():
+        # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
+        # the host's memory first.
+        options["device_map"] = {"": device}
+    try:
+        loaded: Any = auto_class(config).from_pretrained(
+            name, config=config, dtype=torch_dtype, revision=revision,
+            trust_remote_code=trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+    except UserError:
+        raise
+    except Exception as error:
+        if type(error).__name__ not in _DAMAGE:
+            raise
+        raise UserError(f"{name}: cannot load the model: {_line(error)}") from error
+    model, info = loaded
+    check_weights(name, model, info)
+    if device is not None:
+        model.to(device)
+    return model.eval()
+
+
+def _has_accelerate() -> bool:
+    """Whether the package is there with which transformers loads onto a device."""
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def full_attention_config(config: Any) -> Any:
+    """Configuration under which the weights of a hybrid model have full heads only.
+
+    The order of heads is no part of a model's function, so this is the original, if the hybrid was
+    not trained.
+    """
+    model_type = config.model_type.removeprefix(HYBRID_PREFIX)
+    return AutoConfig.for_model(model_type, **base_content(config))
+
+
+# Errors by which a configuration class reports values that it does not expect, and some it lets by.
+_UNREADABLE = (
+    OSError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError,
+    StrictDataclassError,
+)  # fmt: skip
+# Errors by which transformers and safetensors report unreadable files.
+_DAMAGE = (
+    "OSError", "SafetensorError", "FileNotFoundError", "ValueError", "RuntimeError",
+    "TypeError", "AttributeError", "KeyError", "IndexError", "ZeroDivisionError", "OverflowError",
+    "AssertionError",
+)  # fmt: skip
+
+
+def _line(error: BaseException) -> str:
+    """First line of an error's text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,42 @@
+"""Move KV heads within a layer's weights: which entries of which weight belong to a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bosch.model.families import Family
+
+
+def reorder_weight(
+    family: Family, name: str, weight: Tensor, order: Sequence[int], q_per_kv: int
+) -> Tensor:
+    """A weight of an attention module with its KV heads in `order`.
+
+    `name` is the weight's name within the module: q_proj.weight, o_proj.weight, sinks. Rows of the
+    query, key and value projections with their biases, columns of the output projection and
+    parameters with entries for each head are moved with their heads; all else is returned as it is.
+    Norms over one head's dimension are shared by all heads.
+    """
+    module = name.partition(".")[0]
+    if name == f"{family.output}.weight":
+        return weight.index_select(1, _entries(order, weight.shape[1], weight))
+    if module == family.fused and module not in family.per_head:
+        key = weight.shape[0] // (q_per_kv + 2)
+        projections = torch.split(weight, [q_per_kv * key, key, key])
+        return torch.cat([x.index_select(0, _entries(order, len(x), x)) for x in projections])
+    norm = module in ("q_norm", "k_norm") and family.norms_over_heads
+    if module in ("q_proj", "k_proj", "v_proj") or norm or module in family.per_head:
+        # Norms are [heads * D], or [heads, D] in some families.
+        flat = weight.flatten() if norm else weight
+        return flat.index_select(0, _entries(order, len(flat), weight)).view_as(weight)
+    return weight
+
+
+def _entries(order: Sequence[int], count: int, weight: Tensor) -> Tensor:
+    """Indices of `count` entries, an equal block for each KV head, with the blocks in order."""
+    size = count // len(order)
+    blocks = torch.tensor(order, dtype=torch.long, device=weight.device)
+    return (blocks[:, None] * size + torch.arange(size, device=weight.device)).reshape(-1)

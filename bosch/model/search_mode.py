@@ -1,0 +1,164 @@
+"""Search mode: a head mask on a loaded model, as state that changes between passes at no cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bosch.attention import HeadLayout, resolve_backend
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.interface import (
+    NAME,
+    attention_modules,
+    head_state,
+    masks_for_generate,
+    register_attention,
+    set_head_state,
+    set_layouts,
+)
+from bosch.window import Window
+
+_OWN_HEADS = "bosch_own_kv_heads"
+_MASK_METHOD = "create_masks_for_generate"
+
+
+def mask_shape(config: Any) -> tuple[int, int]:
+    """(L, HKV) of a model's configuration: its layers with full attention and their KV heads."""
+    layers = decoder_layers(config)
+    return len(layers.full), layers.heads
+
+
+def check_mask(config: Any, mask: HeadMask) -> None:
+    """Raise UserError unless `mask` has as many layers and KV heads as the model."""
+    layers, heads = mask_shape(config)
+    if (mask.num_layers, mask.num_key_value_heads) != (layers, heads):
+        raise UserError(
+            f"the head mask is for {mask.num_layers} layers of {mask.num_key_value_heads} KV heads,"
+            f" the model has {layers} of {heads} with full attention: search again with this model"
+        )
+
+
+def set_own_kv_heads(model: Any, heads: slice) -> None:
+    """Say which KV heads of each layer this process computes, of a model that is sharded."""
+    setattr(model, _OWN_HEADS, heads)
+
+
+def own_kv_heads(model: Any) -> slice | None:
+    """The KV heads of each layer that this process computes; None where these are all."""
+    return getattr(model, _OWN_HEADS, None)
+
+
+def own_row(model: Any, row: Any) -> Any:
+    """The heads of a row [HKV] of a mask that this process computes."""
+    heads = own_kv_heads(model)
+    return row if heads is None else row[heads]
+
+
+def check_fit(config: Any, mask: HeadMask, window: Window) -> None:
+    """Raise UserError unless mask and window fit the model."""
+    check_mask(config, mask)
+    _check_reach(config, window)
+
+
+def _check_reach(config: Any, window: Window) -> None:
+    """Raise UserError for a window that holds all the model can take."""
+    longest = getattr(text_config(config), "max_position_embeddings", None)
+    if longest is not None and window.most_keys >= longest:
+        raise UserError(
+            f"window_size is {window}, and the model takes no more than {longest} tokens, so that "
+            "no head would ever slide: choose a smaller window_size"
+        )
+
+
+def prepare_for_search(model: Any, backend: str = "auto") -> None:
+    """Switch a loaded decoder to hybrid attention, every head full: the same function as before.
+
+    Raises UserError when the family or the backend cannot be used.
+    """
+    family_of(model.config)
+    name = resolve_backend(backend)
+    register_attention()
+    model.get_decoder().set_attn_implementation(NAME)  # of a model with images, the text alone
+    setattr(model, _MASK_METHOD, masks_for_generate)
+    _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
+
+
+@contextmanager
+def head_mask(
+    model: Any, mask: HeadMask, window: Window, backend: str | None = None
+) -> Iterator[Any]:
+    """Apply `mask` to a model within a `with` block; no weight is touched (BOSCH B.2).
+
+    At the end, also on an exception, the model is as it was before: its attention implementation,
+    its masks for `generate`, and a head mask that it had already. `backend` is by default that of
+    this earlier head mask, or "auto". Yields the model.
+    Raises UserError when mask, window, family or backend cannot be used.
+    """
+    _check_not_hybrid(model)
+    modules = attention_modules(model)
+    states = [head_state(module) for module in modules]
+    own_method = vars(model).get(_MASK_METHOD)
+    config = model.config
+    sub_configs = {name: getattr(config, name) for name in config.sub_configs}
+    implementations = {
+        name: sub_config._attn_implementation
+        for name, sub_config in sub_configs.items()
+        if sub_config is not None
+    }
+    implementations[""] = config._attn_implementation
+    try:
+        if backend is not None:
+            prepare_for_search(model, backend)
+        apply_head_mask(model, mask, window)
+        yield model
+    finally:
+        model.set_attn_implementation(implementations)
+        if own_method is not None:
+            setattr(model, _MASK_METHOD, own_method)
+        elif _MASK_METHOD in vars(model):
+            delattr(model, _MASK_METHOD)
+        for module, state in zip(modules, states, strict=True):
+            set_head_state(module, state)
+
+
+def _check_not_hybrid(model: Any) -> None:
+    if hasattr(model.config, "hybrid_attention"):
+        raise UserError("the model is hybrid already: apply head masks to the base model")
+
+
+def apply_head_mask(model: Any, mask: HeadMask, window: Window) -> None:
+    """Apply `mask` to a model in search mode, until another is (BOSCH B.2); no weight is touched.
+
+    The model is prepared by `prepare_for_search` first where it was not. Cheap to call again.
+    Raises UserError when mask or window do not fit the model.
+    """
+    modules = attention_modules(model)
+    if head_state(modules[0]) is None:
+        prepare_for_search(model)
+    _check_not_hybrid(model)
+    check_fit(model.config, mask, window)
+    state = head_state(modules[0])
+    assert state is not None
+    _set_layouts(model, mask, window, state.backend)
+
+
+def _set_layouts(model: Any, mask: HeadMask, window: Window, backend: str) -> None:
+    """Give each layer its row of `mask`, or its own window where it has one in the base model."""
+    kinds = decoder_layers(model.config)
+    layouts: list[HeadLayout | None] = [None] * kinds.count
+    for layer, row in zip(kinds.full, mask.is_full, strict=True):
+        layouts[layer] = _layout(tuple(own_row(model, row.tolist())), window)
+    for layer, own in kinds.windows.items():
+        row = own_row(model, [False] * kinds.own_heads)
+        layouts[layer] = _layout(tuple(row), Window(own))
+    set_layouts(model, layouts, backend)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(row: tuple[bool, ...], window: Window) -> HeadLayout:
+    """Layouts are kept, because they keep their index tensors."""
+    return HeadLayout.search(row, window)

@@ -1,0 +1,125 @@
+"""One model over several processes, by transformers' own tensor parallelism.
+
+A process holds a slice of every large weight. Of the attention heads it holds a slice too, where
+the family's plan lets each process compute its heads alone; elsewhere queries, keys and values are
+gathered and every process computes every head.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bosch.errors import RunError, UserError
+from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.interface import attention_modules
+from bosch.model.loading import load_config, load_model
+from bosch.model.search_mode import own_kv_heads, set_own_kv_heads
+from bosch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_OPTION = "runtime.search_parallel: tensor"
+
+
+def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
+    """The model of `load_model`, sharded over `ranks.shards` processes; called on all of them.
+
+    Raises UserError where the family has no plan or its KV heads cannot be divided, RunError where
+    a process holds more than its share of what the plan shards.
+    """
+    revision, trust = options.get("revision"), options.get("trust_remote_code", False)
+    config = load_config(str(path), revision=revision, trust_remote_code=trust)
+    family_of(config)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise UserError(
+            f"{_OPTION}: transformers has no tensor-parallel plan for models of type "
+            f"'{config.model_type}'; use data"
+        )
+    kinds = decoder_layers(config)
+    heads = kinds.heads
+    if text_config(config) is not config or (kinds.windows and kinds.own_heads != heads):
+        raise UserError(
+            f"{_OPTION}: models of type '{config.model_type}' take more than text or have layers "
+            "with other numbers of KV heads; use data"
+        )
+    divided = _divides_heads(plan)
+    if divided and heads % ranks.shards:
+        raise UserError(
+            f"{_OPTION}: the model's {heads} KV heads cannot be divided among {ranks.shards} "
+            "processes; set runtime.processes to a divisor"
+        )
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    sharding = DistributedConfig(tp_size=ranks.shards)
+    model = load_model(path, distributed_config=sharding, **options)
+    if divided:
+        count = heads // ranks.shards
+        set_own_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
+    share = check_shards(model, ranks.shards)
+    logger.info(
+        "the model is sharded over %d processes: this one holds %.0f %% of its weights",
+        ranks.shards, 100 * share,
+    )  # fmt: skip
+    return model
+
+
+def _divides_heads(plan: dict[str, str]) -> bool:
+    """Whether each process computes its own heads only."""
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    return styles.get("k_proj") == "colwise"
+
+
+def check_shards(model: Any, shards: int) -> float:
+    """Share of the weights that this process holds; raises RunError unless they are sharded."""
+    for module in attention_modules(model):
+        projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
+        for weight in projections:
+            here = own_shard(weight).numel()
+            if here * shards != weight.numel():
+                raise RunError(
+                    f"{_OPTION}: a process holds {here:,} of the {weight.numel():,} values of an "
+                    f"attention projection instead of 1 in {shards}; use data"
+                )
+    total: int = sum(parameter.numel() for parameter in model.parameters())
+    held: int = sum(own_shard(parameter).numel() for parameter in model.parameters())
+    if held > 0.5 * (1 + 1 / shards) * total:
+        raise RunError(
+            f"{_OPTION}: a process still holds {held / total:.0%} of the weights; use data"
+        )
+    return held / total
+
+
+def own_shard(weight: Any) -> Tensor:
+    """What this process holds of a weight: a DTensor where it is sharded."""
+    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return local
+
+
+def whole_weight(weight: Any) -> Tensor:
+    """All of a weight, gathered where it is sharded; every process must ask for it."""
+    gathered: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return gathered
+
+
+def gather_heads(model: Any, states: Tensor) -> Tensor:
+    """All heads of [B, H, T, D], of which each process has computed its own."""
+    if own_kv_heads(model) is None:
+        return states
+    mine = states.contiguous()
+    shards_in_order = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards_in_order, mine)
+    return torch.cat(shards_in_order, dim=1)
+
+
+def sum_over_shards(model: Any, values: Tensor) -> Tensor:
+    """The sum of what each process found for its own heads, the others' entries being 0."""
+    if own_kv_heads(model) is not None:
+        dist.all_reduce(values)
+    return values

@@ -1,0 +1,128 @@
+"""Activations that passes leave for later ones: layer inputs, and attention of both kinds of heads.
+
+A decoder layer is a function of its input, and its input a function of the mask's rows below. So
+the input of layer l is cached under these rows, and a later mask that agrees below l starts there.
+The same entry holds the attention outputs of layer l with every head full and with every head
+sliding: any row of the mask takes each head's output from one of the two.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bosch.heads import HeadMask
+
+Key = tuple[int, bytes, int]
+
+
+@dataclass
+class LayerActivations:
+    """Cached tensors of one layer for one batch, under the mask's rows below that layer.
+
+    `state` [E, T, C] is the layer's input, `full` and `sliding` [E, T, HQ, D] the attention outputs
+    before the output projection. The last layer's hold the answers' positions only. `starts`
+    counts the passes that began at this layer.
+    """
+
+    state: Tensor | None = None
+    full: Tensor | None = None
+    sliding: Tensor | None = None
+    starts: int = 0
+    last_used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(t.nbytes for t in (self.state, self.full, self.sliding) if t is not None)
+
+
+class ActivationCache:
+    """At most `max_bytes` of tensors; the least recently used make room."""
+
+    def __init__(self, num_layers: int, max_bytes: int) -> None:
+        self.num_layers, self.max_bytes = num_layers, max_bytes
+        self.enabled = max_bytes > 0
+        self.bytes = self.peak_bytes = 0
+        self.entries: OrderedDict[Key, LayerActivations] = OrderedDict()
+        self._pass = 0
+        self._pinned: tuple[int, bytes] | None = None
+
+    def begin(self, mask: HeadMask, shared_layers: int) -> None:
+        """Start a pass; the masks that follow will agree with this one below `shared_layers`."""
+        self._pass += 1
+        self._pinned = (shared_layers, _rows(mask, shared_layers))
+
+    def is_pinned(self, layer: int) -> bool:
+        """Whether later passes are expected to start at `layer`."""
+        return self._pinned is not None and self._pinned[0] == layer
+
+    def deepest(self, mask: HeadMask, batch: int) -> int:
+        """Highest layer whose input is cached for `mask`; 0 where none is."""
+        if self.enabled:
+            for layer in reversed(range(1, self.num_layers)):
+                entry = self.entries.get((layer, _rows(mask, layer), batch))
+                if entry is not None and entry.state is not None:
+                    return layer
+        return 0
+
+    def get(self, mask: HeadMask, layer: int, batch: int) -> LayerActivations | None:
+        """The activations of `layer` for `mask`, marked as used."""
+        key = (layer, _rows(mask, layer), batch)
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.last_used = self._pass
+            self.entries.move_to_end(key)
+        return entry
+
+    def add(self, mask: HeadMask, layer: int, batch: int, **tensors: Tensor) -> None:
+        """Add a layer's `state`, `full` or `sliding`, where the memory allows it."""
+        if not self.enabled:
+            return
+        key = (layer, _rows(mask, layer), batch)
+        entry = self.entries.get(key) or LayerActivations()
+        new = {name: tensor for name, tensor in tensors.items() if getattr(entry, name) is None}
+        size = sum(tensor.nbytes for tensor in new.values())
+        if not new or not self._make_room(size, key):
+            return
+        for name, tensor in new.items():
+            setattr(entry, name, tensor)
+        entry.last_used = self._pass
+        self.entries[key] = entry
+        self.entries.move_to_end(key)
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def disable(self) -> None:
+        """Cache and reuse nothing from now on."""
+        self.enabled = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.bytes = 0
+        self.entries.clear()
+
+    def _make_room(self, size: int, key: Key) -> bool:
+        """Drop the least recently used entries until `size` bytes fit; False where they do not.
+
+        What the last two passes used stays, unless the new entry is pinned: else a pass over more
+        than the memory holds would drop each entry just before the next pass needs it.
+        """
+        if size > self.max_bytes:
+            return False
+        pinned = key[:2] == self._pinned
+        while self.bytes + size > self.max_bytes:
+            victim = next((k for k in self.entries if k != key and k[:2] != self._pinned), None)
+            if victim is None:
+                return False
+            if not pinned and self.entries[victim].last_used >= self._pass - 1:
+                return False
+            self.bytes -= self.entries.pop(victim).nbytes
+        return True
+
+
+def _rows(mask: HeadMask, layers: int) -> bytes:
+    return mask.is_full[:layers].tobytes()

@@ -1,0 +1,118 @@
+"""The calibration set as batches of padded rows, the same for any number of ranks.
+
+E examples of a batch, T tokens of the longest, A answer tokens of all, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bosch.errors import UserError
+from bosch.objective.calibration import MAX_ROUNDS, CalibrationExample, CalibrationSet
+from bosch.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded examples, one in each row.
+
+    The hidden state at `rows[i], columns[i]` predicts the answer token `answers[i]`.
+    """
+
+    examples: Tensor  # [E], indices in the calibration set
+    input_ids: Tensor  # [E, T]
+    rows: Tensor  # [A]
+    columns: Tensor  # [A]
+    answers: Tensor  # [A]
+
+    @property
+    def positions(self) -> int:
+        """E x T, padding included."""
+        return self.input_ids.numel()
+
+    @cached_property
+    def answer_numbers(self) -> Tensor:
+        """Number of each answer token within its example, [A]."""
+        counts = torch.bincount(self.rows, minlength=len(self.input_ids)).tolist()
+        return torch.cat([torch.arange(count) for count in counts])
+
+    @cached_property
+    def answer_columns(self) -> Tensor:
+        """`columns` by row, [E, most answer tokens of an example]; short rows repeat their first.
+
+        Row r and number n of it stand at `columns[i]` where `rows[i]` is r and
+        `answer_numbers[i]` is n.
+        """
+        most = int(self.answer_numbers.max()) + 1
+        first = self.columns[self.answer_numbers == 0]
+        columns = first[:, None].repeat(1, most)
+        columns[self.rows, self.answer_numbers] = self.columns
+        return columns
+
+
+def batches_by_round(
+    calibration: CalibrationSet, batch_size: int, vocabulary: int
+) -> list[list[Batch]]:
+    """Batches of each of up to `MAX_ROUNDS` rounds over the set.
+
+    A round is a run of consecutive examples; within it they are sorted by length, so that a batch
+    has little padding. Raises UserError when the set holds a token that a model of `vocabulary`
+    tokens does not know.
+    """
+    examples = calibration.examples
+    highest = max(max(example.input_ids) for example in examples)
+    if highest >= vocabulary:
+        raise UserError(
+            f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
+            "prepared with another tokenizer, run prepare again"
+        )
+    rounds = np.array_split(np.arange(len(examples)), min(MAX_ROUNDS, len(examples)))
+    ordered = [
+        sorted(indices.tolist(), key=lambda i: len(examples[i].input_ids)) for indices in rounds
+    ]
+    return [
+        [
+            batch_of(examples, indices[first : first + batch_size])
+            for first in range(0, len(indices), batch_size)
+        ]
+        for indices in ordered
+    ]
+
+
+def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batch:
+    """One batch of the examples at `indices`."""
+    longest = max(len(examples[index].input_ids) for index in indices)
+    input_ids = torch.zeros(len(indices), longest, dtype=torch.long)
+    answers: list[tuple[int, int, int]] = []  # row, column, token
+    for row, index in enumerate(indices):
+        ids = examples[index].input_ids
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        first = len(ids) - examples[index].answer_length
+        answers += [(row, column - 1, ids[column]) for column in range(first, len(ids))]
+    return Batch(torch.tensor(indices), input_ids, *torch.tensor(answers).T)
+
+
+def final_states(decoder: Any, batch: Batch, device: torch.device) -> Tensor:
+    """Run a decoder over a batch: its last hidden states [E, T, C]."""
+    output = decoder(input_ids=batch.input_ids.to(device), use_cache=False)
+    states: Tensor = output.last_hidden_state
+    return states
+
+
+def batches_of_rank(sizes: list[int], ranks: Ranks) -> list[int]:
+    """Indices of this rank's batches: the largest first, each to the rank with the least work."""
+    work = [0] * ranks.size
+    own = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = work.index(min(work))
+        work[least] += sizes[index]
+        if least == ranks.rank:
+            own.append(index)
+    return sorted(own)

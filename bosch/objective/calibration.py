@@ -1,0 +1,81 @@
+"""The calibration set D: teacher-forced examples whose answers the model must get right."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from bosch.errors import UserError
+
+# A search measures the set in up to so many rounds, between which an evaluation can end early.
+MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class CalibrationExample:
+    """Token ids of prompt and answer; the last `answer_length` ids are the answer."""
+
+    input_ids: tuple[int, ...]
+    answer_length: int
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """The examples on which S(z) is measured."""
+
+    examples: tuple[CalibrationExample, ...]
+
+    @classmethod
+    def from_records(cls, records: Iterable[tuple[list[int], int]]) -> CalibrationSet:
+        """From token ids and answer length; raises ValueError for an impossible record."""
+        examples = []
+        for ids, answer_length in records:
+            if not 0 < answer_length < len(ids):
+                raise ValueError(
+                    f"an answer of {answer_length} tokens does not fit an example of {len(ids)}"
+                )
+            input_ids = tuple(int(i) for i in ids)
+            examples.append(CalibrationExample(input_ids, int(answer_length)))
+        if not examples:
+            raise ValueError("it holds no example")
+        return cls(tuple(examples))
+
+    @classmethod
+    def load(cls, path: Path) -> CalibrationSet:
+        """Read `calibration.jsonl`; raises UserError when it is missing or damaged."""
+        if path.is_dir():
+            path = path / "calibration.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UserError(
+                f"{path}: cannot read the calibration set ({reason}); run prepare again"
+            ) from error
+        try:
+            records = [json.loads(line) for line in lines if line.strip()]
+            return cls.from_records((r["input_ids"], r["answer_length"]) for r in records)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: the calibration set is damaged ({error}); run prepare again"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest example."""
+        return max(len(example.input_ids) for example in self.examples)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the examples in their order."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(json.dumps([example.input_ids, example.answer_length]).encode())
+        return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""The result of evaluating a head mask, and the journal that remembers every one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bosch.heads import HeadMask
+from bosch.journal import Journal
+from bosch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one pass over the calibration set.
+
+    `score` is S(z) in [0, 1] (BOSCH Eq. 4), `log_likelihood` the mean over examples of the summed
+    log-probability of the answer, in nats. `full_forward_equivalents` are the operations done, over
+    those of a pass with every head full that reuses nothing; `whole_pass_equivalents` are those of
+    this mask without savings. A pass that ended early because the mask could no longer win gives
+    upper bounds of score and log-likelihood (`is_bound`).
+    """
+
+    score: float
+    log_likelihood: float
+    seconds: float = 0.0
+    full_forward_equivalents: float = 1.0
+    whole_pass_equivalents: float = 1.0
+    is_bound: bool = False
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Order of masks: by score, then by log-likelihood."""
+        return self.score, self.log_likelihood
+
+
+@dataclass(frozen=True)
+class GateGradient:
+    """Derivative of the mean log-likelihood by each unit's gate, [L, HKV], at a mask."""
+
+    values: list[list[float]]
+    seconds: float = 0.0
+    full_forward_equivalents: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """Everything besides the mask that S(z) depends on; other contexts' evaluations are not reused.
+
+    `numerics` names what can change the last bits of a log-likelihood: device, kernels, batches.
+    Contexts that differ in nothing else are equal.
+    """
+
+    calibration: str
+    model: str
+    window_size: int
+    sinks: int
+    numerics: str = field(default="", compare=False)
+
+    @property
+    def exact(self) -> str:
+        """Text that is the same for contexts whose evaluations agree to the bit."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An evaluation, and whether it came from the pool instead of this search's own work."""
+
+    evaluation: Evaluation
+    context: EvaluationContext
+    reused: bool = False
+
+    def entry(self, mask_key: str, phase: str) -> dict[str, Any]:
+        """The journal's entry; `phase` is that of the search."""
+        context, evaluation = asdict(self.context), asdict(self.evaluation)
+        return {"mask": mask_key, **context, "phase": phase, **evaluation, "reused": self.reused}
+
+
+class EvaluationLog:
+    """The evaluations of one search, in a journal: on disk before the search goes on.
+
+    A mask whose line was torn or damaged is evaluated again. Without a path the log lives in memory
+    only. A mask that this search has not evaluated is looked up in the `pool` of all searches,
+    where there is one. Entries of the pool agree with this process to the bit; the file of a search
+    that was stopped may have been written on another device. Raises RunError when a file cannot
+    be read or written.
+    """
+
+    def __init__(
+        self, path: Path | None, context: EvaluationContext, pool: Journal | None = None
+    ) -> None:
+        self.path, self.context = path, context
+        self._journal = None if path is None else Journal(path)
+        self._ranks = Ranks()
+        self._pool = pool
+        self._has_pool = pool is not None
+        self._pooled: dict[str, Evaluation] = {}
+        self._records: dict[str, _Record] = {}
+        self._gradients: dict[str, GateGradient] = {}
+        self._read_journal()
+        self._read_pool()
+        self._complete_pool()
+
+    @classmethod
+    def shared(
+        cls, path: Path, context: EvaluationContext, ranks: Ranks, pool_folder: Path | None = None
+    ) -> EvaluationLog:
+        """One log for all ranks: the first reads and writes the files and sends the entries."""
+        if not ranks.is_first:
+            log = cls(None, context)
+        else:
+            pool = None
+            if pool_folder is not None:
+                digest = hashlib.sha256(context.exact.encode()).hexdigest()
+                pool = Journal(pool_folder / f"evaluations-{digest[:24]}.jsonl")
+            log = cls(path, context, pool)
+        log._records, log._gradients = ranks.from_first((log._records, log._gradients))
+        log._ranks, log._has_pool = ranks, pool_folder is not None
+        return log
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, mask: HeadMask) -> Evaluation | None:
+        """This search's complete evaluation of `mask`."""
+        record = self._records.get(mask.key)
+        return None if record is None or record.evaluation.is_bound else record.evaluation
+
+    def bound(self, mask: HeadMask) -> Evaluation | None:
+        """Upper bounds from an evaluation of `mask` that ended early."""
+        record = self._records.get(mask.key)
+        return record.evaluation if record is not None and record.evaluation.is_bound else None
+
+    def gradient(self, mask: HeadMask, share: str) -> GateGradient | None:
+        """This search's gradient at `mask` over a share of the examples."""
+        return self._gradients.get(f"{mask.key} {share}")
+
+    def append_gradient(self, mask: HeadMask, share: str, gradient: GateGradient) -> None:
+        """Remember a gradient; returns when the line is on disk."""
+        self._gradients[f"{mask.key} {share}"] = gradient
+        if self._journal is not None:
+            entry = {"mask": mask.key, "share": share, **asdict(self.context)}
+            self._journal.append({**entry, "gradient": asdict(gradient)})
+
+    def reused(self, mask: HeadMask) -> bool:
+        """Whether the evaluation of `mask` was paid for by another search."""
+        record = self._records.get(mask.key)
+        return record is not None and record.reused
+
+    def recall(self, mask: HeadMask, phase: str) -> Evaluation | None:
+        """As `get`; a mask that this search has not evaluated is looked up in the pool.
+
+        All ranks must recall the same masks. What comes from the pool goes into the journal.
+        """
+        own = self.get(mask)
+        if own is not None or not self._has_pool:
+            return own
+        self._read_pool()
+        pooled = self._ranks.from_first(self._pooled.get(mask.key))
+        if pooled is not None:
+            self._add(mask.key, _Record(pooled, self.context, reused=True), phase)
+        return pooled
+
+    def append(self, mask: HeadMask, evaluation: Evaluation, phase: str) -> None:
+        """Remember a new evaluation; returns when the line is on disk."""
+        record = _Record(evaluation, self.context)
+        self._add(mask.key, record, phase)
+        # A bound settles one comparison of this search: other searches cannot use it.
+        if self._pool is not None and not evaluation.is_bound:
+            self._pool.append(record.entry(mask.key, phase))
+            self._pooled[mask.key] = evaluation
+
+    def _add(self, mask_key: str, record: _Record, phase: str) -> None:
+        self._records[mask_key] = record
+        if self._journal is not None:
+            self._journal.append(record.entry(mask_key, phase))
+
+    def _read_journal(self) -> None:
+        strangers = 0
+        for entry in [] if self._journal is None else self._journal.read_new():
+            context = _from_fields(EvaluationContext, entry)
+            if context != self.context:
+                strangers += 1
+            elif "gradient" in entry:
+                gradient = _from_fields(GateGradient, entry["gradient"])
+                self._gradients[f"{entry['mask']} {entry['share']}"] = gradient
+            else:
+                evaluation = _from_fields(Evaluation, entry)
+                self._records[entry["mask"]] = _Record(evaluation, context, entry["reused"])
+        if strangers:
+            logger.warning(
+                "%s: %d evaluations are of another model, calibration set or window: not used",
+                self.path, strangers,
+            )  # fmt: skip
+
+    def _read_pool(self) -> None:
+        for entry in [] if self._pool is None else self._pool.read_new():
+            self._pooled.setdefault(entry["mask"], _from_fields(Evaluation, entry))
+
+    def _complete_pool(self) -> None:
+        """Append to the pool what a search that was killed between the two files had not."""
+        if self._pool is None:
+            return
+        for key, record in self._records.items():
+            exact = record.context.exact == self.context.exact and not record.evaluation.is_bound
+            if exact and key not in self._pooled:
+                self._pool.append(record.entry(key, "resumed"))
+
+
+def _from_fields(kind: type[T], entry: dict[str, Any]) -> T:
+    return kind(**{f.name: entry[f.name] for f in fields(kind)})  # type: ignore[arg-type]

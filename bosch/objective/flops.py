@@ -1,0 +1,187 @@
+"""Floating-point operations of each module of a pass, as torch's FlopCounterMode counts them.
+
+A multiplication and an addition are two operations. Attention counts every pair of query and key
+that a kernel computes: the whole square for full heads, the bands of the sdpa backend for sliding
+ones. Norms, rotary embedding, activations and the recurrences of linear attention are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from bosch.model.families import (
+    Family,
+    decoder_layers,
+    experts_per_token,
+    known_family,
+    text_config,
+)
+from bosch.objective.batches import Batch
+from bosch.window import Window, block_size
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Operations for each position that one decoder layer's linear maps compute."""
+
+    query: int
+    key_value: int
+    output: int
+    feed_forward: int
+    gate: int = 0  # what of `query` follows the attention too
+
+    @property
+    def linear(self) -> int:
+        """Operations of all four maps."""
+        return self.query + self.key_value + self.output + self.feed_forward
+
+    @property
+    def after_attention(self) -> int:
+        """Operations of the maps after the attention itself."""
+        return self.output + self.feed_forward + self.gate
+
+
+class Pairs(NamedTuple):
+    """Pairs of query and key for one full head and for one sliding head."""
+
+    full: int
+    sliding: int
+
+
+class Flops:
+    """Costs of a model at one window.
+
+    `layers` are all decoder layers, `full_layers` those with full attention: the rows of a mask.
+    """
+
+    def __init__(self, model: Any, window: Window) -> None:
+        text, family = text_config(model.config), known_family(model.config)
+        kinds = decoder_layers(model.config)
+        decoder = model.get_decoder()
+        layers = decoder.layers
+        self.layers = [
+            _attention_layer(layer, text, family)
+            if number in kinds.full or number in kinds.windows
+            else LayerFlops(0, 0, 0, sum(_of(module, text) for module in layer.modules()))
+            for number, layer in enumerate(layers)
+        ]
+        # Maps of the decoder that no layer owns: Gemma 4's inputs of each layer.
+        self.outside = sum(
+            2 * module.weight.numel()
+            for name, module in decoder.named_modules()
+            if isinstance(module, nn.Linear) and not name.startswith("layers.")
+        )
+        self.full_layers = [self.layers[number] for number in kinds.full]
+        heads = text.num_attention_heads
+        self.q_per_kv: int = heads // kinds.heads
+        self.per_pair: int = 4 * kinds.head_dim * self.q_per_kv
+        self.num_key_value_heads = kinds.heads
+        self.own_windows = kinds.windows
+        self.per_own_pair: int = 4 * kinds.own_head_dim * heads
+        self.head: int = 2 * model.get_output_embeddings().weight.numel()
+        self.window = window
+        self._first_full = kinds.full[0]
+        self._all_linear = self.outside + sum(layer.linear for layer in self.layers)
+
+    def pairs(self, rows: int, length: int) -> Pairs:
+        """Pairs that a head of each kind computes for a batch of `rows` x `length` tokens."""
+        sliding = sliding_pairs(length, self.window)
+        return Pairs(rows * length * length, rows * sliding)
+
+    def attention(self, row: np.ndarray, pairs: Pairs) -> int:
+        """Attention of a layer whose mask is `row` [HKV]."""
+        full = int(row.sum())
+        return self.per_pair * (full * pairs.full + (len(row) - full) * pairs.sliding)
+
+    def both(self, pairs: Pairs) -> int:
+        """Attention of a layer with every head of both kinds."""
+        return self.per_pair * self.num_key_value_heads * sum(pairs)
+
+    def answers(self, queries: int, length: int) -> int:
+        """Attention of every head for `queries` positions in all, under a dense mask."""
+        return self.per_pair * self.num_key_value_heads * queries * length
+
+    def whole_pass(self, is_full: np.ndarray, batch: Batch) -> int:
+        """A pass under mask `is_full` [L, HKV] with every layer computed at every position.
+
+        Only the output head is computed at the answers alone.
+        """
+        pairs = self.pairs(*batch.input_ids.shape)
+        linear = self._all_linear * batch.positions
+        attention = sum(self.attention(row, pairs) for row in is_full)
+        own = sum(self._own_attention(layer, batch) for layer in self.own_windows)
+        return linear + attention + own + self.head * len(batch.answers)
+
+    def other_layer(self, layer: int, batch: Batch) -> int:
+        """A decoder layer without full attention."""
+        own = self._own_attention(layer, batch) if layer in self.own_windows else 0
+        return self.layers[layer].linear * batch.positions + own
+
+    def _own_attention(self, layer: int, batch: Batch) -> int:
+        """Attention of a layer that slides by itself."""
+        rows, length = batch.input_ids.shape
+        return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
+
+    def gradient(self, batch: Batch) -> int:
+        """Forward and backward pass for the gates: both kinds of attention, no weight gradients.
+
+        The backward pass computes every layer a second time first. Backward through a linear map
+        costs as much as the map, through attention 2.5 times that. It ends at the lowest layer's
+        attention outputs.
+        """
+        first, above = self._first_full, self.layers[self._first_full :]
+        linear = self._all_linear * batch.positions
+        attention = self.both(self.pairs(*batch.input_ids.shape))
+        own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
+        count = len(self.full_layers)
+        forward = linear + count * attention + sum(own.values())
+        backward = sum(layer.linear for layer in above) * batch.positions
+        backward -= (above[0].query + above[0].key_value) * batch.positions
+        backward += (count - 1) * 5 * attention // 2
+        backward += sum(5 * cost // 2 for layer, cost in own.items() if layer > first)
+        once = self.outside * batch.positions
+        return 2 * forward - once + backward + 2 * self.head * len(batch.answers)
+
+
+def sliding_pairs(length: int, window: Window) -> int:
+    """Pairs of query and key for one sliding head: bands of `block_size` queries."""
+    causal, block = window.most_keys, block_size(window.size)
+    if length <= causal:
+        return length * length
+    if length < block:
+        return length * (length + window.sinks)
+    count, rest = divmod(length - causal, block)
+    return causal * causal + count * block * (causal + block) + rest * (causal + rest)
+
+
+def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
+    attention: Any = getattr(layer, family.attention)
+    total = sum(_of(module, text) for module in layer.modules())
+    output = _of(getattr(attention, family.output), text)
+    if family.fused:
+        fused = _of(getattr(attention, family.fused), text)
+        return LayerFlops(0, fused, output, total - fused - output)
+    query = _of(attention.q_proj, text)
+    # Of some families, values are the keys.
+    values = _of(attention.v_proj, text) if attention.v_proj is not None else 0
+    key_value = _of(attention.k_proj, text) + values
+    gate = query if family.gated else 0
+    return LayerFlops(query, key_value, output, total - query - key_value - output, gate)
+
+
+def _of(module: nn.Module, text: Any) -> int:
+    """Operations of a module's own matrices; a token visits some of the experts only."""
+    total = 0
+    if "Norm" in type(module).__name__:
+        return 0
+    for weight in module.parameters(recurse=False):
+        if weight.ndim == 2 or isinstance(module, nn.Conv1d):
+            total += 2 * weight.numel()
+        elif weight.ndim == 3:
+            each = weight.numel() // weight.shape[0]
+            total += 2 * each * experts_per_token(text)
+    return total

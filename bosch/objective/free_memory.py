@@ -1,0 +1,74 @@
+"""Memory that a search may use for reuse: what is free, less what one batch needs at most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bosch.errors import RunError
+from bosch.model.families import decoder_layers, text_config
+from bosch.objective.memory import ActivationSizes
+from bosch.window import Window
+
+# What a device's allocator loses between blocks, and what other programs of a machine may want.
+_SHARE_OF_DEVICE = 0.85
+_SHARE_OF_HOST = 0.5
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
+    """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
+    text, kinds = text_config(model.config), decoder_layers(model.config)
+    width = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    if getattr(text, "num_experts_per_tok", None):
+        width = int(getattr(text, "moe_intermediate_size", None) or width)
+        width *= int(text.num_experts_per_tok)
+    return ActivationSizes(
+        layers=kinds.count,
+        hidden=text.hidden_size,
+        query=text.num_attention_heads * kinds.head_dim,
+        key_value=kinds.heads * kinds.head_dim,
+        feed_forward=width,
+        value_bytes=model.dtype.itemsize,
+        shards=shards,
+    )
+
+
+def reuse_room(
+    model: Any, window: Window, rows: int, length: int, *, processes: int = 1, shards: int = 1
+) -> int:
+    """Bytes that this process may keep between passes of batches of `rows` x `length` tokens.
+
+    `processes` share this machine's memory where the model is on the CPU. Call it when the model is
+    loaded.
+    """
+    needed = activation_sizes(model, shards).gradient(rows, length, window.size)
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        free += torch.cuda.memory_reserved(model.device)
+        free -= torch.cuda.memory_allocated(model.device)
+        return max(0, int(_SHARE_OF_DEVICE * free) - needed)
+    return max(0, int(_SHARE_OF_HOST * (free_host_memory() / processes - needed)))
+
+
+def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Bytes this machine, or the container around this process, can still give out.
+
+    Raises RunError where the system does not say.
+    """
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError) as error:
+        raise RunError(
+            f"{meminfo} does not say how much memory is free: set runtime.reuse_memory to a size"
+        ) from error
+    try:
+        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return min(free, max(0, limit - used))

@@ -1,0 +1,79 @@
+"""How the answers' log-likelihood changes with each KV head, from one backward pass.
+
+A gate g in [0, 1] blends a KV head's attention outputs: g full + (1 - g) sliding, so a head mask is
+a corner of the gates' cube. At a corner the derivative with respect to every gate costs one forward
+and one backward pass, as much as a few masks.
+
+L layers, HKV key/value heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.heads import HeadMask
+from bosch.model.interface import Attend, HeadState, attention_modules, head_state, set_head_state
+from bosch.model.search_mode import own_row
+from bosch.model.tensor_parallel import sum_over_shards
+from bosch.objective.answers import answer_logits
+from bosch.objective.batches import Batch, final_states
+from bosch.objective.patching import freeze, recompute_layers
+
+
+def gate_gradients(
+    model: Any,
+    batch: Batch,
+    mask: HeadMask,
+    all_full: HeadLayout,
+    all_sliding: HeadLayout,
+) -> Tensor:
+    """Gradient [L, HKV] of the answers' summed log-probability, on the CPU in float64.
+
+    The model is in search mode. No parameter gets a gradient.
+    """
+    device = model.device
+    gates = torch.tensor(mask.is_full, dtype=torch.float32, device=device, requires_grad=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(freeze(model))
+        for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
+            state = head_state(module)
+            assert state is not None
+            blend = _blend(own_row(model, gate), all_full, all_sliding, state.backend)
+            set_head_state(module, HeadState(state.layout, state.backend, blend))
+            stack.callback(set_head_state, module, state)
+        stack.enter_context(recompute_layers(model))
+        stack.enter_context(torch.enable_grad())
+        hidden = final_states(model.get_decoder(), batch, device)
+        hidden = hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)]
+        log_probabilities = torch.log_softmax(answer_logits(model, hidden), dim=-1)
+        answers = log_probabilities.gather(1, batch.answers.to(device)[:, None])
+        (gradient,) = torch.autograd.grad(answers.sum(), gates)
+    return sum_over_shards(model, gradient.double()).cpu()
+
+
+def _blend(gate: Tensor, all_full: HeadLayout, all_sliding: HeadLayout, backend: str) -> Attend:
+    """Attention that returns gate x full + (1 - gate) x sliding."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        context: AttentionContext | None,
+        transform: LogitTransform,
+    ) -> Tensor:
+        full, sliding = (
+            hybrid_attention(
+                query, key, value, layout, context, backend=backend, **transform.options
+            )
+            for layout in (all_full, all_sliding)
+        )
+        share = gate.repeat_interleave(query.shape[1] // key.shape[1])[:, None].to(full.dtype)
+        return sliding + share * (full - sliding)
+
+    return attend

@@ -1,0 +1,358 @@
+"""One pass of a batch through the decoder that computes in each layer only what is not cached.
+
+Three savings, all exact. Layers below the lowest one that changes are skipped. A layer whose
+attention is cached with every head full and with every head sliding takes each head's output from
+one of them. The last layer computes keys and values everywhere and all else at the answers only.
+
+E examples of a batch, T tokens, A most answer tokens of an example, HQ query heads, D head
+dimension, C hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.attention.kernels import fused_attention
+from bosch.attention.logit_transform import dense_attention
+from bosch.heads import HeadMask
+from bosch.model.families import decoder_layers, known_family
+from bosch.model.interface import Attend, attention_modules, head_state
+from bosch.model.search_mode import own_row
+from bosch.objective.activation_cache import ActivationCache, LayerActivations
+from bosch.objective.batches import Batch, final_states
+from bosch.objective.flops import Flops
+from bosch.objective.patching import (
+    attention_outputs,
+    keys_and_values,
+    replace_attention,
+    replace_layers,
+)
+from bosch.window import Window
+
+logger = logging.getLogger(__name__)
+
+_START, _MIXTURE = "start", "mixture"
+
+
+class IncrementalForward:
+    """Runs batches under head masks that `apply_head_mask` has set on the model.
+
+    With `answers_only` off the last layer is computed everywhere, like the others; so it is where
+    the last layer has no full attention or more than that. `agree` makes a decision the same in all
+    processes that share one model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        window: Window,
+        cache: ActivationCache,
+        *,
+        answers_only: bool = True,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.decoder = model.get_decoder()
+        self.layers: list[nn.Module] = list(self.decoder.layers)
+        # Rows of a mask are layers with full attention; those between them are computed as they
+        # are, or skipped with the layers below.
+        kinds = decoder_layers(model.config)
+        self.full_layers = kinds.full
+        self.attentions = attention_modules(model)
+        self.family = known_family(model.config)
+        self.device = model.device
+        self.flops = Flops(model, window)
+        self.cache, self.agree = cache, agree
+        self.answers_only = answers_only and kinds.full[-1] == kinds.count - 1 not in kinds.states
+        heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
+        # Of a model shared by several processes each has some heads only.
+        self.own_heads = partial(own_row, model)
+        own = len(self.own_heads([True] * heads))
+        self.all_full = HeadLayout.search([True] * own, window)
+        self.all_sliding = HeadLayout.search([False] * own, window)
+        # Threads of a CPU divide a batched product by the number of heads in it: the last bit of a
+        # head then depends on which others are computed with it.
+        self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
+        self.verified: set[str] = set()
+        self.inexact = 0  # how many kinds of savings have failed: first _MIXTURE, then _START
+
+    def answer_states(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
+        """Final hidden states that predict the answers [answers of the batch, C], and operations.
+
+        `index` names the batch in the cache. The first time that a saving is used its result is
+        compared with a plain pass. If one bit differs the saving is switched off: that of both
+        kinds of attention, and if the layers' inputs alone give other bits too, all reuse.
+        """
+        reusing = BatchPass(self, index, batch, mask, self.cache.enabled)
+        states = reusing.answer_states()
+        if reusing.savings <= self.verified:
+            return states, reusing.operations
+        plain = BatchPass(self, index, batch, mask, reuse=False)
+        expected = plain.answer_states()
+        if self.agree(torch.equal(expected, states)):
+            self.verified |= reusing.savings
+        else:
+            mixed = any(name.startswith(_MIXTURE) for name in reusing.savings)
+            self.switch_off(1 if mixed and not self.inexact else 2)
+        return expected, reusing.operations + plain.operations
+
+    def switch_off(self, inexact: int) -> None:
+        """Do without the savings that are not exact here: 1 is attention of both kinds, 2 all."""
+        if inexact <= self.inexact:
+            return
+        self.inexact = inexact
+        if inexact == 1:
+            logger.warning(
+                "attention of both kinds from earlier passes is not exact for this model: switched "
+                "off; the layers' inputs are still reused"
+            )
+            self.can_mix = False
+            self.cache.clear()
+        else:
+            logger.warning("reuse of earlier passes is not exact for this model: switched off")
+            self.cache.disable()
+
+    @property
+    def savings(self) -> dict[str, bool]:
+        """Which savings are on."""
+        return {
+            "layer_inputs": self.cache.enabled,
+            "attention_of_both_kinds": self.cache.enabled and self.can_mix,
+            "last_layer_at_answers": self.answers_only,
+        }
+
+
+class BatchPass:
+    """One batch under one mask. Layers with full attention have the numbers of the mask's rows."""
+
+    def __init__(
+        self, owner: IncrementalForward, index: int, batch: Batch, mask: HeadMask, reuse: bool
+    ) -> None:
+        self.owner, self.index, self.batch, self.mask, self.reuse = owner, index, batch, mask, reuse
+        self.start = owner.cache.deepest(mask, index) if reuse else 0
+        self.last = len(owner.full_layers) - 1
+        self.operations = float(owner.flops.outside * batch.positions)
+        self.savings: set[str] = {_START} if self.start else set()
+
+    def answer_states(self) -> Tensor:
+        """Run the decoder, each layer's forward replaced by `_layer`."""
+        with replace_layers(self.owner.layers, self.owner.family, self._layer):
+            states = final_states(self.owner.decoder, self.batch, self.owner.device)
+        batch, narrow = self.batch, self.owner.answers_only
+        columns = batch.answer_numbers if narrow else batch.columns
+        return states[batch.rows.to(states.device), columns.to(states.device)]
+
+    def _layer(
+        self, layer: int, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        full_layers = self.owner.full_layers
+        if self.start and layer < full_layers[self.start]:
+            return state  # Not computed: the layer of row `start` replaces it by its cached input.
+        if layer not in full_layers:
+            self.operations += self.owner.flops.other_layer(layer, self.batch)
+            return forward(state, **kwargs)
+        number = full_layers.index(layer)
+        cached = self.owner.cache.get(self.mask, number, self.index) if self.reuse else None
+        if number == self.start and number > 0:
+            assert cached is not None and cached.state is not None
+            state = cached.state
+        elif number and (number < self.last or not self.owner.answers_only):
+            self._add(number, state=state)
+        if number == self.last and self.owner.answers_only:
+            return self._last_layer(number, forward, state, kwargs, cached)
+        return self._inner_layer(number, forward, state, kwargs, cached)
+
+    def _inner_layer(
+        self,
+        number: int,
+        forward: Callable[..., Tensor],
+        state: Tensor,
+        kwargs: dict[str, Any],
+        cached: LayerActivations | None,
+    ) -> Tensor:
+        """A layer at every position."""
+        row, flops = self.mask.is_full[number], self.owner.flops
+        costs, positions = flops.full_layers[number], self.batch.positions
+        attention: Any = self.owner.attentions[number]
+        mixed = self._cached_mixture(row, cached)
+        if mixed is not None:
+            self.savings.add(self._mixture_of(row))
+            self.operations += costs.after_attention * positions
+            with attention_outputs(attention, self.owner.family, mixed):
+                return forward(state, **kwargs)
+        pairs = flops.pairs(*self.batch.input_ids.shape)
+        self.operations += costs.linear * positions
+        if not self._worth_both(number, cached):
+            self.operations += flops.attention(row, pairs)
+            return forward(state, **kwargs)
+        self.savings.add(self._mixture_of(row))
+        self.operations += flops.both(pairs)
+        with replace_attention(attention, self._attend_both(number)):
+            return forward(state, **kwargs)
+
+    def _mixture_of(self, row: Any) -> str:
+        """Name of the saving to verify: a GPU chooses kernels by the number of full heads."""
+        return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {int(row.sum())}"
+
+    def _worth_both(self, number: int, cached: LayerActivations | None) -> bool:
+        """Whether to compute this layer's attention of both kinds, for passes to come.
+
+        It pays where later passes have the same rows below this layer and another row in it, which
+        they have if they start here too. Every pass may start at layer 0; at a higher layer
+        a search has said so (pinned), or it is the second start at this entry.
+        """
+        if not self.reuse or number != self.start or not self.owner.can_mix:
+            return False
+        if cached is None:
+            return number == 0
+        cached.starts += 1
+        return number == 0 or cached.starts > 1 or self.owner.cache.is_pinned(number)
+
+    def _attend_both(self, number: int) -> Attend:
+        """Attention that computes and caches both kinds, and returns the mask's mixture."""
+
+        def attend(
+            module: nn.Module,
+            query: Tensor,
+            key: Any,
+            value: Any,
+            context: AttentionContext | None,
+            transform: LogitTransform,
+        ) -> Tensor:
+            state = head_state(module)
+            assert state is not None
+            full, sliding = (
+                hybrid_attention(
+                    query, key, value, layout, context, backend=state.backend, **transform.options
+                )
+                for layout in (self.owner.all_full, self.owner.all_sliding)
+            )
+            self._add(number, full=full, sliding=sliding)
+            return self.mix(self.mask.is_full[number], full, sliding)
+
+        return attend
+
+    def _cached_mixture(self, row: Any, cached: LayerActivations | None) -> Tensor | None:
+        """Attention output [E, T, HQ, D] of a row of the mask, if what it needs is cached."""
+        if cached is None:
+            return None
+        if row.all():
+            return cached.full
+        if not row.any():
+            return cached.sliding
+        if cached.full is None or cached.sliding is None:
+            return None
+        return self.mix(row, cached.full, cached.sliding)
+
+    def mix(self, row: Any, full: Tensor, sliding: Tensor) -> Tensor:
+        """Each head's output from one of both kinds, as a row of the mask says."""
+        is_full = torch.tensor(self.owner.own_heads(row), device=full.device)
+        return torch.where(is_full.repeat_interleave(self.owner.q_per_kv)[:, None], full, sliding)
+
+    def _add(self, number: int, **tensors: Tensor) -> None:
+        if self.reuse:
+            self.owner.cache.add(self.mask, number, self.index, **tensors)
+
+    def _last_layer(
+        self,
+        number: int,
+        forward: Callable[..., Tensor],
+        state: Tensor,
+        kwargs: dict[str, Any],
+        cached: LayerActivations | None,
+    ) -> Tensor:
+        """The last layer at the positions that predict answers only: [E, A, C].
+
+        An answer's query needs the keys and values of all positions, and nothing else of them. So
+        the layer's forward runs twice: over all positions until its keys and values are known, then
+        over the answers' positions with an attention that takes those. The cache holds input and
+        attention of the answers' positions; with both kinds cached neither run is needed.
+        """
+        attention: Any = self.owner.attentions[number]
+        flops, columns = self.owner.flops, self.batch.answer_columns.to(state.device)
+        costs, row = flops.full_layers[number], self.mask.is_full[number]
+        narrow = _at_columns(kwargs, self.batch.input_ids.shape[1], columns)
+        mixed = self._cached_mixture(row, cached)
+        if number == self.start > 0 and mixed is not None:
+            self.operations += costs.after_attention * columns.numel()
+            with attention_outputs(attention, self.owner.family, mixed):
+                return forward(state, **narrow)
+        key, value = keys_and_values(attention, forward, state, kwargs)
+        self.operations += costs.key_value * self.batch.positions + costs.linear * columns.numel()
+        self.operations += 2 * flops.answers(columns.numel(), self.batch.input_ids.shape[1])
+        state = state.gather(1, columns[:, :, None].expand(-1, -1, state.shape[2]))
+
+        def attend(
+            module: nn.Module,
+            query: Tensor,
+            own_key: Any,
+            own_value: Any,
+            context: AttentionContext | None,
+            transform: LogitTransform,
+        ) -> Tensor:
+            full, sliding = (
+                answer_attention(query, key, value, columns, layout, transform)
+                for layout in (self.owner.all_full, self.owner.all_sliding)
+            )
+            self._add(number, state=state, full=full, sliding=sliding)
+            return self.mix(row, full, sliding)
+
+        with replace_attention(attention, attend):
+            return forward(state, **narrow)
+
+
+def answer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor,
+    layout: HeadLayout,
+    transform: LogitTransform,
+    max_logits: int = 2**27,
+) -> Tensor:
+    """Attention [E, A, HQ, D] of queries [E, HQ, A, D] that stand at `columns` [E, A].
+
+    Few kernels take a mask, and without one all logits are in memory at once: examples are computed
+    in groups of at most `max_logits`.
+    """
+    keys = torch.arange(key.shape[2], device=key.device)
+    window = layout.window if layout.sliding else None
+    visible = AttentionContext(key.shape[2]).visible(columns, keys[None], window)
+    step = max(1, max_logits // (query.shape[1] * visible[0].numel()))
+    outputs = [
+        _masked_attention(query[rows], key[rows], value[rows], visible[rows, None], transform)
+        for rows in (slice(first, first + step) for first in range(0, len(query), step))
+    ]  # fmt: skip
+    return torch.cat(outputs).transpose(1, 2).contiguous()
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, transform: LogitTransform
+) -> Tensor:
+    if not transform.is_plain:
+        return dense_attention(query, key, value, visible, transform)
+    return fused_attention(query, key, value, mask=visible, scale=transform.scaling)
+
+
+def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
+    """A layer's arguments with positions at `columns` [E, A] only.
+
+    Those are all tensors [E or 1, T, ...], T being `length`, and pairs of such.
+    """
+
+    def narrowed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(narrowed(item) for item in value)
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
+            return value
+        value = value.expand(len(columns), *value.shape[1:])
+        index = columns.view(*columns.shape, *[1] * (value.ndim - 2))
+        return value.gather(1, index.expand(*columns.shape, *value.shape[2:]))
+
+    return {name: narrowed(value) for name, value in kwargs.items()}

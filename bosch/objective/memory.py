@@ -1,0 +1,76 @@
+"""Memory of the activations of one batch: the formulas that plans state and searches go by.
+
+Imports no torch. Measured against the bytes that are really alive in
+`tests/benchmarks/test_gradient_memory.py`. T tokens of an example, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bosch.model.decoder_shape import DecoderShape
+from bosch.window import block_size
+
+# Tokens of each example whose feed-forward activations are in memory together in a backward pass.
+RECOMPUTED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class ActivationSizes:
+    """Values per token of a decoder's layer, and the bytes of one value.
+
+    `query` and `key_value` are those of all heads together, `feed_forward` the width that one token
+    passes through. Of a model sharded over `shards` processes each holds its share of these three.
+    """
+
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    feed_forward: int
+    value_bytes: int
+    shards: int = 1
+
+    @classmethod
+    def of(cls, shape: DecoderShape, value_bytes: int, shards: int = 1) -> ActivationSizes:
+        """Sizes of a decoder whose shape is known from its configuration."""
+        return cls(
+            shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
+            shape.active_width, value_bytes, shards,
+        )  # fmt: skip
+
+    def state(self, tokens: int) -> int:
+        """Hidden states of so many tokens."""
+        return tokens * self.hidden * self.value_bytes
+
+    def layer_entry(self, tokens: int) -> int:
+        """A layer's input and its attention of both kinds: all that reuse keeps of a layer."""
+        return tokens * (self.hidden + 2 * self._per_shard(self.query)) * self.value_bytes
+
+    def plain_pass(self, tokens: int) -> int:
+        """Peak activations of a pass without gradients: those of one feed-forward block."""
+        return (
+            tokens * (4 * self.hidden + 3 * self._per_shard(self.feed_forward)) * self.value_bytes
+        )
+
+    def gradient(self, rows: int, length: int, window: int) -> int:
+        """Peak activations of a gate gradient over `rows` examples of `length` tokens.
+
+        Every layer's input, and the attention of one layer with what its backward pass needs. The
+        bands of the sliding heads overlap: their gradients are W / block + 1 times keys and values.
+        """
+        tokens = rows * length
+        query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
+        values = 6 * self.hidden + 12 * query + 4 * key_value
+        banded = rows * max(0, length - window)
+        bands = 2 * key_value * (1 + window / block_size(window)) * banded
+        size = self.value_bytes * (tokens * values + bands)
+        if self.value_bytes < 4:  # norms compute in float32
+            size += 4 * tokens * (2 * self.hidden + query + key_value)
+        recomputed = rows * min(length, RECOMPUTED_TOKENS) * 7 * self._per_shard(self.feed_forward)
+        work = max(size, self.plain_pass(tokens) + self.value_bytes * recomputed)
+        return self.layers * self.state(tokens) + math.ceil(work)
+
+    def _per_shard(self, width: int) -> int:
+        return -(-width // self.shards)

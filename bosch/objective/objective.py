@@ -1,0 +1,303 @@
+"""S(z): exact-match rate of a masked model on the calibration set, by prefill (BOSCH Eq. 4).
+
+The batches are the same for any number of ranks, and each rank measures whole batches. So an
+example has the same padding and the same neighbours everywhere, and the same numbers.
+
+N examples of the set, K batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask
+from bosch.model.families import family_of
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.search_mode import apply_head_mask, mask_shape
+from bosch.objective.activation_cache import ActivationCache
+from bosch.objective.answers import answer_logits, answer_results
+from bosch.objective.batches import batch_of, batches_by_round, batches_of_rank
+from bosch.objective.calibration import CalibrationExample, CalibrationSet
+from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
+from bosch.objective.finite import remedy
+from bosch.objective.gate_gradients import gate_gradients
+from bosch.objective.incremental_forward import IncrementalForward
+from bosch.ranks import Ranks
+from bosch.window import Window
+
+logger = logging.getLogger(__name__)
+
+_CHECK_TOKENS = 16
+_REUSE_BYTES = 2 * 1024**3
+
+CanWin = Callable[[float, float], bool]
+
+
+class Objective:
+    """Measures head masks on a model in search mode.
+
+    `reuse_bytes` bounds the memory of activations cached between passes (0: none); `answers_only`
+    off computes the last layer at every position. Neither changes a result. With several `ranks`
+    each measures its share of the batches; all of them must evaluate the same masks in the same
+    order, and get the same evaluations. The set is measured in up to `MAX_ROUNDS` rounds of
+    consecutive examples, between which an evaluation can end early.
+    Raises UserError when a sliding head would see every token of every example.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        calibration: CalibrationSet,
+        window: Window,
+        *,
+        batch_size: int = 8,
+        reuse_bytes: int = _REUSE_BYTES,
+        answers_only: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if window.size >= calibration.max_length:
+            raise UserError(
+                f"search.window_size is {window.size}, no shorter than the longest calibration "
+                f"example ({calibration.max_length} tokens): lower it or raise "
+                "prepare.calibration.length"
+            )
+        family_of(model.config)
+        self.model, self.calibration = model, calibration
+        self.window = window
+        self.num_layers, self.num_key_value_heads = mask_shape(model.config)
+        self.ranks = ranks or Ranks()
+        rounds = batches_by_round(calibration, batch_size, _vocabulary(model))
+        self.rounds = len(rounds)
+        self._batches = [batch for batches in rounds for batch in batches]
+        self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
+        sizes = [batch.positions for batch in self._batches]
+        self._own_batches = set(batches_of_rank(sizes, self.ranks))
+        self.cache = ActivationCache(self.num_layers, reuse_bytes)
+        self._answers_only = answers_only
+        self._forward = self._incremental_forward(self.cache)
+        self._likelihood_of_round = [0.0] * self.rounds
+        self._checked = False
+
+    @property
+    def batches(self) -> int:
+        """Number of batches; further ranks have nothing to do."""
+        return len(self._batches)
+
+    @property
+    def quantum(self) -> float:
+        """Difference of two neighbouring scores: one example."""
+        return 1.0 / len(self.calibration)
+
+    @property
+    def context(self) -> EvaluationContext:
+        """Everything besides the mask that the scores depend on."""
+        return EvaluationContext(
+            calibration=self.calibration.fingerprint,
+            model=model_fingerprint(self.model),
+            window_size=self.window.size,
+            sinks=self.window.sinks,
+        )
+
+    def evaluate(
+        self,
+        mask: HeadMask,
+        shared_layers: int = 0,
+        *,
+        can_win: CanWin | None = None,
+    ) -> Evaluation:
+        """One pass over the calibration set; no token is generated.
+
+        The masks that follow will agree with this one below layer `shared_layers`: its activations
+        are cached first. After each round `can_win` gets upper bounds of the mask's score and
+        log-likelihood; when it returns False the pass ends, and these bounds are returned with
+        `is_bound` set. `seconds` is the time of the slowest rank. Raises RunError when the model
+        gives numbers that are not finite or the ranks measure different masks, LostRankError when a
+        rank has ended.
+        """
+        started = time.perf_counter()
+        self._begin(mask, shared_layers)
+        results, operations = self._empty()
+        measured: list[int] = []
+        for indices in self._rounds(can_win):
+            self._measure(mask, indices, results, operations)
+            measured += indices
+            if can_win is None:
+                continue
+            score, likelihood = self._upper_bounds(self.ranks.merge(results)[0], measured)
+            if not can_win(score, likelihood):
+                break
+        results, operations, seconds = self._merge(mask, results, operations, started)
+        score, likelihood = self._upper_bounds(results, measured)
+        if not math.isfinite(likelihood):
+            raise RunError(
+                f"the model's logits are not finite under head mask {mask.key}: "
+                + remedy(self.model)
+            )
+        self._update_round_likelihoods(results, measured)
+        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
+        return Evaluation(
+            score=score,
+            log_likelihood=likelihood,
+            seconds=seconds,
+            full_forward_equivalents=float(operations.sum()) / all_full,
+            whole_pass_equivalents=self.whole_pass_operations(mask) / all_full,
+            is_bound=len(measured) < len(self._batches),
+        )
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        """Derivative of the mean log-likelihood by each KV head's gate, at `mask`.
+
+        The mean is over share number `share` of `shares` shares of the rounds. There are at most as
+        many shares as rounds; a higher number starts again from 0. Raises RunError as `evaluate`.
+        """
+        started = time.perf_counter()
+        shares = min(shares, self.rounds)
+        share %= shares
+        apply_head_mask(self.model, mask, self.window)
+        self.check_output_head(mask)
+        indices = [i for i, number in enumerate(self._round_of) if number % shares == share]
+        gradients = torch.zeros(len(self._batches), *mask.is_full.shape, dtype=torch.float64)
+        operations = torch.zeros(len(self._batches), dtype=torch.float64)
+        for index in sorted(self._own_batches.intersection(indices)):
+            batch = self._batches[index]
+            gradients[index] = gate_gradients(
+                self.model, batch, mask, self._forward.all_full, self._forward.all_sliding
+            )
+            operations[index] = self._forward.flops.gradient(batch)
+        gradients, operations, seconds = self._merge(mask, gradients, operations, started)
+        values = gradients[indices].sum(dim=0) / self._examples(indices)
+        if not bool(values.isfinite().all()):
+            raise RunError(
+                f"the model's gradients are not finite under head mask {mask.key}: "
+                + remedy(self.model)
+            )
+        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
+        return GateGradient(values.tolist(), seconds, float(operations.sum()) / all_full)
+
+    def example_results(self, mask: HeadMask) -> Tensor:
+        """Exact match and log-likelihood of each example in the set's order, [N, 2] float64.
+
+        `evaluate` returns their means.
+        """
+        self._begin(mask, 0)
+        results, operations = self._empty()
+        self._measure(mask, range(len(self._batches)), results, operations)
+        return self._merge(mask, results, operations, time.perf_counter())[0]
+
+    def whole_pass_operations(self, mask: HeadMask) -> int:
+        """Operations of a pass over the set under `mask` without any saving."""
+        flops = self._forward.flops
+        return sum(flops.whole_pass(mask.is_full, batch) for batch in self._batches)
+
+    def memory(self) -> dict[str, int]:
+        """Memory of cached activations on this rank: the limit and the highest use."""
+        return {"cache_bytes_limit": self.cache.max_bytes, "cache_bytes": self.cache.peak_bytes}
+
+    def savings(self) -> dict[str, bool]:
+        """Which savings are on; all of them are exact."""
+        return self._forward.savings
+
+    def _incremental_forward(self, cache: ActivationCache) -> IncrementalForward:
+        return IncrementalForward(
+            self.model, self.window, cache,
+            answers_only=self._answers_only, agree=self.ranks.agree,
+        )  # fmt: skip
+
+    def _begin(self, mask: HeadMask, shared_layers: int) -> None:
+        apply_head_mask(self.model, mask, self.window)
+        self.check_output_head(mask)
+        self.cache.begin(mask, shared_layers)
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        """Zeros for the results of examples [N, 2] and the operations of batches [K]."""
+        results = torch.zeros(len(self.calibration), 2, dtype=torch.float64)
+        return results, torch.zeros(len(self._batches), dtype=torch.float64)
+
+    def _rounds(self, can_win: CanWin | None) -> list[list[int]]:
+        """Indices of the batches to measure between two calls of `can_win`."""
+        indices = range(len(self._batches))
+        if can_win is None:
+            return [list(indices)]
+        # Rounds with a low likelihood under other masks come first: a losing mask shows there.
+        order = sorted(range(self.rounds), key=lambda p: (self._likelihood_of_round[p], p))
+        return [[i for i in indices if self._round_of[i] == p] for p in order]
+
+    @torch.inference_mode()
+    def _measure(
+        self, mask: HeadMask, indices: Sequence[int], results: Tensor, operations: Tensor
+    ) -> None:
+        """Fill in results and operations of this rank's batches among `indices`."""
+        for index in sorted(self._own_batches.intersection(indices)):
+            batch = self._batches[index]
+            states, layer_operations = self._forward.answer_states(index, batch, mask)
+            results[batch.examples] = answer_results(answer_logits(self.model, states), batch)
+            head_operations = self._forward.flops.head * len(batch.answers)
+            operations[index] += layer_operations + head_operations
+
+    def _upper_bounds(self, results: Tensor, measured: Sequence[int]) -> tuple[float, float]:
+        """Upper bounds of score and log-likelihood: unmeasured examples count as correct."""
+        total = len(self.calibration)
+        exact, likelihood = (sum(column) for column in results.T.tolist())
+        return (exact + total - self._examples(measured)) / total, likelihood / total
+
+    def _examples(self, indices: Sequence[int]) -> int:
+        return sum(len(self._batches[index].examples) for index in indices)
+
+    def _update_round_likelihoods(self, results: Tensor, measured: Sequence[int]) -> None:
+        """Running mean of each round's log-likelihood over masks; the latest mask counts half."""
+        for number in {self._round_of[index] for index in measured}:
+            batches = [self._batches[i] for i in measured if self._round_of[i] == number]
+            mean = float(torch.cat([results[b.examples, 1] for b in batches]).mean())
+            self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
+
+    def _merge(
+        self, mask: HeadMask, results: Tensor, operations: Tensor, started: float
+    ) -> tuple[Tensor, Tensor, float]:
+        """Results and operations of all ranks, on all of them, and the slowest rank's seconds."""
+        reports = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
+        mask_id = float(zlib.crc32(mask.key.encode()))
+        reports[self.ranks.rank] = torch.tensor(
+            [time.perf_counter() - started, mask_id, self._forward.inexact], dtype=torch.float64
+        )
+        results, operations, reports = self.ranks.merge(results, operations, reports)
+        if (reports[:, 1] != mask_id).any():
+            raise RunError(
+                "the processes of this search measure different head masks: all nodes need the "
+                "same model, data and versions of the packages"
+            )
+        self._forward.switch_off(int(reports[:, 2].max()))
+        return results, operations, float(reports[:, 0].max())
+
+    @torch.inference_mode()
+    def check_output_head(self, mask: HeadMask) -> None:
+        """Raise UserError where the output head over our states does not give the model's logits.
+
+        Done once; the model must be under `mask`.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        ids = self._batches[0].input_ids[0, :_CHECK_TOKENS]
+        own = self.model(input_ids=ids[None].to(self.model.device), use_cache=False).logits[0]
+        answer = len(ids) - 1
+        batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
+        forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
+        ours = answer_logits(self.model, forward.answer_states(0, batch, mask)[0])
+        if not torch.allclose(own[:-1].float(), ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+            raise UserError(
+                f"model.path: {type(self.model).__name__} changes its logits after the output head "
+                "in a way this search does not know"
+            )
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])

@@ -1,0 +1,96 @@
+"""The ablations (BOSCH §3.4): masks of Algorithm 1 alone, by layers, groups, whole layers."""
+
+from __future__ import annotations
+
+from bosch.budget import swa_budget
+from bosch.heads import HeadMask
+from bosch.search.bosch import (
+    SearchResult,
+    final_result,
+    layer_rows,
+    measure_anchors,
+    rank_layers,
+)
+from bosch.search.evaluator import Evaluator
+from bosch.search.groups import max_layers_per_group
+from bosch.search.layer_importance import group_name, layer_importance
+from bosch.search.settings import SearchSettings
+from bosch.search.subproblem import optimise_layers, restore_units
+
+
+def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """B-single: the mask of Algorithm 1 itself, without Algorithms 2 and 3.
+
+    Where rho H is no whole number Algorithm 1 localises more than ceil(rho N) units; the surplus is
+    turned back in the hardest layers.
+    """
+    return _algorithm_one(evaluator, settings, layers_per_group=1)
+
+
+def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """B-multi: the mask of Algorithm 1 when it localises several neighbouring layers at a time.
+
+    A group has as many layers as fit `max_group_variables`, as in Algorithm 3, and kappa
+    evaluations for each of them. A surplus is turned back as in B-single.
+    """
+    per_group = max_layers_per_group(evaluator.shape[1], settings.max_group_variables)
+    return _algorithm_one(evaluator, settings, per_group)
+
+
+def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """B-layer: Algorithm 1 at layer granularity, one run of L variables and kappa L evaluations.
+
+    Where rho L is no whole number the ceil(rho L) layers hold more than ceil(rho N) units; the
+    surplus, less than a layer, is turned back in the one layer whose return helps most.
+    """
+    anchors, loss = measure_anchors(evaluator, settings)
+    layers, units = evaluator.shape
+    budget = swa_budget(layers * units, settings.swa_ratio)
+    quota = -(-budget // units)
+    everything = list(range(layers))
+    solution = optimise_layers(
+        evaluator, settings, loss, HeadMask.all_full(layers, units), everything, quota,
+        "layer_importance", group_name(everything), whole_layers=True,
+    )  # fmt: skip
+    mask, surplus = solution.mask, quota * units - budget
+    if solution.plateau:
+        how = "by log-likelihood alone" if settings.break_ties else "arbitrarily"
+        evaluator.note(
+            f"every choice of {quota} layers scored {solution.evaluation.score:.4g}: "
+            f"the sliding layers were chosen {how}"
+        )
+    if surplus > 0:
+        layer = _layer_worth_most(evaluator, settings, mask)
+        evaluator.note(
+            f"whole layers would localise {surplus} units too many: turned back in layer {layer}"
+        )
+        mask = restore_units(evaluator, settings, mask, [layer], surplus)
+    return final_result(evaluator, settings, mask, anchors)
+
+
+def _algorithm_one(
+    evaluator: Evaluator, settings: SearchSettings, layers_per_group: int
+) -> SearchResult:
+    anchors, loss = measure_anchors(evaluator, settings)
+    importance = layer_importance(evaluator, settings, loss, layers_per_group)
+    ratios = rank_layers(evaluator, settings, importance, anchors)
+    mask = importance.mask
+    surplus = mask.num_sliding - swa_budget(mask.is_full.size, settings.swa_ratio)
+    if surplus > 0:
+        evaluator.note(
+            f"Algorithm 1 localised {surplus} units too many: turned back in the hardest layers"
+        )
+        mask = restore_units(evaluator, settings, mask, ratios.hardest_first, surplus)
+    quotas = [len(heads) for heads in mask.swa_kv_heads]
+    rows = layer_rows(importance, ratios, evaluator, quotas)
+    return final_result(evaluator, settings, mask, anchors, rows)
+
+
+def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:
+    """The sliding layer whose return to full gives the best score."""
+
+    def worth(layer: int) -> tuple[float, float]:
+        whole = mask.with_layer(layer, [True] * mask.num_key_value_heads)
+        return settings.rank(*evaluator.evaluate(whole, "repair", f"layer {layer}").rank)
+
+    return max((i for i, heads in enumerate(mask.swa_kv_heads) if heads), key=worth)

@@ -1,0 +1,129 @@
+"""Searches to compare with, not in the paper: whole mask, single heads and layers, learned gates.
+
+Each finds a mask with exactly ceil(rho N) sliding units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.budget import swa_budget
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.search.bosch import SearchResult, final_result, measure_anchors
+from bosch.search.evaluator import SHARES, Evaluator
+from bosch.search.methods import plus_budget
+from bosch.search.settings import SearchSettings, SolverName
+from bosch.search.subproblem import optimise_layers
+
+_STEP, _NOISE = 0.5, 0.5
+
+
+def one_plus_one(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """The (1+1) algorithm on the whole mask with kappa L evaluations: BOSCH without its stages."""
+    return _whole_mask(evaluator, settings, "one_plus_one")
+
+
+def annealing(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """Simulated annealing on the whole mask with kappa L evaluations."""
+    return _whole_mask(evaluator, settings, "annealing")
+
+
+def _whole_mask(evaluator: Evaluator, settings: SearchSettings, solver: SolverName) -> SearchResult:
+    anchors, loss = measure_anchors(evaluator, settings)
+    shape = evaluator.shape
+    solution = optimise_layers(
+        evaluator, replace(settings, solver=solver), loss, HeadMask.all_full(*shape),
+        range(shape[0]), swa_budget(shape[0] * shape[1], settings.swa_ratio),
+        "head_selection", "whole mask",
+    )  # fmt: skip
+    return final_result(evaluator, settings, solution.mask, anchors)
+
+
+def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """Each unit slides alone, all others full: those whose score drops least become sliding.
+
+    N evaluations. After the single-head ablation on key-value retrieval of arXiv 2602.11374; the
+    retrieval examples are those of the calibration set. Equal scores are ranked by log-likelihood.
+    """
+    anchors, _ = measure_anchors(evaluator, settings)
+    full = HeadMask.all_full(*evaluator.shape)
+    ranks = []
+    for layer, row in enumerate(full.is_full):
+        for head in range(len(row)):
+            alone = row.copy()
+            alone[head] = False
+            mask = full.with_layer(layer, alone)
+            result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
+            ranks.append(settings.rank(*result.rank))
+    # sorted() keeps the order of equal ones: the unit of lower index slides.
+    order = sorted(range(len(ranks)), key=lambda unit: ranks[unit], reverse=True)
+    bits = np.ones(len(ranks), dtype=np.bool_)
+    bits[order[: swa_budget(len(ranks), settings.swa_ratio)]] = False
+    return final_result(evaluator, settings, HeadMask(bits.reshape(full.is_full.shape)), anchors)
+
+
+def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """Each layer slides alone: the layers whose answers lose least log-likelihood become sliding.
+
+    L evaluations. After arXiv 2606.27791. What is left of the budget, less than a layer, slides in
+    the next layer, units of lower index first.
+    """
+    anchors, _ = measure_anchors(evaluator, settings)
+    layers, units = evaluator.shape
+    full = HeadMask.all_full(layers, units)
+    likelihoods = [
+        evaluator.evaluate(
+            full.with_layer(layer, [False] * units), "ablation", f"layer {layer}", layer
+        ).log_likelihood
+        for layer in range(layers)
+    ]
+    is_full = full.is_full.copy()
+    left = swa_budget(layers * units, settings.swa_ratio)
+    for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
+        is_full[layer, : min(left, units)] = False
+        left -= min(left, units)
+    return final_result(evaluator, settings, HeadMask(is_full), anchors)
+
+
+def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """Gates learned by gradient at an exact ratio, the largest of which stay full.
+
+    After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, a
+    multiplier holds the expected number of full units at the budget, and ascent on the answers'
+    log-likelihood moves the logits. A head mask is binary, so each step draws a mask from the
+    logits and takes the gradient there (straight through). Spends kappa L / 10 evaluations, each
+    gradient at its cost. Raises UserError for a scorer without gradients.
+    """
+    if not evaluator.has_gradients:
+        raise UserError("search.method: learned_gates needs a scorer with gradients of gates")
+    anchors, _ = measure_anchors(evaluator, settings)
+    shape = evaluator.shape
+    units = shape[0] * shape[1]
+    full_units = units - swa_budget(units, settings.swa_ratio)
+    rng = np.random.default_rng(settings.seed)
+    logits = np.zeros(units)
+    left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_passes, 0
+    while left > 0 and step < 100 * SHARES:
+        drawn = _largest(logits + _NOISE * rng.gumbel(size=units), full_units)
+        mask = HeadMask(drawn.reshape(shape))
+        gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
+        values = np.array(gradient.values).reshape(-1)
+        largest = float(np.abs(values).max())
+        if largest > 0:
+            logits = logits + _STEP * values / largest
+        # The multiplier: at an exact ratio the logits' mean is of no consequence.
+        logits = logits - logits.mean()
+        left -= gradient.full_forward_equivalents
+        step += 1
+    mask = HeadMask(_largest(logits, full_units).reshape(shape))
+    return final_result(evaluator, settings, mask, anchors)
+
+
+def _largest(values: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.bool_]:
+    bits = np.zeros(len(values), dtype=np.bool_)
+    bits[np.argsort(-values, kind="stable")[:count]] = True
+    return bits

@@ -1,0 +1,196 @@
+"""Any method by its name, on any scorer: what the search stage, comparisons and studies call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from bosch.baselines.ranking import Ranked, rank_units
+from bosch.budget import check_granularity
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
+from bosch.objective.finite import remedy
+from bosch.objective.objective import Objective
+from bosch.progress import Progress
+from bosch.search.bosch import SearchResult, final_result
+from bosch.search.evaluator import SHARES, Evaluator, Scorer, TracePoint
+from bosch.search.methods import METHODS, Method
+from bosch.search.settings import SearchSettings
+from bosch.units import Units
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MethodRun:
+    """Result, trace, costs and notes of one run of a method.
+
+    `costs` are those of `Evaluator.costs`, with `solver_seconds`: time outside the model.
+    """
+
+    result: SearchResult
+    trace: list[TracePoint]
+    costs: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def mask(self) -> HeadMask:
+        """The head mask, exactly on budget."""
+        return self.result.mask
+
+
+def run_method(
+    name: str,
+    scorer: Scorer,
+    settings: SearchSettings,
+    *,
+    swa_ratio: float | None = None,
+    seed: int | None = None,
+    log: EvaluationLog | None = None,
+    progress: Progress | None = None,
+) -> MethodRun:
+    """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
+
+    `swa_ratio` and `seed` replace those of `settings`. Evaluations that `log` knows cost nothing;
+    without one the run remembers its own only. Raises UserError when the name is unknown, when a
+    static ranking gets a scorer that is no model or learned gates one without gradients, or when
+    the calibration set tells no mask from another.
+    """
+    if swa_ratio is not None:
+        settings = replace(settings, swa_ratio=swa_ratio)
+    if seed is not None:
+        settings = replace(settings, seed=seed)
+    if log is None:
+        context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
+        log = EvaluationLog(None, context)
+    evaluator = Evaluator(scorer, log, progress)
+    started = time.perf_counter()
+    result = find_mask(name, evaluator, settings)
+    costs = evaluator.costs()
+    seconds = time.perf_counter() - started
+    costs["solver_seconds"] = max(0.0, seconds - evaluator.fresh_seconds)
+    return MethodRun(result, evaluator.trace, costs, evaluator.notes)
+
+
+def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """As `run_method`, with an evaluator of the caller's, which outlives a search that is stopped.
+
+    The function of a search or ablation takes (evaluator, settings), that of a file (scorer,
+    settings). A layer rule's takes (L, H, rho), a ranking's (model, calibration set, W), both with
+    the settings they read by name.
+    """
+    method = METHODS.get(name)
+    if method is None:
+        raise UserError(f"method '{name}' is unknown: choose one of {', '.join(METHODS)}")
+    scorer = evaluator.scorer
+    check_granularity(
+        scorer.num_layers, scorer.num_key_value_heads, settings.swa_ratio, settings.head_granularity
+    )
+    if settings.head_granularity > 1 and method.kind not in ("ranking", "file"):
+        evaluator.units = _units(evaluator, settings.head_granularity, method.gradients)
+    if method.kind in ("search", "ablation", "one by one"):
+        result: SearchResult = method.load()(evaluator, settings)
+        return result
+    anchors = evaluator.anchors(settings.swa_ratio)
+    if method.kind == "ranking":
+        mask = _ranked(name, evaluator, settings)
+    elif method.kind == "file":
+        mask = method.load()(scorer, settings)
+    else:
+        mask = _rule_mask(method, evaluator.shape, settings)
+    return final_result(evaluator, settings, mask, anchors)
+
+
+def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
+    """Units of choice: neighbouring heads, or heads of similar worth for methods with gradients.
+
+    A head's worth is what the gradient at the original model says.
+    """
+    full = HeadMask.all_full(*evaluator.shape)
+    if by_gradient and evaluator.has_gradients:
+        gradient = evaluator.gate_gradient(full, 0, SHARES)
+        return Units.by_value(np.array(gradient.values), granularity)
+    return Units.of_neighbours(*evaluator.shape, granularity)
+
+
+def static_mask(
+    name: str,
+    model: Any,
+    calibration: CalibrationSet,
+    window_size: int,
+    settings: SearchSettings,
+) -> Ranked:
+    """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
+
+    `model` has full attention; it is left as it was. Raises UserError when its family is not
+    supported, RunError when it gives numbers that are not finite.
+    """
+    method = METHODS[name]
+    scores = method.load()(model, calibration, window_size, **_read_settings(method, settings))
+    _, heads = mask_shape(model.config)
+    try:
+        return rank_units(
+            scores, heads, settings.swa_ratio, method.most_local, settings.head_granularity
+        )
+    except ValueError as error:
+        fault = f"{name} gives scores that are not finite: {remedy(model)}"
+        raise RunError(fault) from error
+
+
+def unsearched_mask(
+    name: str,
+    model: Any,
+    calibration: CalibrationSet,
+    window_size: int,
+    settings: SearchSettings,
+) -> HeadMask:
+    """Mask of a layer rule or a static ranking, whose score is not measured.
+
+    Raises what `static_mask` raises, and UserError where the ratio and the granularity do not fit.
+    """
+    method, shape, granularity = METHODS[name], mask_shape(model.config), settings.head_granularity
+    check_granularity(*shape, settings.swa_ratio, granularity)
+    if method.kind == "ranking":
+        return static_mask(name, model, calibration, window_size, settings).mask
+    units = Units.of_neighbours(*shape, granularity)
+    return units.head_mask(_rule_mask(method, units.shape, settings))
+
+
+def _rule_mask(method: Method, shape: tuple[int, int], settings: SearchSettings) -> HeadMask:
+    mask: HeadMask = method.load()(*shape, settings.swa_ratio, **_read_settings(method, settings))
+    return mask
+
+
+def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in method.settings}
+
+
+def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMask:
+    """Mask of a static ranking, with notes on what its reader must know."""
+    objective: Any = evaluator.scorer
+    if not isinstance(objective, Objective):
+        raise UserError(
+            f"method '{name}' reads the attention of a model on a calibration set: pass an "
+            "Objective, or choose a method that asks for scores only"
+        )
+    started = time.perf_counter()
+    # Every rank goes by the first one's ranking: rounding on another device could differ.
+    ranked = objective.ranks.from_first(
+        static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
+    )
+    logger.info("%s ranked all heads in %.1f s", name, time.perf_counter() - started)
+    if ranked.tied:
+        evaluator.note(
+            f"{name} gave {ranked.tied} units the same score at the border of the budget: "
+            "those of lower index became sliding"
+        )
+    if objective.window.sinks:
+        evaluator.note(f"{name} ranked the heads by the window alone, without the sinks")
+    return ranked.mask

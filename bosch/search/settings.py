@@ -1,0 +1,63 @@
+"""Parameters of a search, in the names of the recipe. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bosch.errors import UserError
+
+SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Settings of a search for a head mask; numbers default to the paper's (B.2).
+
+    `strict` is the published procedure: of masks of equal score the first one stays, layers of
+    equal drop are ranked by index, and the last phase's mask is the result. By default the answers'
+    log-likelihood decides between equal scores, layers that all tie get the uniform ratio, and the
+    result is the best mask on budget that the search has measured.
+
+    With `head_granularity` g the full heads of every layer are a multiple of g.
+    """
+
+    swa_ratio: float
+    solver: SolverName = "nomad"
+    budget_per_layer: int = 100
+    alpha: float = 100.0
+    gamma: float = 0.2
+    buckets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    max_group_variables: int = 50
+    strict: bool = False
+    race: bool = False
+    seed: int = 0
+    mask: str | None = None
+    head_granularity: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a ratio that no mask has or a budget without an evaluation."""
+        if not 0.0 <= self.swa_ratio <= 1.0:
+            raise UserError(
+                f"search.swa_ratio is {self.swa_ratio}: no head mask has that share of sliding "
+                "heads, choose one from 0 to 1"
+            )
+        if self.budget_per_layer < 1:
+            raise UserError(
+                f"search.budget_per_layer is {self.budget_per_layer}: every layer that is searched "
+                "needs at least one evaluation, choose 1 or more"
+            )
+        if self.head_granularity < 1:
+            raise UserError(
+                f"search.head_granularity is {self.head_granularity}: heads are chosen by one or "
+                "more at a time, choose 1 or more"
+            )
+
+    @property
+    def break_ties(self) -> bool:
+        """Whether the answers' log-likelihood decides between masks of equal score."""
+        return not self.strict
+
+    def rank(self, score: float, log_likelihood: float) -> tuple[float, float]:
+        """Order of masks: by score, then (where ties are broken) by log-likelihood."""
+        return score, log_likelihood if self.break_ties else 0.0

@@ -1,0 +1,32 @@
+"""Optimisers of one sub-problem: which of its units become sliding, with how many evaluations."""
+
+from __future__ import annotations
+
+import math
+
+from bosch.search.settings import SolverName
+from bosch.search.solvers.annealing import annealing
+from bosch.search.solvers.brute_force import brute_force
+from bosch.search.solvers.nomad import MAX_NOMAD_VARIABLES, nomad
+from bosch.search.solvers.one_plus_one import one_plus_one
+from bosch.search.solvers.problem import Candidate, Problem
+
+__all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plus_one", "solve"]
+
+
+def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
+    """Best candidate on budget: by enumeration where it fits the budget, else by `solver`.
+
+    More variables than NOMAD's quadratic models are meant for go to the (1+1) search, as in
+    BOSCH B.2.
+    """
+    if math.comb(problem.size, problem.quota) <= problem.budget:
+        brute_force(problem)
+    elif solver == "annealing":
+        annealing(problem, seed)
+    elif solver == "one_plus_one" or problem.size > MAX_NOMAD_VARIABLES:
+        one_plus_one(problem, seed)
+    else:
+        nomad(problem, seed, stay_on_budget=solver == "nomad")
+    problem.report_off_budget()
+    return problem.result()

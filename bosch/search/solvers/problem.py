@@ -1,0 +1,165 @@
+"""A sub-problem as a solver sees it: n bits, a quota of ones, a budget of evaluations.
+
+Bits are True for a unit that becomes sliding. The problem counts the evaluations, answers repeated
+candidates from memory, and answers a candidate off its quota with a lower bound of its loss where
+the bound alone shows that it cannot beat the best candidate so far.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.objective.evaluation_log import Evaluation
+from bosch.search.loss import Loss
+
+logger = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.bool_]
+
+
+class BudgetSpent(Exception):
+    """A further evaluation was asked for and none is left."""
+
+
+class Value(NamedTuple):
+    """The value to minimise: the loss of Eq. 5, then (where ties are broken) -log-likelihood."""
+
+    loss: float
+    tie: float = 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice of sliding units with its evaluation."""
+
+    bits: Bits
+    value: Value
+    evaluation: Evaluation
+
+
+class Problem:
+    """Choose `quota` of `size` units with at most `budget` calls of `measure`.
+
+    With `race` a second argument of `measure` says whether a score and log-likelihood that can
+    still be reached would be no worse than the best ones; if not, bounds are good enough.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        quota: int,
+        budget: int,
+        measure: Callable[..., Evaluation],
+        loss: Loss,
+        *,
+        break_ties: bool = False,
+        race: bool = False,
+        quantum: float = 0.0,
+    ) -> None:
+        if not 0 <= quota <= size:
+            raise ValueError(f"quota {quota} of {size} units")
+        if budget < 1:
+            raise ValueError("a sub-problem needs at least one evaluation")
+        self.size, self.quota, self.budget = size, quota, budget
+        self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
+        self.race = race
+        self.spent = self.bounded = 0
+        self.best: Candidate | None = None
+        self._measure = measure
+        self._values: dict[bytes, Value] = {}
+        self._lowest_off_budget = float("inf")
+        self._scores: set[float] = set()
+
+    @property
+    def left(self) -> int:
+        """Evaluations that may still be made."""
+        return self.budget - self.spent
+
+    @property
+    def on_plateau(self) -> bool:
+        """Whether every candidate on budget had the same score."""
+        return self.spent > 1 and len(self._scores) <= 1
+
+    def known(self, bits: Bits) -> bool:
+        """Whether a value of `bits` costs nothing."""
+        return bits.tobytes() in self._values
+
+    def value(self, bits: Bits) -> Value:
+        """Loss of `bits`, measured at most once; raises BudgetSpent when no evaluation is left."""
+        key = bits.tobytes()
+        if key in self._values:
+            return self._values[key]
+        sliding = int(bits.sum())
+        if sliding != self.quota and self.best is not None:
+            bound = self.loss.lower_bound(sliding, self.quota, self.size)
+            if bound >= self.best.value.loss:
+                self.bounded += 1
+                return Value(bound, float("inf"))
+        if self.left <= 0:
+            raise BudgetSpent
+        if self.race and self.best is not None:
+            best = self.best.value
+
+            def can_win(score: float, log_likelihood: float) -> bool:
+                return self._value(score, log_likelihood, sliding) <= best
+
+            evaluation = self._measure(bits, can_win)
+        else:
+            evaluation = self._measure(bits)
+        self.spent += 1
+        value = self._value(evaluation.score, evaluation.log_likelihood, sliding)
+        self._values[key] = value
+        self._remember(bits, value, evaluation, sliding)
+        return value
+
+    def _value(self, score: float, log_likelihood: float, sliding: int) -> Value:
+        loss = self.loss.value(score, sliding, self.quota, self.size)
+        return Value(loss, -log_likelihood if self.break_ties else 0.0)
+
+    def scalar(self, value: Value) -> float:
+        """One number in the order of `value`, for solvers that take no pairs.
+
+        The log-likelihood ll <= 0 enters as 1 / (1 - ll) in (0, 1], times half of the loss between
+        two neighbouring scores, so that it never reorders masks on budget of different score.
+        """
+        if not self.break_ties or value.tie < 0.0:
+            return value.loss
+        return value.loss - 0.5 * self.quantum / self.loss.score_range / (1.0 + value.tie)
+
+    def result(self) -> Candidate:
+        """Best candidate on budget that was evaluated; raises ValueError before the first one."""
+        if self.best is None:
+            raise ValueError("no candidate on budget was evaluated")
+        return self.best
+
+    def report_off_budget(self) -> None:
+        """Log when the lowest loss found belongs to a candidate that cannot be returned."""
+        if self.best is not None and self._lowest_off_budget < self.best.value.loss:
+            logger.info(
+                "the optimiser's best mask is off its budget (loss %.4f): the best one on budget "
+                "is taken instead (loss %.4f)",
+                self._lowest_off_budget, self.best.value.loss,
+            )  # fmt: skip
+
+    def _remember(self, bits: Bits, value: Value, evaluation: Evaluation, sliding: int) -> None:
+        if sliding != self.quota:
+            self._lowest_off_budget = min(self._lowest_off_budget, value.loss)
+            return
+        # The score behind a bound is not known, only that it is no better than the best one.
+        if not evaluation.is_bound or evaluation.score < max(self._scores):
+            self._scores.add(evaluation.score)
+        if self.best is None or value < self.best.value:
+            self.best = Candidate(bits.copy(), value, evaluation)
+
+
+def random_bits(size: int, quota: int, rng: np.random.Generator) -> Bits:
+    """A random choice of `quota` of `size` units."""
+    bits = np.zeros(size, dtype=np.bool_)
+    bits[rng.permutation(size)[:quota]] = True
+    return bits

@@ -1,0 +1,122 @@
+"""Search some units of a mask jointly while the rest stays as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation
+from bosch.search.evaluator import CanWin, Evaluator, Phase
+from bosch.search.loss import Loss
+from bosch.search.settings import SearchSettings
+from bosch.search.solvers import Problem, solve
+from bosch.search.solvers.problem import Bits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Best mask of a sub-problem. `plateau`: all candidates scored the same."""
+
+    mask: HeadMask
+    evaluation: Evaluation
+    plateau: bool
+
+
+def optimise_layers(
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    loss: Loss,
+    base: HeadMask,
+    layers: Sequence[int],
+    quota: int,
+    phase: Phase,
+    subproblem: str,
+    *,
+    whole_layers: bool = False,
+) -> Solution:
+    """Make `quota` units of `layers` sliding, the other layers of `base` fixed (BOSCH Eq. 5).
+
+    A unit is a KV head, or with `whole_layers` a layer. Spends at most kappa evaluations per layer.
+    """
+    rows = sorted(layers)
+    units = 1 if whole_layers else base.num_key_value_heads
+
+    def with_bits(bits: Bits) -> HeadMask:
+        is_full = base.is_full.copy()
+        is_full[rows] = ~bits.reshape(len(rows), units)
+        return HeadMask(is_full)
+
+    def measure(bits: Bits, can_win: CanWin | None = None) -> Evaluation:
+        mask = with_bits(bits)
+        return evaluator.evaluate(mask, phase, subproblem, shared_layers=rows[0], can_win=can_win)
+
+    problem = Problem(
+        size=len(rows) * units,
+        quota=quota,
+        budget=settings.budget_per_layer * len(rows),
+        measure=measure,
+        loss=loss,
+        break_ties=settings.break_ties,
+        race=settings.race,
+        quantum=evaluator.scorer.quantum,
+    )
+    phase_number = ("layer_importance", "head_selection").index(phase)
+    candidate = solve(problem, settings.solver, _seed(settings, phase_number, *rows))
+    logger.info(
+        "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
+        subproblem, quota, problem.size, "layers" if whole_layers else "KV heads",
+        candidate.evaluation.score, candidate.evaluation.log_likelihood, problem.spent,
+    )  # fmt: skip
+    return Solution(with_bits(candidate.bits), candidate.evaluation, problem.on_plateau)
+
+
+def _seed(settings: SearchSettings, *numbers: int) -> int:
+    """A seed of its own for one sub-problem, the same whatever was searched before it."""
+    return int(np.random.SeedSequence([settings.seed, *numbers]).generate_state(1)[0])
+
+
+def restore_units(
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    mask: HeadMask,
+    layers: Sequence[int],
+    surplus: int,
+) -> HeadMask:
+    """Turn `surplus` sliding units back to full, one per layer of `layers` in turn.
+
+    The unit of a layer is the one whose return gives the best score.
+    """
+    order = list(layers)
+    while surplus > 0:
+        for layer in order:
+            sliding = mask.swa_kv_heads[layer]
+            if surplus == 0 or not sliding:
+                continue
+            mask = _restore_best(evaluator, settings, mask, layer, sliding)
+            surplus -= 1
+    return mask
+
+
+def _restore_best(
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    mask: HeadMask,
+    layer: int,
+    sliding: Sequence[int],
+) -> HeadMask:
+    def restored(head: int) -> HeadMask:
+        row = mask.is_full[layer].copy()
+        row[head] = True
+        return mask.with_layer(layer, row)
+
+    def worth(head: int) -> tuple[float, float]:
+        result = evaluator.evaluate(restored(head), "repair", f"layer {layer}", shared_layers=layer)
+        return settings.rank(*result.rank)
+
+    return restored(max(sliding, key=worth))

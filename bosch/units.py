@@ -1,0 +1,56 @@
+"""Units of choice: g KV heads of a layer that become full or sliding together.
+
+With g above 1 every layer's full count is a multiple of g, which a serving engine may need: for
+tensor parallel ranks, or for few and large attention modules. A method chooses among units by a
+mask [L, H / g] and never sees g. L layers, H KV heads per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.heads import HeadMask
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Each layer's heads in units: unit u of layer l is `heads[l, u]`."""
+
+    heads: npt.NDArray[np.int64]  # [L, H / g, g]
+
+    @classmethod
+    def of_neighbours(cls, num_layers: int, num_heads: int, granularity: int = 1) -> Units:
+        """Heads of neighbouring index."""
+        return cls.by_value(np.zeros((num_layers, num_heads)), granularity)
+
+    @classmethod
+    def by_value(cls, values: Values, granularity: int) -> Units:
+        """Heads of similar value [L, H], those of least value in a layer's first unit.
+
+        So a unit holds few heads of great value beside others that only its size makes full.
+        """
+        order = np.argsort(values, axis=1, kind="stable")
+        return cls(order.reshape(len(order), -1, granularity))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and units of each."""
+        layers, units, _ = self.heads.shape
+        return layers, units
+
+    def head_mask(self, mask: HeadMask) -> HeadMask:
+        """The mask of heads [L, H] that a mask of units [L, H / g] means."""
+        is_full = np.empty((len(self.heads), self.heads[0].size), dtype=np.bool_)
+        rows = np.arange(len(is_full))[:, None, None]
+        is_full[rows, self.heads] = mask.is_full[:, :, None]
+        return HeadMask(is_full)
+
+    def of_heads(self, values: Values) -> Values:
+        """Values [L, H] of heads by unit, [L, H / g, g]."""
+        by_unit: Values = np.take_along_axis(values[:, None, :], self.heads, axis=2)
+        return by_unit

@@ -1,0 +1,105 @@
+"""What must hold before vLLM loads a hybrid model; each fault is one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bosch.attention import HeadLayout
+from bosch.errors import UserError
+from bosch.model.deploy_mode import deploy_layouts
+from bosch.model.families import decoder_layers, text_config
+from bosch.vllm.plan import ModulePlan, layers_refusal, module_plan, rank_order
+from bosch.weight_files import weight_faults
+
+# Arguments of vLLM's attention module that the plugin passes.
+_NEEDED = {"num_heads", "num_kv_heads", "per_layer_sliding_window", "prefix"}
+OLDEST_TESTED = "0.32.0"
+
+
+def check_servable(vllm_config: Any) -> None:
+    """Raise UserError where vLLM cannot serve this hybrid model as it is asked to."""
+    check_engine()
+    model = vllm_config.model_config
+    layouts = served_layouts(model.hf_config)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    plan_of(layouts, ranks)
+    check_order(layouts, ranks, model.hf_config, vllm_config.lora_config)
+    check_complete(Path(model.model))
+
+
+def served_layouts(config: Any) -> list[HeadLayout]:
+    """Layout of each decoder layer; raises UserError for layers the plugin cannot split."""
+    reason = layers_refusal(decoder_layers(config))
+    if text_config(config) is not config:
+        reason = "it takes more than text"
+    if reason:
+        raise UserError(f"the plugin for vLLM does not serve this model, because {reason}")
+    return [layout for layout in deploy_layouts(config) if layout is not None]
+
+
+def check_engine() -> None:
+    """Raise UserError for a vLLM whose attention cannot have a window of its own in each module."""
+    import vllm
+    from vllm.model_executor.layers.attention import Attention
+
+    missing = _NEEDED - set(inspect.signature(Attention.__init__).parameters)
+    if missing:
+        raise UserError(
+            f"vLLM {vllm.__version__}: its attention module takes no {', '.join(sorted(missing))}, "
+            f"which hybrid models need; install vLLM {OLDEST_TESTED} or later"
+        )
+
+
+def plan_of(layouts: Sequence[HeadLayout], ranks: int) -> ModulePlan:
+    """The attention modules of these layers; raises UserError for sinks and uneven shares."""
+    sinks = max((layout.window.sinks for layout in layouts if layout.sliding), default=0)
+    if sinks:
+        raise UserError(
+            f"hybrid_attention.sinks is {sinks}: vLLM keeps a window of a sliding head and no "
+            "sinks before it; search and train with sinks: 0 for this engine, or serve the model "
+            "with transformers"
+        )
+    return module_plan(
+        [len(layout.full) for layout in layouts],
+        layouts[0].num_key_value_heads,
+        [layout.window.vllm for layout in layouts],
+        ranks,
+    )
+
+
+def check_order(layouts: Sequence[HeadLayout], ranks: int, config: Any, lora: Any) -> None:
+    """Raise UserError where heads must move between ranks in weights that cannot be reordered."""
+    heads = layouts[0].num_key_value_heads
+    moved = any(
+        rank_order(len(layout.full), heads, ranks) != list(range(heads)) for layout in layouts
+    )
+    reason = None
+    if getattr(config, "quantization_config", None) is not None:
+        reason = "quantised weights"
+    elif lora is not None:
+        reason = "LoRA adapters"
+    if moved and reason:
+        raise UserError(
+            f"tensor_parallel_size is {ranks}: the heads must be shared out anew, which is not "
+            f"possible with {reason}; serve them with tensor_parallel_size 1"
+        )
+    scheme = (getattr(config, "quantization_config", None) or {}).get("kv_cache_scheme")
+    if scheme is not None:
+        raise UserError(
+            "quantization_config.kv_cache_scheme: scales of a quantised cache are stored for whole "
+            "layers, and a hybrid layer has several caches; quantise the weights alone"
+        )
+
+
+def check_complete(folder: Path) -> None:
+    """Raise UserError for a checkpoint whose weights are missing, cut off or still being written.
+
+    A name of the hub is left to vLLM.
+    """
+    if not folder.is_dir():
+        return
+    for fault in weight_faults(folder):
+        raise UserError(f"{fault}; if the checkpoint is still being written, wait until it is done")

@@ -1,0 +1,216 @@
+"""Model classes of the hybrid architectures for vLLM: its own, with their attention split.
+
+`HybridQwen3ForCausalLM` and its like are made when they are first asked for, from the class by
+which vLLM serves the family: its own, or its transformers backend. After that class has been built,
+each layer's attention is replaced by several modules of as many KV heads each, with a window or
+without; nothing of its computation is repeated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.utils import extract_layer_index
+
+from bosch.errors import UserError
+from bosch.model.families import FAMILIES, Family
+from bosch.model.loading import full_attention_config
+from bosch.vllm.checks import check_engine, plan_of, served_layouts
+from bosch.vllm.plan import rank_order
+from bosch.vllm.weights import published_names, reorder_heads
+
+_TRANSFORMERS = "TransformersForCausalLM"
+_TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
+
+
+class SplitAttention(nn.Module):
+    """One layer's attention in several modules of equally many heads, in the order of the heads."""
+
+    def __init__(self, attentions: list[Attention]) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(attentions)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Output [T, HQ * D] of query [T, HQ * D], key and value [T, HKV * D]."""
+        chunks = (states.chunk(len(self.attentions), dim=-1) for states in (query, key, value))
+        outputs = [
+            attention(*states) for attention, *states in zip(self.attentions, *chunks, strict=True)
+        ]
+        return torch.cat(outputs, dim=-1)
+
+
+@contextlib.contextmanager
+def _recorded_arguments() -> Iterator[dict[str, dict[str, Any]]]:
+    """Arguments by which attention modules are made meanwhile, by the modules' names."""
+    original = Attention.__init__
+    signature = inspect.signature(original)
+    records: dict[str, dict[str, Any]] = {}
+
+    @functools.wraps(original)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        arguments = dict(bound.arguments)
+        arguments.pop("self")
+        arguments |= arguments.pop("extra_impl_args", {})
+        arguments["num_kv_heads"] = arguments.get("num_kv_heads") or arguments["num_heads"]
+        records[arguments.get("prefix", "")] = arguments
+        original(self, *args, **kwargs)
+
+    Attention.__init__ = recording
+    try:
+        yield records
+    finally:
+        Attention.__init__ = original
+
+
+def _module_arguments(
+    arguments: dict[str, Any], index: int, count: int, window: int | None
+) -> dict[str, Any]:
+    """Arguments of module `index` of the `count` into which an attention module is split."""
+    heads, kv_heads = arguments["num_heads"] // count, arguments["num_kv_heads"] // count
+    changed = {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "per_layer_sliding_window": window,
+        # No second number in the name: vLLM reads the layer's from it.
+        "prefix": f"{arguments['prefix']}.module{index}",
+    }
+    logits = arguments.get("sinks")
+    if logits is not None:
+        # A view of the parameter, which is loaded in place later.
+        changed["sinks"] = logits.data[index * heads : (index + 1) * heads]
+    return {**arguments, **changed}
+
+
+class HybridMixin:
+    """Splits the attention of the vLLM class it is mixed into."""
+
+    _hybrid_family: Family
+    # Whether vLLM has a class of its own for the family, which reads published checkpoints.
+    _has_own_class: bool
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        check_engine()
+        config = vllm_config.model_config.hf_config
+        self._hybrid_layouts = served_layouts(config)
+        self._hybrid_ranks = get_tensor_model_parallel_world_size()
+        plan = plan_of(self._hybrid_layouts, self._hybrid_ranks)
+        parent: Any = super()
+        with _recorded_arguments() as records:
+            parent.__init__(vllm_config=_with_base_config(vllm_config), prefix=prefix)
+        registered = vllm_config.compilation_config.static_forward_context
+        module: Any = self
+        split = set()
+        for name, attention in list(module.named_modules()):
+            if not isinstance(attention, Attention):
+                continue
+            layer = extract_layer_index(attention.layer_name)
+            kinds = plan.layers[layer]
+            arguments = records[attention.layer_name]
+            if arguments["num_kv_heads"] != len(kinds) * plan.kv_heads or layer in split:
+                raise UserError(
+                    f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
+                    "of all its heads, so that it cannot be split"
+                )
+            del registered[attention.layer_name]
+            attentions = [
+                Attention(**_module_arguments(arguments, index, len(kinds), window))
+                for index, window in enumerate(kinds)
+            ]
+            _check_windows(attentions, kinds, layer)
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, SplitAttention(attentions))
+            split.add(layer)
+        self._check_all_split(split, registered)
+
+    def _check_all_split(self, split: set[int], registered: dict[str, Any]) -> None:
+        """Every cache of the engine must be one of the new modules'."""
+        module: Any = self
+        layers_before = {id(child) for child in module.modules() if isinstance(child, Attention)}
+        others = [name for name, layer in registered.items() if id(layer) not in layers_before]
+        others = [name for name in others if isinstance(registered[name], Attention)]
+        if others or not split:
+            raise UserError(
+                f"{type(self).__name__}: vLLM keeps attention where it cannot be split "
+                f"({', '.join(others) or 'no layer has an attention module'})"
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """Load a checkpoint, with each rank's full heads first."""
+        module: Any = self
+        parent: Any = super()
+        heads = self._hybrid_layouts[0].num_key_value_heads
+        orders = [
+            rank_order(len(layout.full), heads, self._hybrid_ranks)
+            for layout in self._hybrid_layouts
+        ]
+        family = self._hybrid_family
+        weights = reorder_heads(weights, family, orders, module.config)
+        if self._has_own_class:
+            weights = published_names(weights, family, module.config)
+        return parent.load_weights(weights)
+
+
+def _check_windows(attentions: list[Attention], kinds: tuple[int | None, ...], layer: int) -> None:
+    """The engine may give a full module the window of the whole model; then all would be wrong."""
+    windows = tuple(attention.sliding_window for attention in attentions)
+    if windows != kinds:
+        raise UserError(
+            f"layer {layer}: vLLM gave its attention the windows {windows} where the model has "
+            f"{kinds}; set sliding_window to null in config.json"
+        )
+
+
+def _with_base_config(vllm_config: Any) -> Any:
+    """`vllm_config` whose model has the configuration of the family itself.
+
+    The layout stays in it as an attribute: vLLM tells compiled graphs apart by their configuration.
+    """
+    model = copy.copy(vllm_config.model_config)
+    base = full_attention_config(model.hf_config)
+    base.hybrid_attention = model.hf_config.hybrid_attention
+    base.architectures = model.hf_config.architectures
+    model.hf_config = model.hf_text_config = base
+    view = copy.copy(vllm_config)
+    view.model_config = model
+    return view
+
+
+def _own_class(family: Family) -> str | None:
+    """The name of the class that vLLM has for a family, if any."""
+    known = {name.lower(): name for name in ModelRegistry.models}
+    return known.get(family.base_model_class.lower())
+
+
+@functools.cache
+def hybrid_engine_class(family: Family) -> Any:
+    """vLLM's model class of a family's hybrid models."""
+    # vLLM looks at the class before its checks, which refuse these: one without images will do.
+    refused = family.takes_more_than_text or family.linear_every or family.beside_states
+    own = None if refused else _own_class(family)
+    backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
+    engine_class = ModelRegistry.models[own or backend].load_model_cls()
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{family.prefix} model with full and sliding heads, for vLLM.",
+        "_hybrid_family": family,
+        "_has_own_class": own is not None,
+    }
+    return type(family.model_class, (HybridMixin, engine_class), body)
+
+
+def __getattr__(name: str) -> Any:
+    for family in FAMILIES.values():
+        if family.model_class == name:
+            return hybrid_engine_class(family)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

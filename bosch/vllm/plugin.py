@@ -1,0 +1,59 @@
+"""What vLLM calls when it starts: the hybrid architectures and the checks before they load.
+
+vLLM calls `register` in each of its processes, before anything is known of the model. So nothing
+here imports a model class: vLLM's registry imports those of `bosch.vllm.models` by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from bosch.errors import UserError, printable
+from bosch.model.families import FAMILIES
+from bosch.vllm.checks import check_servable
+
+
+def register() -> None:
+    """Teach vLLM the hybrid architectures of all families; harmless when called again."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    show_refusals_as_sentences()
+    for family in FAMILIES.values():
+        if not family.head:
+            continue
+        ModelRegistry.register_model(family.model_class, f"bosch.vllm.models:{family.model_class}")
+        base = MODELS_CONFIG_MAP.get(family.base_model_class)
+        MODELS_CONFIG_MAP[family.model_class] = _checks_of(base)
+
+
+def show_refusals_as_sentences() -> None:
+    """Print a UserError that ends the process without its traceback, as `vllm serve` would."""
+    previous = sys.excepthook
+    if getattr(previous, "__module__", None) == __name__:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            print(f"error: {printable(str(error))}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = show
+
+
+def _checks_of(base: Any) -> Any:
+    """vLLM's hook of an architecture: our checks, then those of the family's own architecture."""
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+    parent: Any = base or VerifyAndUpdateConfig
+
+    class HybridChecks(parent):  # type: ignore[misc]
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: Any) -> None:
+            check_servable(vllm_config)
+            parent.verify_and_update_config(vllm_config)
+
+    return HybridChecks

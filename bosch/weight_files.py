@@ -1,0 +1,75 @@
+"""Whether the safetensors files of a model directory are there and whole; reads headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from bosch.errors import UserError
+from bosch.files import load_json, parse_json
+
+_HEADER_LIMIT = 100 * 1024**2
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def weight_faults(directory: Path) -> Iterator[str]:
+    """A sentence for each file of weights that is missing, damaged or cut short."""
+    try:
+        names = weight_files(directory)
+    except UserError as fault:
+        yield str(fault)
+        return
+    for name in names:
+        try:
+            if name != _INDEX:
+                _check_safetensors(directory / name)
+        except UserError as fault:
+            yield str(fault)
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the weights' files and of their index, also of those that are missing.
+
+    Raises UserError for an index that cannot be read, or that names a file outside the directory.
+    """
+    index = directory / _INDEX
+    # Where both are there, transformers reads the one file.
+    single = [_WEIGHTS] if (directory / _WEIGHTS).is_file() or not index.is_file() else []
+    if not index.is_file():
+        return single
+    try:
+        content = load_json(index)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{index} cannot be read as JSON ({reason})") from None
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict):
+        raise UserError(f"{index} is damaged: it has no weight_map")
+    names = {name if isinstance(name, str) else repr(name) for name in weights.values()}
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.name:
+            raise UserError(f"{index} names the weights {name!r}, no file of its directory")
+    return [*single, _INDEX, *sorted(names)]
+
+
+def _check_safetensors(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+                raise ValueError("its header is cut short")
+            header = parse_json(file.read(length))
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except FileNotFoundError:
+        raise UserError(f"the weights {path} are missing") from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); fetch the model again") from None
+    if size != expected:
+        raise UserError(
+            f"{path} is damaged: {size:,} bytes, its header asks for {expected:,}; "
+            "fetch the model again"
+        )

@@ -1,0 +1,135 @@
+"""The index of a folder of MosaicML's MDS shards: which files, their sizes, hashes and columns."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bosch.errors import UserError
+
+INDEX = "index.json"
+
+# What an index may state, each with its constructor's name in hashlib or xxhash.
+_XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
+_HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
+
+# Offsets in a shard are 32-bit.
+_Size = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class ShardFile(_Model):
+    """One form of a shard, plain or compressed."""
+
+    basename: str
+    size: _Size = Field(alias="bytes")
+    hashes: dict[str, str] = {}
+
+    def check(self, data: Any, path: Path) -> None:
+        """Raise UserError unless `data`, read from `path`, has the stated size and hashes."""
+        if len(data) != self.size:
+            raise UserError(
+                f"{path}: has {len(data):,} bytes where {INDEX} states {self.size:,}; get it again"
+            )
+        for name, stated in self.hashes.items():
+            if _digest(name, data) != stated.lower():
+                raise UserError(
+                    f"{path}: its {name} is not the one that {INDEX} states; get it again"
+                )
+
+
+class Shard(_Model):
+    """One shard, and how its columns are written; `column_sizes` has None for a variable size."""
+
+    version: Literal[2]
+    format: Literal["mds"]
+    raw_data: ShardFile
+    zip_data: ShardFile | None
+    compression: str | None
+    samples: _Size
+    column_names: list[str] = Field(min_length=1)
+    column_encodings: list[str]
+    column_sizes: list[_Size | None]
+
+    def file(self, folder: Path) -> tuple[Path, bool]:
+        """The shard's file in the index's folder, and whether it is the compressed one.
+
+        Raises:
+            UserError: neither form of the shard is there.
+        """
+        for entry in filter(None, (self.raw_data, self.zip_data)):
+            path = folder / entry.basename
+            if path.is_file():
+                return path, entry is not self.raw_data
+        raise UserError(f"{path}: this shard is in {INDEX} but not in the folder; get it again")
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether a reader verifies the shard's content, whichever form it reads."""
+        return bool(self.raw_data.hashes)
+
+
+class _Index(_Model):
+    shards: list[Shard]
+
+
+def read_index(path: Path) -> list[Shard]:
+    """The shards of an index, in order.
+
+    Raises:
+        UserError: the file is missing, damaged or of an unknown version, or names a file outside
+            its folder; says where.
+    """
+    try:
+        shards = _Index.model_validate_json(path.read_bytes()).shards
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(f"{name}"[:50] for name in fault["loc"])
+        place = "".join(c if c.isprintable() else "?" for c in place)
+        reason = f"{place}: {fault['msg']}" if place else fault["msg"]
+        raise UserError(f"{path}: not an index of MDS shards, version 2 ({reason})") from None
+    for number, shard in enumerate(shards):
+        fault_text = _fault(shard)
+        if fault_text:
+            raise UserError(f"{path}: shards.{number}: {fault_text}")
+    return shards
+
+
+def _fault(shard: Shard) -> str | None:
+    columns = len(shard.column_names)
+    if not columns == len(shard.column_encodings) == len(shard.column_sizes):
+        return "column_names, column_encodings and column_sizes have different lengths"
+    if len(set(shard.column_names)) < columns:
+        return "a column's name stands twice"
+    for entry in filter(None, (shard.raw_data, shard.zip_data)):
+        name = PurePosixPath(entry.basename)
+        ok = entry.basename.isprintable() and len(entry.basename) <= 1024
+        if not ok or name.is_absolute() or ".." in name.parts or not name.name:
+            return (
+                f"the file name {entry.basename[:100]!r} leads out of the folder or is no file "
+                "name; only shards below the index are read"
+            )
+        if any(len(folder.encode()) > 255 for folder in name.parts):
+            return "a file name is longer than 255 bytes"
+        unknown = sorted(set(entry.hashes) - _HASHES)
+        if unknown:
+            return f"unknown kind of hash {unknown[0][:100]!r}; expected one of hashlib's"
+    if shard.zip_data is not None and (shard.compression or "").split(":")[0] != "zstd":
+        return f"compressed with {(shard.compression or 'nothing')[:100]!r}; only zstd can be read"
+    return None
+
+
+def _digest(name: str, data: Any) -> str:
+    if name not in _XXHASH:
+        return hashlib.new(name, data, usedforsecurity=False).hexdigest()
+    import xxhash
+
+    return str(getattr(xxhash, name)(data).hexdigest())

@@ -1,0 +1,331 @@
+"""RULER's thirteen tasks, draw by draw as NVIDIA/RULER makes them at commit c3f5e3b.
+
+With its words (the package wonderwords), its sentences (NLTK's punkt) and its essays, a task of at
+least 4,096 tokens has the very samples that RULER has for the seed. `data_prep.ruler_samples` makes
+them once and keeps them; what differs is listed in docs/deviations.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import string
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from bosch.errors import UserError
+from data_prep.haystacks import DEPTHS, draw_value, take_words
+from data_prep.needles import (
+    NOISE_LINE,
+    TaskSpec,
+    answer_prefix,
+    instruction,
+    needle_sentence,
+    pair_owner,
+    question,
+)
+from data_prep.ruler_base import Corpus, Draft, RulerTask, Sample, TokenCounter, read_data
+from data_prep.ruler_questions import QuestionAnswering
+from data_prep.ruler_tasks import DATA_FILES, NEEDLE_SPECS, NEW_TOKENS
+from data_prep.sentences import split_as_ruler
+
+_CHAIN_HOPS = 4
+_COMMON_WORDS = 10
+
+
+class NeedleTask(RulerTask):
+    """Needles in noise, in prose or among other needles."""
+
+    def __init__(self, spec: TaskSpec, *args: Any) -> None:
+        super().__init__(*args)
+        self.spec = spec
+        self.smallest = spec.needles if spec.haystack != "essay" else 1
+        self.step = max(
+            self.smallest,
+            self._step(500, self.length // 64)
+            if spec.haystack == "essay"
+            else self._step(25, self.length // 1024),
+        )
+
+    def draw(self, index: int, size: int) -> Draft:
+        spec, rng, what = self.spec, self.random, self.spec.value
+        keys: list[str] = []
+        values: list[list[str]] = []
+        for _ in range(spec.needles):
+            keys.append(self._draw_key())
+            values.append([self._draw_value(keys[-1]) for _ in range(spec.values)])
+        pairs = [(key, v) for key, many in zip(keys, values, strict=True) for v in many]
+        lines = [needle_sentence(key, value, what) for key, value in pairs]
+        random.Random(self.seed).shuffle(lines)
+        context = self._essay(lines, size) if spec.haystack == "essay" else self._lines(lines, size)
+        chosen = rng.sample(range(spec.needles), spec.queries)
+        queries = [keys[at] for at in chosen]
+        query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
+        many = spec.queries * spec.values > 1
+        prompt = f"{instruction(what, many)}\n{context}\n{question(query, what, many)}"
+        prefix = answer_prefix(query, what, many)
+        return Draft(prompt + prefix, prefix, [v for at in chosen for v in values[at]], pairs)
+
+    def _draw_key(self) -> str:
+        if self.spec.key == "words":
+            return self.random.choice(self.corpus.words.keys)
+        return draw_value(self.random, self.spec.key)
+
+    def _draw_value(self, key: str) -> str:
+        """A value; with the built-in words, which calibration and training use, an own one."""
+        while True:
+            value = draw_value(self.random, self.spec.value)
+            if self.corpus.words.is_upstream or pair_owner(key, value) == "evaluation":
+                return value
+
+    def _essay(self, needles: list[str], size: int) -> str:
+        sentences = self._sentences(size)
+        depths = self.random.sample(DEPTHS, len(needles))
+        places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
+        texts, begin = [], 0
+        for place, needle in zip(places, needles, strict=True):
+            texts += [" ".join(sentences[begin:place]), needle]
+            begin = place
+        return " ".join([*texts, " ".join(sentences[begin:])])
+
+    @lru_cache(maxsize=4)  # noqa: B019 - a task's samples have two or three sizes
+    def _sentences(self, size: int) -> list[str]:
+        return split_as_ruler(take_words(self.corpus.essay, 0, size).strip())
+
+    def _lines(self, needles: list[str], size: int) -> str:
+        if self.spec.haystack == "noise":
+            lines = [NOISE_LINE] * size
+        else:
+            lines = [self._distractor() for _ in range(size)]
+        places = sorted(self.random.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+    def _distractor(self) -> str:
+        key = self._draw_key()
+        return needle_sentence(key, self._draw_value(key), self.spec.value)
+
+
+class VariableTracking(RulerTask):
+    """A chain of assignments in noise, after one worked example of another chain."""
+
+    smallest = _CHAIN_HOPS + 1
+    _EXAMPLE_LENGTH, _EXAMPLE_VALUE = 500, "12345"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._example = ""
+        length, new_tokens = self.length, self.new_tokens
+        self.length, self.new_tokens = min(self._EXAMPLE_LENGTH, length // 2), 0
+        self.step = 5
+        self._bisect(self.length)
+        draft = super().sample(0).draft
+        self._example = f"{draft.text} {' '.join(draft.answers)}\n"
+        self._example_names = draft.answers
+        self.length, self.new_tokens = length, new_tokens
+        self.step = self._step(10, self.length // 1024)
+
+    def fit(self) -> list[int]:
+        example = self.counter.tokens(self._example)
+        return self._bisect(self.length - self.new_tokens - example)
+
+    def draw(self, index: int, size: int) -> Draft:
+        names, chain = self._chain()
+        value = chain[0].split("=")[-1].strip()
+        lines = [NOISE_LINE] * size
+        places = sorted(self.random.sample(range(size), len(chain)))
+        for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + offset, line)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        prefix = (
+            " Answer: According to the chain(s) of variable assignment in the text above, "
+            f"{_CHAIN_HOPS + 1} variables are assigned the value {value}, they are: "
+        )
+        text = (
+            "Memorize and track the chain(s) of variable assignment hidden in the following text."
+            f"\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in "
+            f"the text above.{prefix}"
+        )
+        return Draft(text, prefix, names, [])
+
+    def draft(self, index: int, size: int) -> Draft:
+        draft = self.draw(index, size)
+        return draft._replace(text=self._other_example() + draft.text) if self._example else draft
+
+    def _other_example(self) -> str:
+        """The worked example with other names and another value."""
+        example = self._example
+        for name in self._example_names:
+            example = example.replace(name, self._name(len(name)))
+        value = str(self.numbers.randint(10000, 99999))
+        return example.replace(self._EXAMPLE_VALUE, value) + "\n"
+
+    def _chain(self) -> tuple[list[str], list[str]]:
+        count = _CHAIN_HOPS + 1
+        letters = 5 if self._example else 3
+        drawn = [self._name(letters) for _ in range(count)]
+        while len(set(drawn)) < count:
+            drawn.append(self._name(letters))
+        names = list(dict.fromkeys(drawn))
+        value = str(self.numbers.randint(10000, 99999)) if self._example else self._EXAMPLE_VALUE
+        links = [f"VAR {name} = VAR {last} " for last, name in itertools.pairwise(names)]
+        return names, [f"VAR {names[0]} = {value}", *links]
+
+    def _name(self, letters: int) -> str:
+        return "".join(self.random.choices(string.ascii_uppercase, k=letters))
+
+
+class CommonWords(RulerTask):
+    """A numbered list of words, ten of them far more often than the rest, after one such list."""
+
+    step = 10
+    smallest = _COMMON_WORDS
+    noise = 500  # ten words stand there thirty times each
+    _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._words = list(self.corpus.words.single)
+        random.Random(self.seed).shuffle(self._words)
+        self._more_words = self._english_words()
+        self._available = max(len(self._words), len(self._more_words))
+
+    def fit(self) -> list[int]:
+        """As `RulerTask.fit`; raises UserError where there are too few words for the length."""
+        first = min(4096, self._available)
+        per_word = self.counter.tokens(self.draw(0, first).text) / first
+        low, high = self.step, max(int(self.length // per_word) * 2, 2 * self.step)
+        sizes = [
+            first,
+            *self._halve(low, min(high, self._available), self.length - self.new_tokens),
+        ]
+        if self.size == self._available:
+            raise UserError(
+                f"there are {self._available:,} different words, too few for {self.length:,} "
+                f"tokens: install the package wonderwords, and name the folder with RULER's "
+                f"{DATA_FILES['cwe']} as data_dir"
+            )
+        return sizes
+
+    def draw(self, index: int, size: int) -> Draft:
+        example = self._list(20, 3, 1) if self.is_short else self._list(40, 10, 3)
+        context, answers = self._list(size, 6, 1) if self.is_short else self._list(size, 30, 3)
+        text = f"{self._prompt(example[0])} {_numbered(example[1])}\n{self._prompt(context)}"
+        return Draft(text, self._PREFIX, answers, [])
+
+    def _prompt(self, context: str) -> str:
+        return (
+            "Below is a numbered list of words. In these words, some appear more often than "
+            f"others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the "
+            f"10 most common words in the above list?{self._PREFIX}"
+        )
+
+    def _list(self, count: int, often: int, seldom: int) -> tuple[str, list[str]]:
+        words = self.random.sample(
+            self._words if count <= len(self._words) else self._more_words, count
+        )
+        common, other = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
+        listed = common * often + other * seldom
+        random.Random(self.seed).shuffle(listed)
+        return _numbered(listed), common
+
+    def _english_words(self) -> list[str]:
+        folder = self.corpus.data_dir
+        path = folder / DATA_FILES["cwe"] if folder is not None else None
+        if path is None or not path.is_file():
+            return []
+        content = read_data(path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: expected a JSON object of words, as RULER has it")
+        return [str(word) for word in content.values()]
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+class FrequentWords(RulerTask):
+    """Made-up words whose counts fall with the square of their rank; the first is noise."""
+
+    _ZETA_2 = math.pi**2 / 6
+    _LETTERS = 6
+    _PREFIX = (
+        " Answer: According to the coded text above, the three most frequently appeared words are:"
+    )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._limit = self.length - self.new_tokens
+        self.step = max(1, self._limit // 32)
+        self._vocabulary: list[str] = []
+
+    def fit(self) -> list[int]:
+        """Set `size`, the most words that stay below the length in RULER's steps."""
+        size = self._limit // self._LETTERS
+        text = self.draw(0, size).text
+        while self.counter.fits(text, self._limit - 1):
+            size += self.step
+            text = self._text(size)
+        self.size = max(size - self.step, self.smallest)
+        return [size]
+
+    def draw(self, index: int, size: int) -> Draft:
+        count = max(self._limit // 50, 4)
+        words = [self._word() for _ in range(count)]
+        while len(set(words)) < count:
+            words.append(self._word())
+        self._vocabulary = sorted(set(words))
+        random.Random(self.seed).shuffle(self._vocabulary)
+        self._vocabulary[0] = "..."
+        return Draft(self._text(size), self._PREFIX, self._vocabulary[1:4], [])
+
+    def sample(self, index: int) -> Sample:
+        draft, size = self.draw(index, self.size), self.size
+        while self.counter.tokens(draft.text) > self._limit:
+            if size <= self.step:
+                raise UserError(
+                    f"it does not fit into {self.length} tokens; raise the length or leave the "
+                    "task out"
+                )
+            size -= self.step
+            draft = draft._replace(text=self._text(size))
+        return Sample(draft, self.counter.ids(draft.text), [size])
+
+    def _text(self, size: int) -> str:
+        ranks = np.arange(1, len(self._vocabulary) + 1)
+        counts = (size * (ranks**-2.0) / self._ZETA_2).astype(int)
+        words = [w for w, n in zip(self._vocabulary, counts, strict=True) for _ in range(n)]
+        random.Random(self.seed).shuffle(words)
+        return (
+            "Read the following coded text and track the frequency of each coded word. Find the "
+            f"three most frequently appeared coded words. {' '.join(words)}\nQuestion: Do not "
+            "provide any explanation. Please ignore the dots '....'. What are the three most "
+            f"frequently appeared words in the above coded text?{self._PREFIX}"
+        )
+
+    def _word(self) -> str:
+        return "".join(self.random.choices(string.ascii_lowercase, k=self._LETTERS))
+
+
+def ruler_task(
+    task: str, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
+) -> RulerTask:
+    """The samples of a task at one length.
+
+    Raises:
+        UserError: the task is unknown, or a file it needs is missing or damaged.
+    """
+    arguments = (corpus, seed, length, new_tokens, counter)
+    if task in NEEDLE_SPECS:
+        return NeedleTask(NEEDLE_SPECS[task], *arguments)
+    if task in ("qa_1", "qa_2"):
+        return QuestionAnswering(task, *arguments)
+    classes = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
+    if task not in classes:
+        raise UserError(f"{task} is no task of RULER: choose from {', '.join(NEW_TOKENS)}")
+    return classes[task](*arguments)

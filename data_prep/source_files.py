@@ -1,0 +1,65 @@
+"""The files that a source's documents come from; imports nothing heavy, for keys and checks."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bosch.errors import UserError
+from data_prep.mds_index import INDEX
+
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"),
+    "parquet": (".parquet",),
+}
+
+
+def source_files(where: str, kind: str, pattern: str) -> list[Path]:
+    """Files named by `pattern`, a path, a folder (with all below it) or a glob, in order.
+
+    Of a folder only the files of this kind count, and no hidden ones. A source of kind mds gives
+    its indices: where a folder holds an index merged from those below it, that one alone.
+
+    Raises:
+        UserError: there is no such file; `where` stands before the sentence.
+    """
+    path = Path(pattern).expanduser()
+    if kind == "mds":
+        return _indices(where, path, pattern)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        suffixes = _SUFFIXES.get(kind, ("",))
+        files = sorted(file for file in files_below(path) if file.name.endswith(suffixes))
+        if not files:
+            expected = " or ".join(suffixes) if kind in _SUFFIXES else "file"
+            raise UserError(f"{where}: the folder {pattern} holds no {expected}")
+        return files
+    matches = map(Path, glob.glob(str(path), recursive=True))
+    files = sorted(match for match in matches if match.is_file())
+    if not files:
+        raise UserError(f"{where}: {pattern} names no file; expected a file, a folder or a glob")
+    return files
+
+
+def is_local(path: str) -> bool:
+    """Whether a Hugging Face dataset is a directory, rather than a name on the hub."""
+    return Path(path).expanduser().is_dir()
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files below a folder, in no order; hidden files and folders are left out."""
+    for directory, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
+
+
+def _indices(where: str, path: Path, pattern: str) -> list[Path]:
+    roots = [path] if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    indices = {file for root in roots for file in files_below(root) if file.name == INDEX}
+    if not indices:
+        raise UserError(f"{where}: there is no {INDEX} below {pattern}; expected MDS shards")
+    folders = {index.parent for index in indices}
+    return sorted(index for index in indices if not folders.intersection(index.parent.parents))

@@ -1,0 +1,213 @@
+"""Loading a tokenizer, and encoding documents with it in worker processes."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bosch.errors import UserError
+
+# Characters that are encoded at once; each takes more than 100 bytes while it is.
+WINDOW = 2**17
+OVERLAP = 2**12
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """Where a tokenizer is loaded from; small enough to send to a worker."""
+
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(spec: TokenizerSpec) -> Any:
+    """The tokenizer of a model directory or hub name.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    except Exception as error:
+        for file in sorted(Path(spec.path).glob("*.json")):
+            _check_json(file)
+        reason = " ".join(str(error).split())
+        raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
+
+
+def _check_json(file: Path) -> None:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Everything a worker needs to tokenise documents; quick to load in a new process.
+
+    `backend` is the tokenizer in the JSON form of the tokenizers library; None for a tokenizer
+    that does not use that library, which transformers then loads from `spec`.
+    """
+
+    spec: TokenizerSpec
+    backend: str | None
+    end: int | None
+
+    @classmethod
+    def load(cls, spec: TokenizerSpec) -> Encoder:
+        """The encoder of a model's tokenizer; raises UserError as `load_tokenizer` does."""
+        tokenizer = load_tokenizer(spec)
+        backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
+        return cls(spec, backend, tokenizer.eos_token_id)
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids [tokens] int32 of whole documents.
+
+        The text of a special token inside a document is encoded as ordinary text.
+        """
+        if self.backend is not None:
+            batch = _backend(self.backend).encode_batch_fast(texts, add_special_tokens=False)
+            return [_int32(encoding.ids) for encoding in batch]
+        encoded = load_tokenizer(self.spec)(
+            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
+        return [_int32(ids) for ids in encoded]
+
+    def in_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """Token ids of one document of any size, as if it were encoded whole, in bounded memory.
+
+        Windows of the text overlap; where two agree on every token in the middle of what they
+        share, the first goes over into the second. Where they never agree (a run of the same few
+        characters longer than a window), the text is cut (docs/deviations.md). A tokenizer that
+        does not use the tokenizers library encodes the document whole.
+        """
+        if self.backend is None:
+            yield from self(["".join(pieces)])
+            return
+        yield from _encode_windows(_backend(self.backend), pieces)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The tokens of a window of the text, and where they begin and end, from the text's start."""
+
+    ids: np.ndarray  # [tokens] int32
+    spans: np.ndarray  # [tokens, 2] int64, in characters
+
+    @classmethod
+    def encode(cls, backend: Any, text: str, at: int) -> _Window:
+        [encoding] = backend.encode_batch([text], add_special_tokens=False)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2) + at
+        return cls(_int32(encoding.ids), spans)
+
+    def between(self, begin: int, end: int) -> tuple[int, int]:
+        """First and last token (exclusive) of those that begin at characters `begin` to `end`."""
+        first, last = np.searchsorted(self.spans[:, 0], [begin, end])
+        return int(first), int(last)
+
+
+def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+    text = _Buffer(pieces)
+    begin, first = 0, 0  # of the window; its first token that is not emitted yet
+    window = _Window.encode(backend, text.read(begin, begin + WINDOW), begin)
+    while text.goes_on(begin + WINDOW):
+        end = begin + WINDOW
+        overlap = OVERLAP
+        while overlap <= WINDOW // 2:
+            following = _Window.encode(
+                backend, text.read(end - overlap, end - overlap + WINDOW), end - overlap
+            )
+            cut = _agreement(window, following, end - overlap, overlap)
+            if cut is not None and cut[0] >= first:
+                break
+            overlap *= 2
+        else:
+            overlap = OVERLAP
+            last = window.between(end - overlap, end - overlap)[0]
+            at = int(window.spans[last, 0]) if last < len(window.ids) else end
+            following = _Window.encode(backend, text.read(at, at + WINDOW), at)
+            overlap, cut = end - at, (max(last, first), 0)
+        yield window.ids[first : cut[0]]
+        window, first, begin = following, cut[1], end - overlap
+        text.forget(begin)
+    yield window.ids[first:]
+
+
+def _agreement(
+    left: _Window, right: _Window, begin: int, characters: int
+) -> tuple[int, int] | None:
+    """Where two windows that share `characters` from `begin` have the same next token.
+
+    None unless they agree on every token of the middle half: near its ends a window's tokens depend
+    on what it does not show.
+    """
+    middle = begin + characters // 4, begin + characters - characters // 4
+    a, a_end = left.between(*middle)
+    b, b_end = right.between(*middle)
+    same = a_end - a == b_end - b > 0 and (
+        np.array_equal(left.ids[a:a_end], right.ids[b:b_end])
+        and np.array_equal(left.spans[a:a_end], right.spans[b:b_end])
+    )
+    half = (a_end - a) // 2
+    return (a + half, b + half) if same else None
+
+
+class _Buffer:
+    """Characters of a text that comes in pieces, by their place in the whole text."""
+
+    def __init__(self, pieces: Iterable[str]) -> None:
+        self._pieces = iter(pieces)
+        self._text, self._begin = "", 0
+
+    def read(self, begin: int, end: int) -> str:
+        """Characters `begin` to `end`, fewer where the text ends."""
+        self._fill(end)
+        return self._text[begin - self._begin : end - self._begin]
+
+    def goes_on(self, at: int) -> bool:
+        """Whether there are characters from `at` on."""
+        self._fill(at + 1)
+        return self._begin + len(self._text) > at
+
+    def forget(self, before: int) -> None:
+        self._text = self._text[before - self._begin :]
+        self._begin = before
+
+    def _fill(self, end: int) -> None:
+        missing = end - self._begin - len(self._text)
+        texts = [self._text]
+        while missing > 0 and (piece := next(self._pieces, None)) is not None:
+            texts.append(piece)
+            missing -= len(piece)
+        if len(texts) > 1:
+            self._text = "".join(texts)
+
+
+def _int32(ids: list[int]) -> np.ndarray:
+    # array reads a list of unsigned numbers four times as fast as numpy does.
+    return np.frombuffer(array("I", ids), np.int32)
+
+
+@lru_cache(maxsize=2)
+def _backend(serialised: str) -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(serialised)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend

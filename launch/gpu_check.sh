@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs every test and benchmark that needs a GPU and writes one page of results.
+#
+#   launch/gpu_check.sh [page.md]
+#
+# Half an hour on one GPU with 80 GB. Without a GPU it runs what of it needs none, and says so.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+page=$(realpath -m "${1:-gpu_check.md}")
+cd "$root"
+launch/setup.sh test
+exec .venv/bin/python -m tests.gpu_check "$page"

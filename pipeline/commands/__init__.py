@@ -1,0 +1,1 @@
+"""The commands beside `run`: compare, study, measure and plan."""

@@ -1,0 +1,1 @@
+"""Every method at every ratio, side by side."""

@@ -1,0 +1,205 @@
+"""`python -m pipeline compare RECIPE`: every method at every ratio, as in BOSCH Tables 1 and 2.
+
+Each combination of method, ratio and seed is a recipe of its own, brought up to date like any
+other: what is in the store is reused, and a stopped comparison resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from bosch.errors import RunError, UserError
+from bosch.search import methods
+from pipeline.commands import options as shared_options
+from pipeline.commands.compare.comparison import Combination, Comparison, Result, read_result
+from pipeline.commands.compare.page import score_tables, write_comparison
+from pipeline.commands.compare.paper import paper_scores
+from pipeline.commands.options import METHODS, Methods, Ratios, Seeds, read_options
+from pipeline.commands.paths import model_label, typed_path
+from pipeline.recipe.checks import find_faults
+from pipeline.recipe.load import listing
+from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.graph import Stage
+from pipeline.run.launch import Launcher, launch
+from pipeline.run.runner import Choice, Runner
+from stages.configs import SearchConfig
+from stages.fields import Section
+from stages.formats import format_seconds
+
+# The paper averages random layers over three runs.
+_RANDOM, _RANDOM_RUNS = "rand", 3
+
+
+class CompareOptions(Section):
+    """Options of a comparison."""
+
+    methods: Methods = Field(METHODS, description="separated by commas")
+    ratios: Ratios = Field((0.25, 0.5, 0.75, 0.875), description="SWA ratios")
+    seeds: Seeds | None = Field(
+        None, description="seeds of the search (default: the recipe's; three for rand)"
+    )
+    with_training: bool = Field(False, description="train each hybrid, too, and score it again")
+    dry_run: bool = Field(False, description="only say what would run, and why")
+    wait: bool = Field(False, description="wait for stages that another run is making")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a comparison."""
+    shared_options.add_options(parser, CompareOptions)
+
+
+def run(loaded: LoadedRecipe, arguments: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    """Compare, and print the tables."""
+    options = read_options(CompareOptions, arguments, "compare")
+    comparison = run_comparison(loaded, options, stages)
+    if comparison.results:
+        for table in score_tables(comparison):
+            table.print()
+        print(f"compare: {typed_path(comparison.folder / 'compare.html')}")
+    return 0
+
+
+def run_comparison(
+    loaded: LoadedRecipe,
+    options: CompareOptions,
+    stages: Sequence[Stage],
+    launcher: Launcher = launch,
+) -> Comparison:
+    """Bring every combination up to date and write the tables below runs/<recipe>/compare.
+
+    Raises UserError listing every option that does not fit the recipe, or what a stage raises.
+    """
+    combinations = _combinations(loaded, options)
+    comparison = Comparison(
+        recipe=loaded.recipe.name,
+        model=model_label(loaded.recipe.model.path),
+        folder=loaded.output_root / loaded.recipe.name / "compare",
+        combinations=tuple(combinations),
+        with_training=options.with_training,
+        paper=paper_scores(loaded.recipe),
+    )
+
+    def runner_of(combination: Combination) -> Runner:
+        """A new one for each use: it knows the hashes that others have computed meanwhile."""
+        choice = Choice(until="evaluate", wait=options.wait)
+        runner = Runner(_recipe_of(loaded, combination, options), choice, stages, launcher)
+        runner.hasher.save()
+        return runner
+
+    pending = {combination: _pending(runner_of(combination)) for combination in combinations}
+    if options.dry_run:
+        for combination, stages_to_run in pending.items():
+            print(f"{combination}: {'; '.join(stages_to_run) or 'cached'}")
+        return comparison
+    results: dict[Combination, Result] = {}
+    comparison = replace(comparison, results=results)
+    left = _Left(len(combinations), sum(bool(one) for one in pending.values()), time.monotonic())
+    for number, combination in enumerate(combinations, start=1):
+        runner = runner_of(combination)
+        if pending[combination]:
+            print(f"compare: {combination} (combination {number} of {left})", flush=True)
+        try:
+            ran = runner.run() > 0
+        except (UserError, RunError) as error:
+            raise type(error)(f"{combination}: {error}") from error
+        left.done += bool(pending[combination])
+        if loaded.world.node_rank == 0:
+            results[combination] = read_result(runner)
+            if ran or len(results) == len(combinations):
+                write_comparison(comparison)
+    return comparison
+
+
+@dataclass
+class _Left:
+    """How far a comparison is, and how long the rest will take at the pace so far."""
+
+    combinations: int
+    to_run: int
+    started: float
+    done: int = 0
+
+    def __str__(self) -> str:
+        if not self.done:
+            return str(self.combinations)
+        each, rest = (time.monotonic() - self.started) / self.done, self.to_run - self.done
+        combinations = "1 combination" if rest == 1 else f"{rest} combinations"
+        return f"{self.combinations}, about {format_seconds(each * rest)} left for {combinations}"
+
+
+def _pending(runner: Runner) -> list[str]:
+    return [
+        f"{state.node.name} {state}"
+        for state in runner.states()
+        if state.node.name in runner.chosen and state.state != "cached"
+    ]
+
+
+def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combination]:
+    """The combinations in the order of the tables; raises UserError with every fault."""
+    recipe, faults = loaded.recipe, list[str]()
+    if recipe.evaluate is None:
+        faults.append("evaluate: a comparison needs this section, the recipe has none")
+    if options.with_training and recipe.train is None:
+        faults.append("--with-training: the recipe has no section train")
+    combinations = [
+        Combination(method, ratio, seed, seed == _own_seed(loaded))
+        for method in sorted(options.methods, key=Combination.order)
+        for seed in _seeds_of(method, options.seeds or (), _own_seed(loaded))
+        for ratio in options.ratios
+    ]
+    faults += dict.fromkeys(
+        fault for combination in combinations for fault in _unreachable(loaded, combination)
+    )
+    if faults:
+        raise UserError(listing("compare", faults))
+    return combinations
+
+
+def _own_seed(loaded: LoadedRecipe) -> int:
+    recipe = loaded.recipe
+    return recipe.seed if recipe.search.seed is None else recipe.search.seed
+
+
+def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
+    """Seeds that a method is run with: one where it draws nothing at random."""
+    if not methods.METHODS[method].seeded:
+        return named[:1] or [own]
+    return named or [own + i for i in range(_RANDOM_RUNS if method == _RANDOM else 1)]
+
+
+def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str]:
+    """Faults of the recipe with this method and ratio; the recipe itself has none."""
+    search = _search_of(loaded.recipe.search, combination)
+    changed = replace(loaded, recipe=loaded.recipe.model_copy(update={"search": search}))
+    for fault in find_faults(changed, input_files=False):
+        sentence = fault.removeprefix("search.swa_ratio: ")
+        yield f"--ratios {combination.ratio:g} with {combination.method}: {sentence}"
+
+
+def _search_of(search: SearchConfig, combination: Combination) -> SearchConfig:
+    changes: dict[str, object] = {"method": combination.method, "swa_ratio": combination.ratio}
+    if not combination.own_seed:
+        changes["seed"] = combination.seed
+    return search.model_copy(update=changes)
+
+
+def _recipe_of(
+    loaded: LoadedRecipe, combination: Combination, options: CompareOptions
+) -> LoadedRecipe:
+    recipe = loaded.recipe
+    evaluate = recipe.evaluate
+    assert evaluate is not None
+    changes = {
+        "name": f"{recipe.name}/compare/{combination.folder}",
+        # A comparison has every method as a combination of its own.
+        "evaluate": evaluate.model_copy(update={"rivals": []}),
+        "search": _search_of(recipe.search, combination),
+        "train": recipe.train if options.with_training else None,
+    }
+    return replace(loaded, recipe=recipe.model_copy(update=changes))

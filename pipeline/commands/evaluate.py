@@ -1,0 +1,206 @@
+"""`python -m pipeline evaluate RECIPE`: scores of checkpoints, or of any model directories.
+
+Answers of earlier runs and calls are reused, whichever recipe they belong to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.files import canonical_json, make_folder, write_json, write_text
+from pipeline.commands.missing import print_missing
+from pipeline.commands.paths import typed_path
+from pipeline.commands.tables import Table
+from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.graph import Node, Stage
+from pipeline.run.locks import hold
+from pipeline.run.runner import Choice, Runner
+from stages.artifacts import (
+    HYBRID,
+    MODEL,
+    ORIGINAL,
+    SAMPLES,
+    MeanScore,
+    SelectedScores,
+    SuiteScores,
+    checkpoint_folders,
+)
+from stages.formats import format_length, format_score
+
+_POLL_SECONDS = 30.0
+_FUNCTION = "stages.evaluate.selected:run"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which models."""
+    parser.add_argument(
+        "--checkpoints",
+        metavar="NAME",
+        nargs="+",
+        help="hybrid or tokens-<n>, of a finished or a running training; default: all there are",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIRECTORY",
+        action="append",
+        default=[],
+        help="a model directory, in place of the recipe's checkpoints; may be repeated",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="evaluate checkpoints as they appear, until the training is finished",
+    )
+
+
+def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    """Evaluate, print the table and say where it is; 1 where a task has no score."""
+    runner = Runner(loaded, Choice(), stages)
+    node = next((node for node in runner.nodes if node.name == "evaluate"), None)
+    if node is None:
+        raise UserError(f"{loaded.file}: has no section evaluate, which says what to evaluate")
+    if options.watch and options.model:
+        raise UserError("--watch follows the recipe's training; leave --model out")
+    if options.model:
+        scores = _evaluate(runner, node, _directories(options.model))
+    elif options.watch:
+        scores = _watch(runner, node, options.checkpoints)
+    else:
+        scores = _evaluate(runner, node, _checkpoints(runner, options.checkpoints))
+    return print_missing(scores)
+
+
+def _directories(paths: Sequence[str]) -> dict[str, Path]:
+    """Model directories by name."""
+    folders = [Path(path).expanduser().resolve() for path in paths]
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"--model {folder}: not a model directory, it has no config.json")
+    names = [folder.name for folder in folders]
+    unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}
+    return {folder.name if folder.name in unique else str(folder): folder for folder in folders}
+
+
+def _available(runner: Runner) -> dict[str, Path]:
+    """The hybrid and the complete checkpoints that there are, of a running training too."""
+    folders: dict[str, Path] = {}
+    for node in runner.nodes:
+        if node.key is None:
+            continue
+        places = [runner.store.published(node.name, node.key)]
+        places.append(runner.store.work(node.name, node.key))
+        for place in places:
+            if node.name == "materialize" and (place / MODEL / "config.json").is_file():
+                folders.setdefault(HYBRID, place / MODEL)
+            if node.name == "train" and (place / "checkpoints").is_dir():
+                for name, folder in checkpoint_folders(place).items():
+                    folders.setdefault(name, folder)
+    return folders
+
+
+def _checkpoints(runner: Runner, names: Sequence[str] | None) -> dict[str, Path]:
+    available = _available(runner)
+    for name in names or ():
+        if name not in available:
+            there = ", ".join(available) or "nothing"
+            raise UserError(f"--checkpoints {name}: not there yet; there is {there}")
+    chosen = {name: available[name] for name in names} if names else available
+    if not chosen:
+        raise UserError(
+            f"{runner.name}: there is no model to evaluate yet; run the recipe, or name one "
+            "with --model"
+        )
+    return chosen
+
+
+def _watch(runner: Runner, node: Node, names: Sequence[str] | None) -> SelectedScores:
+    """Evaluate what appears until training is finished and all of it is evaluated."""
+    evaluated: set[str] = set()
+    scores: SelectedScores | None = None
+    train = next((one for one in runner.nodes if one.name == "train"), None)
+    while True:
+        finished = train is None or runner.store.manifest("train", str(train.key)) is not None
+        available = {n: f for n, f in _available(runner).items() if not names or n in names}
+        if set(available) - evaluated:
+            scores = _evaluate(runner, node, available)
+            evaluated = set(available)
+        elif scores is not None and (finished or (names and evaluated == set(names))):
+            return scores
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> SelectedScores:
+    """Evaluate these models and the original; the table goes to <root>/<recipe>/evaluation."""
+    original = next(one for one in runner.nodes if one.name == ORIGINAL)
+    document: dict[str, Any] = {
+        "original": original.key,
+        "models": {name: [str(folder), _written(folder)] for name, folder in folders.items()},
+    }
+    digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
+    work = runner.store.work("evaluation", digest)
+    make_folder(work)
+    order = {
+        **runner.order(original, work),
+        "stage": "evaluate",
+        "function": _FUNCTION,
+        "inputs": {name: str(folder) for name, folder in folders.items()},
+    }
+    lock = runner.store.lock("evaluation", digest)
+    with hold(lock, f"{runner.name}: this evaluation", runner.name, wait=True):
+        runner.launcher(order, runner.loaded.world)
+        scores = SelectedScores.read(work)
+    place = runner.store.root / runner.name / "evaluation"
+    make_folder(place)
+    write_json(place / SelectedScores.FILE, scores.content)
+    write_text(place / SAMPLES, (work / SAMPLES).read_text(encoding="utf-8"))
+    tables = list(score_tables(scores))
+    write_text(place / "table.md", "\n".join(table.markdown() for table in tables))
+    for table in tables:
+        table.print()
+    print(f"scores and answers: {typed_path(place)}")
+    return scores
+
+
+def _written(folder: Path) -> list[list[Any]]:
+    """When the model's files were written: other weights at the same place are another model."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def score_tables(scores: SelectedScores) -> list[Table]:
+    """For each suite a row for each task and length, with 95 % intervals.
+
+    ≈ stands before what the samples do not tell from the original (paired test, 5 %).
+    """
+    tables = []
+    models = scores.checkpoints
+    for suite in dict.fromkeys(name for suites in models.values() for name in suites):
+        tables_of = {name: suites[suite] for name, suites in models.items() if suite in suites}
+        first = next(iter(tables_of.values()))
+        rows = []
+        for task, by_length in first.tasks.items():
+            for length in by_length:
+                name = f"{task} at {format_length(length)}" if length else task
+                cells = [table.tasks[task][length] for table in tables_of.values()]
+                rows.append([name, *(_cell(c.score, c) for c in cells)])
+        for group in first.groups:
+            means = [table.groups[group] for table in tables_of.values()]
+            covers = f"{group} ({len(means[0].tasks)} of {means[0].of} tasks)"
+            rows.append([covers, *(_cell(mean.score, mean) for mean in means)])
+        rows.append(["average", *(_cell(t.average, t) for t in tables_of.values())])
+        title = f"{suite}, 95 % intervals; ≈: not told from the original"
+        tables.append(Table.of_rows(title, ["task", *tables_of], rows))
+    return tables
+
+
+def _cell(value: float, score: MeanScore | SuiteScores) -> str:
+    against = score.against_original
+    mark = "≈ " if against is not None and not against.is_distinguishable else ""
+    return f"{mark}{format_score(value)} ({format_score(score.low)}–{format_score(score.high)})"

@@ -1,0 +1,39 @@
+"""Finished pieces of a command's work, so that a stopped command continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.files import canonical_json
+from bosch.journal import Journal
+
+Record = dict[str, Any]
+
+
+class FinishedWork:
+    """Results by key in one journal; a key is all that the result depends on, as a JSON object."""
+
+    def __init__(self, path: Path) -> None:
+        self._journal = Journal(path)
+        self._results: dict[str, Record] = {
+            canonical_json(entry["key"]): entry["result"] for entry in self._journal.read_new()
+        }
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def once(self, key: Mapping[str, Any], compute: Callable[[], Record]) -> Record:
+        """The remembered result of `key`, else that of `compute`, on disk before it is returned."""
+        name = canonical_json(key)
+        if name not in self._results:
+            result = compute()
+            self._journal.append({"key": dict(key), "result": result})
+            self._results[name] = result
+        return self._results[name]
+
+    def forget(self) -> None:
+        """Remove the file: the whole is complete, the next one starts anew."""
+        self._journal.path.unlink(missing_ok=True)
+        self._results.clear()

@@ -1,0 +1,1 @@
+"""Head masks in the files of other projects: `python -m pipeline mask export|import`."""

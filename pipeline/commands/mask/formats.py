@@ -1,0 +1,215 @@
+"""Head masks in the files of other projects: DuoAttention, rtp-llm and MInference.
+
+docs/format.md says what each of them can hold. A mask is never rounded to what a format can hold:
+where it cannot hold it, the sentence says why. L layers, HKV key/value heads, HQ query heads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.baselines.ranking import rank_units
+from bosch.errors import UserError
+from bosch.files import write_text
+from bosch.heads import HeadMask, HeadMaskFile
+
+# DuoAttention's names within a folder of patterns.
+_GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
+_STREAMING, _SPARSE = "stream_llm", "vertical_and_slash"
+
+
+def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
+    """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
+    write_text(path / _GATES, "\n".join(rows) + "\n")
+    # recent_size counts the query's own position, as a window here does.
+    sizes = {"model_name": file.model, "sink_size": file.sinks, "recent_size": file.window_size}
+    write_text(path / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
+
+
+def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from DuoAttention's folder: its gate scores, read as a ranking.
+
+    The heads of the lowest scores slide, exactly ceil(rho N) of them; of equal scores that of lower
+    index does. Without `swa_ratio` every score must be 0 or 1.
+    """
+    try:
+        lines = (path / _GATES).read_text(encoding="utf-8").split("\n")
+        scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
+    except OSError as error:
+        raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path / _GATES}: expected rows of numbers of equal length ({error})"
+        ) from None
+    if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
+        raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
+    sizes = _read_json(path / _GATES_CONFIG, dict)
+    if swa_ratio is None:
+        if not np.isin(scores, (0.0, 1.0)).all():
+            raise UserError(
+                f"{path / _GATES}: gate scores between 0 and 1 are a ranking; say with --swa-ratio "
+                "what share of the heads slides"
+            )
+        mask = HeadMask(scores == 1.0)
+    else:
+        mask = rank_units(scores, scores.shape[1], swa_ratio, "smallest").mask
+    where = path / _GATES_CONFIG
+    return mask, _size(sizes, "recent_size", where, 1), _size(sizes, "sink_size", where, 0)
+
+
+def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
+    """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
+    per_head = _for_query_heads(file, query_heads, "rtp-llm")
+    settings: dict[str, Any] = {
+        "sink_token_num": file.sinks,
+        # rtp-llm counts the keys before the query's own position.
+        "swa_token_num": file.window_size - 1,
+        # Below, all heads are full: there a window and its sinks see everything.
+        "seqlen_threshold": file.window_size + file.sinks,
+    }
+    settings |= {str(layer): [int(full) for full in row] for layer, row in enumerate(per_head)}
+    write_text(path, json.dumps({"headwise_config": settings}) + "\n")
+
+
+def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from a file with `headwise_config`, such as a config.json."""
+    settings = _read_json(path, dict).get("headwise_config")
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: expected an object headwise_config")
+    layers = sorted(int(key) for key in settings if key.isdigit())
+    if not layers or layers != list(range(len(layers))):
+        raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
+    rows = [settings[str(layer)] for layer in layers]
+    for layer, row in enumerate(rows):
+        if not isinstance(row, list) or any(value not in (0, 1) for value in row):
+            raise UserError(f"{path}: headwise_config.{layer} must be a list of 0 and 1")
+    mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
+    window = _size(settings, "swa_token_num", path, 0) + 1
+    return mask, window, _size(settings, "sink_token_num", path, 0)
+
+
+def write_minference(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
+    """MInference's list of patterns: stream_llm for a sliding query head.
+
+    It has no pattern for a full head; vertical_and_slash with room for every column stands for it,
+    up to so many tokens.
+    """
+    everything = ["vertical_and_slash", _ALL_TOKENS, _ALL_TOKENS, 1.0]
+    if not file.sinks:
+        raise UserError(
+            "sinks is 0: MInference's stream_llm pattern always sees the first tokens, so that its "
+            "format cannot hold this mask; search with search.sinks of 1 or more for it"
+        )
+    window = [_STREAMING, file.sinks, file.window_size, 1.0]
+    layers = [
+        {str(head): everything if full else window for head, full in enumerate(row)}
+        for row in _for_query_heads(file, query_heads, "MInference")
+    ]
+    write_text(path, json.dumps(layers) + "\n")
+
+
+_ALL_TOKENS = 2**20
+
+
+def read_minference(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from MInference's patterns: heads of stream_llm slide.
+
+    Its other patterns choose keys from the whole cache, which therefore must be kept: full.
+    """
+    layers = _read_json(path, list)
+    rows, sizes = [], set()
+    for layer, patterns in enumerate(layers):
+        row = []
+        for head in range(len(patterns) if isinstance(patterns, dict) else 0):
+            pattern = patterns.get(str(head))
+            valid = isinstance(pattern, list) and len(pattern) >= 3 and isinstance(pattern[0], str)
+            if not valid:
+                raise UserError(f"{path}: layer {layer}, head {head} must be [pattern, size, size]")
+            row.append(pattern[0] != _STREAMING)
+            if pattern[0] == _STREAMING:
+                sizes.add((pattern[1], pattern[2]))
+        if not row:
+            raise UserError(f"{path}: layer {layer} must be an object with a pattern for each head")
+        rows.append(row)
+    if len(sizes) != 1:
+        raise UserError(
+            f"{path}: expected heads of pattern stream_llm with one size for all, found "
+            f"{sorted(sizes) or 'none'}; a head mask has one window"
+        )
+    mask = _from_query_heads(path, rows, q_per_kv)
+    ((sinks, window),) = sizes
+    named = {"window": window, "sinks": sinks}
+    return mask, _size(named, "window", path, 1), _size(named, "sinks", path, 0)
+
+
+def _for_query_heads(
+    file: HeadMaskFile, query_heads: int | None, engine: str
+) -> npt.NDArray[np.bool_]:
+    """`is_full` [L, HQ]: each KV head's decision for all query heads that share it."""
+    heads = file.num_key_value_heads
+    if query_heads is None or query_heads < heads or query_heads % heads:
+        raise UserError(
+            f"--attention-heads: {engine} lists query heads; expected a multiple of the mask's "
+            f"{heads} KV heads, found {query_heads}"
+        )
+    repeated: npt.NDArray[np.bool_] = np.repeat(file.mask.is_full, query_heads // heads, axis=1)
+    return repeated
+
+
+def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> HeadMask:
+    """The mask whose KV heads decide so for their query heads; refuses groups that disagree."""
+    width = len(rows[0])
+    if any(len(row) != width for row in rows) or width % q_per_kv:
+        raise UserError(
+            f"{path}: expected the same number of query heads in every layer, a multiple of "
+            f"{q_per_kv}"
+        )
+    groups = np.array(rows, dtype=np.bool_).reshape(len(rows), -1, q_per_kv)
+    mixed = groups.any(axis=2) != groups.all(axis=2)
+    if mixed.any():
+        layer, head = (int(index) for index in np.argwhere(mixed)[0])
+        raise UserError(
+            f"{path}: in layer {layer} the query heads of KV head {head} differ, and a head mask "
+            "decides for a KV head with all its query heads (docs/format.md)"
+        )
+    is_full = np.array(groups.all(axis=2), dtype=np.bool_)
+    return HeadMask(is_full)
+
+
+def _read_json(path: Path, kind: type) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, kind):
+        raise UserError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}")
+    return content
+
+
+def _size(settings: dict[str, Any], name: str, path: Path, least: int) -> int:
+    value = settings.get(name)
+    if type(value) is not int or value < least:
+        raise UserError(f"{path}: {name} must be an integer of at least {least}, found {value!r}")
+    return value
+
+
+# FORMAT names of `mask export` and `mask import`.
+WRITERS: dict[str, Callable[[HeadMaskFile, Path, int | None], None]] = {
+    "duoattention": write_duoattention,
+    "rtp_llm": write_rtp_llm,
+    "minference": write_minference,
+}
+QUERY_HEAD_READERS: dict[str, Callable[[Path, int], tuple[HeadMask, int, int]]] = {
+    "rtp_llm": read_rtp_llm,
+    "minference": read_minference,
+}

@@ -1,0 +1,1 @@
+"""Speed and memory of a model beside its hybrids (BOSCH C.4)."""

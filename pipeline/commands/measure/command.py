@@ -1,0 +1,35 @@
+"""`python -m pipeline measure MODEL_DIR`: its options, and the call of the measurement."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+from pipeline.commands import options as shared_options
+from pipeline.commands.measure.settings import MeasureSettings
+from pipeline.run import log
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `measure`."""
+    parser.add_argument("model", metavar="MODEL_DIR", help="an original or a hybrid model")
+    parser.add_argument(
+        "--original",
+        metavar="DIR",
+        help="original of a hybrid MODEL_DIR (default: its own weights with every head full)",
+    )
+    parser.add_argument("--output", metavar="DIR", help="default: runs/measure/<its name>")
+    shared_options.add_options(parser, MeasureSettings)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and say where the results are."""
+    log.configure("info")
+    settings = shared_options.read_options(MeasureSettings, arguments, "measure")
+    output = arguments.output or Path("runs", "measure", Path(arguments.model).resolve().name)
+    # By name, as stages are: torch is loaded after the options are checked.
+    measurement = importlib.import_module("pipeline.commands.measure.measurement")
+    measurement.measure(arguments.model, arguments.original, settings, Path(output))
+    print(f"the figures are in {output}/efficiency.json, the plots beside it")
+    return 0

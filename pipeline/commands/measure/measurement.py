@@ -1,0 +1,186 @@
+"""Speed and memory of the original model and its hybrids, side by side (BOSCH C.4)."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bosch.attention import BACKENDS, resolve_backend
+from bosch.errors import UserError
+from bosch.files import write_json
+from bosch.model.configuration import is_hybrid
+from bosch.model.deploy_mode import deploy_layouts
+from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.loading import load_config
+from bosch.model.search_mode import mask_shape
+from bosch.progress import progress
+from pipeline.commands.finished import FinishedWork
+from pipeline.commands.measure.plots import draw_figures
+from pipeline.commands.measure.results import point_of, results_table, set_against_original
+from pipeline.commands.measure.run import run_in_process
+from pipeline.commands.measure.settings import MeasureSettings
+from pipeline.commands.measure.variants import Variant, planned_variants
+from stages.versions import installed_versions
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
+
+
+def measure(
+    model: str, original: str | None, settings: MeasureSettings, output: Path
+) -> dict[str, Any]:
+    """Write efficiency.json and both figures below `output`, print the table; returns the JSON.
+
+    `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
+    original, which is otherwise the hybrid's own weights with every head full. Models take turns at
+    each length, each run in a process of its own; a length at which one has no memory left is a
+    result. An interrupted measurement goes on where it was. Raises UserError for faulty input,
+    RunError when a run fails otherwise.
+    """
+    config = _checked_model(model, original, settings)
+    variants = planned_variants(config, settings)
+    _make_folder(output)
+    finished = FinishedWork(output / "runs.partial.jsonl")
+    if len(finished):
+        logger.info("%d runs of an interrupted measurement are reused", len(finished))
+    points = []
+    facts: dict[str, Any] = {}
+    total = len(settings.lengths) * len(variants) * settings.repeats
+    with progress(total, "measure", "runs") as bar:
+        for length in sorted(set(settings.lengths)):
+            runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
+            for repeat in range(settings.repeats):
+                for variant in variants:
+                    request = _request(model, original, variant, settings, length, repeat)
+                    if not any("out_of_memory" in run for run in runs[variant]):
+                        runs[variant].append(finished.once(request, partial(_run, request)))
+                    bar.update(1, f"{variant.name} at {length:,}")
+            for variant in variants:
+                facts = next((run for run in runs[variant] if "hardware" in run), facts)
+                points.append(point_of(variant, length, settings.batch_size, runs[variant]))
+    set_against_original(points)
+    report = _report(model, original, config, settings, points, facts)
+    write_json(output / "efficiency.json", report)
+    results_table(points).print()
+    draw_figures(points, output, _title(report))
+    finished.forget()
+    return report
+
+
+def _checked_model(model: str, original: str | None, settings: MeasureSettings) -> Any:
+    """The model's configuration; raises UserError for what can be known before any run."""
+    _check_attention(settings)
+    config = load_config(model)
+    if not is_hybrid(config):
+        if original is not None:
+            raise UserError(f"--original: {model} is no hybrid model, it is the original itself")
+        family_of(config)
+        return config
+    deploy_layouts(config)
+    if original is not None:
+        original_config = load_config(original)
+        family_of(original_config)
+        if mask_shape(original_config) != mask_shape(config):
+            (layers, heads), (own, own_heads) = mask_shape(original_config), mask_shape(config)
+            raise UserError(
+                f"--original: {original} has {layers} layers of {heads} KV heads, {model} has "
+                f"{own} of {own_heads}"
+            )
+    return config
+
+
+def _check_attention(settings: MeasureSettings) -> None:
+    """Raise UserError for an attention backend that no run could be shown to have used."""
+    if settings.attention == "flex":
+        raise UserError(
+            "--attention flex: a model is measured with its KV cache, and passes with a cache are "
+            "the sdpa backend's; choose sdpa"
+        )
+    name = resolve_backend(settings.attention)
+    if BACKENDS[name].needs and settings.device == "cpu":
+        raise UserError(f"--attention {name}: it needs {BACKENDS[name].needs}, not --device cpu")
+    if name == "flash" and settings.dtype == "float32":
+        raise UserError(
+            "--attention flash: it computes in float16 and bfloat16, not --dtype float32"
+        )
+    if name == "flash" and settings.sinks:
+        raise UserError(f"--attention flash: it has no sinks, --sinks asks for {settings.sinks}")
+
+
+def _make_folder(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be created ({error.strerror})") from None
+
+
+def _request(
+    model: str,
+    original: str | None,
+    variant: Variant,
+    settings: MeasureSettings,
+    length: int,
+    repeat: int,
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "original": original,
+        "variant": variant.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
+        "length": length,
+        "repeat": repeat,
+    }
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    variant = Variant.model_validate(request["variant"], strict=False)
+    return run_in_process(request, f"{variant.name} at {request['length']:,} tokens")
+
+
+def _report(
+    model: str,
+    original: str | None,
+    config: Any,
+    settings: MeasureSettings,
+    points: list[dict[str, Any]],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    hybrid = hasattr(config, "hybrid_attention")
+    layout = "of the hybrid model" if hybrid else "even over the layers, full heads first"
+    kinds = decoder_layers(config)
+    shown = "the hybrid's weights, every head full" if hybrid and original is None else None
+    return {
+        "format": FORMAT,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": {
+            "path": model,
+            "original": original or shown or model,
+            "model_type": config.model_type,
+            "layers": kinds.count,
+            "full_attention_layers": len(kinds.full),
+            "attention_heads": text_config(config).num_attention_heads,
+            "key_value_heads": kinds.heads,
+            "layout": layout,
+            **facts.get("model", {}),
+        },
+        "hardware": facts.get("hardware"),
+        "memory_source": facts.get("memory_source"),
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
+        "settings": settings.model_dump(mode="json"),
+        "points": points,
+    }
+
+
+def _title(report: dict[str, Any]) -> str:
+    settings, hardware = report["settings"], report["hardware"] or {}
+    where = hardware.get("gpu") or hardware.get("cpu") or "no run had memory"
+    weights = ", random weights" if settings["random_weights"] else ""
+    name = Path(report["model"]["path"]).resolve().name
+    clock = "; processor time" if settings["clock"] == "processor" else ""
+    return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}{clock}"

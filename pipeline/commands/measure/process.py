@@ -1,0 +1,175 @@
+"""The process of one run: prefill and decoding of one model at one length, memory, KV cache.
+
+    python pipeline/__main__.py --process pipeline.commands.measure.process REQUEST RESULT
+
+Shapes: B batch, T tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from bosch.errors import RunError, UserError
+from bosch.model.cache import held_bytes, state_bytes
+from bosch.model.cache_size import CacheSize
+from bosch.model.families import decoder_layers, text_config
+from bosch.model.interface import NAME
+from bosch.window import Window
+from pipeline.commands.measure.kernels import attention_kernels, check_kernels
+from pipeline.commands.measure.measured_model import MeasuredModel, build_model, chosen_device
+from pipeline.commands.measure.memory import (
+    MemoryMeter,
+    is_out_of_memory,
+    limit_memory,
+    memory_meter,
+)
+from pipeline.commands.measure.settings import MeasureSettings
+from pipeline.commands.measure.variants import Variant
+
+
+def measure_run(request: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one run; raises what the run raises."""
+    settings = MeasureSettings.model_validate(request["settings"], strict=False)
+    variant, length = (
+        Variant.model_validate(request["variant"], strict=False),
+        int(request["length"]),
+    )
+    device = chosen_device(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.memory_limit is not None:
+        limit_memory(device, settings.memory_limit)
+    meter = memory_meter(device)
+    measured = build_model(request["model"], request["original"], variant, settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    vocabulary, rows = text_config(measured.model.config).vocab_size, settings.batch_size
+    ids = torch.randint(vocabulary, (rows, length), generator=generator).to(device)  # [B, T]
+    with torch.inference_mode():
+        kernels = attention_kernels(lambda: _warm_up(measured, ids, settings.chunk), device)
+        check_kernels(measured.backend, kernels)
+        figures = _figures(measured, ids, settings, meter)
+    layers = decoder_layers(measured.model.config)
+    size = CacheSize.of(
+        variant.full_kv_heads_per_layer, layers, variant.window or Window(1),
+        getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
+    )  # fmt: skip
+    expected = rows * size.dynamic(length)
+    # transformers' own cache keeps slices of larger tensors where a layer slides by itself.
+    exact = measured.implementation == NAME or not layers.windows
+    if exact and figures["kv_cache_bytes"] != expected:
+        raise RunError(
+            f"the KV cache of {variant.name} holds {figures['kv_cache_bytes']:,} bytes after "
+            f"{length:,} tokens, the formula says {expected:,}"
+        )
+    parameters = sum(p.numel() for p in measured.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in measured.model.parameters())
+    return {
+        **figures,
+        "attention": measured.describe(kernels),
+        "model": {"parameters": parameters, "weights_bytes": weights, "head_dim": layers.head_dim},
+        "hardware": _hardware(device),
+    }
+
+
+def _pass(measured: MeasuredModel, ids: Tensor, cache: Any) -> Tensor:
+    """One forward pass; returns the next token of each row, [B, 1]."""
+    out = measured.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1:].argmax(-1)  # type: ignore[no-any-return]
+
+
+def _warm_up(measured: MeasuredModel, ids: Tensor, chunk: int) -> None:
+    """Every kind of pass once: a first chunk, a chunk with a past, a token."""
+    cache = measured.new_cache()
+    for start in range(0, min(ids.shape[1], 2 * chunk), chunk):
+        token = _pass(measured, ids[:, start : start + chunk], cache)
+    _pass(measured, token, cache)
+
+
+def _figures(
+    measured: MeasuredModel, ids: Tensor, settings: MeasureSettings, meter: MemoryMeter
+) -> dict[str, Any]:
+    cache, start_bytes = measured.new_cache(), meter.now()
+    clock = time.process_time if settings.clock == "processor" else time.perf_counter
+    peaks: list[int] = []
+
+    def timed(ids: Tensor) -> tuple[Tensor, float]:
+        meter.restart()
+        _wait(ids.device)
+        started = clock()
+        token = _pass(measured, ids, cache)
+        _wait(ids.device)
+        seconds = clock() - started
+        peaks.append(meter.peak())
+        return token, seconds
+
+    prefill, tokens = [], []
+    for start in range(0, ids.shape[1], settings.chunk):
+        token, seconds = timed(ids[:, start : start + settings.chunk])
+        prefill.append(seconds)
+    cache_bytes = held_bytes(cache)
+    for _ in range(settings.decode_tokens):
+        token, seconds = timed(token)
+        tokens.append(seconds)
+    return {
+        "prefill_seconds": sum(prefill),
+        "token_seconds": tokens,
+        "memory_start_bytes": start_bytes,
+        "memory_peak_bytes": max(peaks),
+        "memory_p90_bytes": float(np.percentile(peaks, 90)),
+        "memory_source": meter.source,
+        "kv_cache_bytes": cache_bytes,
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    """Hardware of the run, without the machine's name."""
+    facts: dict[str, Any] = {"device": device.type, "cpu": _cpu_model(), "cores": os.cpu_count()}
+    facts["threads"] = torch.get_num_threads()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)
+
+
+def main() -> None:
+    """Measure what the request file says and write figures, or how it ended, into the result."""
+    request_file, result_file = sys.argv[1:]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    request = json.loads(Path(request_file).read_text())
+    try:
+        result = {"status": "measured", **measure_run(request)}
+    except UserError as fault:
+        result = {"status": "user_error", "reason": str(fault)}
+    except RunError as failure:
+        result = {"status": "run_error", "reason": str(failure)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        result = {"status": "out_of_memory", "reason": reason[:200]}
+    Path(result_file).write_text(json.dumps(result))

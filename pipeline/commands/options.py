@@ -1,0 +1,104 @@
+"""Options of a command as a typed section, checked like a recipe: one option for each field.
+
+Lists are separated by commas. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from bosch.errors import UserError
+from bosch.search import methods
+from pipeline.recipe.faults import sentences, suggest
+from pipeline.recipe.load import listing
+from stages.fields import Count, Ratio, Section
+
+METHODS = methods.FINDING
+_Options = TypeVar("_Options", bound=Section)
+_Value = TypeVar("_Value", int, float)
+
+
+def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None:
+    """Add an option for each field: its description is the help, a bool is a flag."""
+    for name, field in section.model_fields.items():
+        text = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(_option(name), action="store_true", default=None, help=text)
+            continue
+        default = f" (default: {_as_text(field.default)})" if field.default is not None else ""
+        parser.add_argument(_option(name), metavar="…", help=text + default)
+
+
+def read_options(section: type[_Options], arguments: argparse.Namespace, command: str) -> _Options:
+    """The options that the command line names, with the defaults of the others.
+
+    Raises UserError that lists every faulty option.
+    """
+    values = {name: getattr(arguments, name) for name in section.model_fields}
+    values = {name: value for name, value in values.items() if value is not None}
+    try:
+        return section.model_validate(values, strict=False)  # a shell knows nothing but text
+    except ValidationError as error:
+        faults = []
+        for sentence in sentences(section, error):
+            path, _, text = sentence.partition(": ")
+            faults.append(f"{_option(path.partition('.')[0])}: {text}")
+        raise UserError(listing(command, faults)) from None
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _as_text(default: Any) -> str:
+    if default == METHODS:
+        return "all"
+    values = default if isinstance(default, tuple) else (default,)
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def _split(value: object) -> object:
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+
+
+def _rising(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
+    return tuple(sorted(set(values)))
+
+
+def _method(name: str) -> str:
+    if name not in methods.METHODS:
+        near = suggest(name, tuple(methods.METHODS))
+        hint = f"did you mean {near}?" if near else f"choose from all, {', '.join(METHODS)}"
+        raise ValueError(f"'{name}' is unknown; {hint}")
+    return name
+
+
+def _all_methods(value: object) -> object:
+    return METHODS if value == "all" else value
+
+
+def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+# Lists rise without repetition; methods keep the order in which they are named.
+Counts = Annotated[
+    tuple[Count, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_rising)
+]
+Ratios = Annotated[
+    tuple[Ratio, ...], Field(min_length=1), BeforeValidator(_split), AfterValidator(_rising)
+]
+Seeds = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+    BeforeValidator(_split),
+    AfterValidator(_rising),
+]
+Methods = Annotated[
+    tuple[Annotated[str, AfterValidator(_method)], ...],
+    BeforeValidator(_split),
+    BeforeValidator(_all_methods),
+    AfterValidator(_unique),
+]

@@ -1,0 +1,171 @@
+"""Whether training fits into the memory of a process, and which settings would make it fit."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bosch.errors import UserError
+from bosch.model.decoder_shape import DecoderShape
+from pipeline.recipe.recipe import LoadedRecipe
+from stages.configs import Runtime, TrainConfig
+from stages.formats import format_bytes
+from stages.train.footprint import TrainingMemory, training_memory
+from stages.train.schedule import batch_faults, make_schedule
+
+# CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
+_DEVICE_OVERHEAD = 2.0 * 2**30
+# What the allocator cannot give out again, as a share of the rest.
+_FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of each training process, and the bytes it may use."""
+
+    memory: TrainingMemory
+    capacity: float
+    on_gpu: bool
+
+    @property
+    def overhead(self) -> float:
+        return _DEVICE_OVERHEAD if self.on_gpu else 0.0
+
+    @property
+    def need(self) -> float:
+        """Bytes that are certain to be needed."""
+        return self.memory.peak + self.overhead
+
+    @property
+    def margin(self) -> float:
+        return _FRAGMENTATION * self.memory.peak if self.on_gpu else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is certain fits; the margin may be missing."""
+        return self.need <= self.capacity
+
+    @property
+    def verdict(self) -> str:
+        """The sum beside what there is."""
+        total = f"{format_bytes(self.need + self.margin)} of {format_bytes(self.capacity)}"
+        if not self.fits:
+            return f"{total}: does not fit"
+        if self.need + self.margin > self.capacity:
+            return f"{total}: may not fit, only the fragmentation margin is missing"
+        return f"{total}: fits"
+
+
+def training_budget(
+    loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
+) -> Budget:
+    """The memory of a recipe's training on so many processes.
+
+    Raises UserError where the batch does not split over them.
+    """
+    recipe = loaded.recipe
+    assert recipe.train is not None
+    return _budget(
+        recipe.train, recipe.runtime, recipe.prepare.sequence_length, shape, processes, capacity,
+        on_gpu,
+    )  # fmt: skip
+
+
+def _budget(
+    train: TrainConfig,
+    runtime: Runtime,
+    length: int,
+    shape: DecoderShape,
+    processes: int,
+    capacity: float,
+    on_gpu: bool,
+) -> Budget:
+    schedule = make_schedule(train, runtime, length, processes, on_gpu)
+    memory = training_memory(
+        shape, train, runtime, processes=processes, tokens=schedule.micro_batch_size * length,
+        accumulation=schedule.accumulation,
+    )  # fmt: skip
+    return Budget(memory, capacity, on_gpu)
+
+
+def remedy(
+    loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
+) -> str:
+    """The fewest settings with which training would fit, as a sentence's end."""
+    train, length = loaded.recipe.train, loaded.recipe.prepare.sequence_length
+    assert train is not None
+    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, on_gpu):
+        if any(batch_faults(train, runtime, length, count)):
+            continue
+        if _budget(train, runtime, length, shape, count, capacity, on_gpu).fits:
+            return f"it fits with {' and '.join(names)}"
+    return "no sharding, checkpointing or number of processes makes it fit; shorten sequences"
+
+
+def _alternatives(
+    runtime: Runtime, processes: int, on_gpu: bool
+) -> Iterator[tuple[list[str], Runtime, int]]:
+    """Changes of what is no part of any result, fewest changes and fewest processes first."""
+    changes: dict[str, dict[str, object]] = {}
+    if not runtime.gradient_checkpointing:
+        changes["runtime.gradient_checkpointing=true"] = {"gradient_checkpointing": True}
+    if runtime.micro_batch_size != 1:
+        changes["runtime.micro_batch_size=1"] = {"micro_batch_size": 1}
+    if runtime.sharding == "none":
+        changes["runtime.sharding=fsdp"] = {"sharding": "fsdp"}
+    for factor in (1, 2, 4, 8, 16, 32):
+        count = processes * factor
+        for size in range(len(changes) + 1):
+            for chosen in itertools.combinations(changes, size):
+                update = {key: value for name in chosen for key, value in changes[name].items()}
+                changed = runtime.model_copy(update=update)
+                if changed.sharding != "none" and count < 2:
+                    continue
+                names = list(chosen)
+                if factor > 1:
+                    names.append(f"{count} processes instead of {processes}")
+                if names:
+                    yield names, changed, count
+
+
+def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
+    """Raise UserError before anything runs where training is certain not to fit on this machine.
+
+    Nothing is refused where the memory cannot be read, or the model's shape is not known.
+    """
+    if loaded.recipe.train is None or loaded.info is None:
+        return
+    capacity = _memory_here(loaded)
+    if capacity is None:
+        return
+    shape, on_gpu, count = loaded.info.decoder, loaded.world.gpus > 0, loaded.world.size
+    budget = training_budget(loaded, shape, count, capacity, on_gpu)
+    if not budget.fits:
+        raise UserError(
+            f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "
+            f"process(es), of {format_bytes(capacity)} there; "
+            f"{remedy(loaded, shape, count, capacity, on_gpu)} (plan shows what takes it)"
+        )
+
+
+def _memory_here(loaded: LoadedRecipe) -> float | None:
+    """Bytes that one process of this machine may hold: a GPU's, or its share of the memory."""
+    if not loaded.world.gpus:
+        for line in _lines(Path("/proc/meminfo")):
+            name, _, value = line.partition(":")
+            if name == "MemTotal":
+                return float(value.split()[0]) * 1024 / loaded.world.processes_per_node
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return min(float(line) for line in output.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -1,0 +1,64 @@
+"""`python -m pipeline run RECIPE`: brings the stages of a recipe up to date."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from pipeline.commands.missing import print_missing
+from pipeline.commands.paths import typed_path
+from pipeline.commands.plan.fit import refuse_what_cannot_fit
+from pipeline.commands.status import print_states
+from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.graph import Stage
+from pipeline.run.runner import Choice, Runner
+from stages.artifacts import PAGE, Scores
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which stages to run, and how."""
+    parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="STAGE",
+        help="leave earlier stages alone; they must be there",
+    )
+    parser.add_argument(
+        "--force",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="make this stage and what needs it again; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for stages that another run is making"
+    )
+
+
+def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    """Run what is to run and say where the results are; 1 where a task has no score."""
+    choice = Choice(options.until, options.start, tuple(options.force), options.wait)
+    runner = Runner(loaded, choice, stages)
+    if options.dry_run:
+        print_states(
+            loaded, [state for state in runner.states() if state.node.name in runner.chosen]
+        )
+        runner.hasher.save()
+        return 0
+    if "train" in runner.chosen:
+        refuse_what_cannot_fit(loaded)
+    ran = runner.run()
+    name = loaded.recipe.name
+    folder = typed_path(loaded.output_root / name)
+    if ran == 0:
+        print(f"{name}: nothing to do; all {len(runner.chosen)} stages are up to date in {folder}")
+    else:
+        print(f"{name}: finished; the results are in {folder}")
+    page = loaded.output_root / name / "report" / PAGE
+    if runner.chosen[-1] == "report" and page.exists():
+        print(f"report: {typed_path(page)}")
+    if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
+        return 0
+    return print_missing(Scores.read(loaded.output_root / name / "evaluate"))

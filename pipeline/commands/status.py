@@ -1,0 +1,40 @@
+"""`python -m pipeline status RECIPE`: the state of each stage, within half a second."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+
+from bosch.errors import printable
+from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.graph import Stage, resolve
+from pipeline.run.status import StageState, inspect
+from pipeline.run.store import Store
+
+# At most so much of new input files is read; beyond it, they are said not to be hashed.
+_BUDGET_BYTES = 64 * 1024**2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    """Print the state of every stage."""
+    store = Store(loaded.output_root)
+    hasher = store.hasher(_BUDGET_BYTES)
+    nodes = resolve(loaded, hasher, stages)
+    print_states(loaded, inspect(nodes, store, hasher, loaded.recipe.name))
+    if store.root.exists():
+        with contextlib.suppress(OSError):
+            hasher.save()
+    return 0
+
+
+def print_states(loaded: LoadedRecipe, states: Sequence[StageState]) -> None:
+    """One line for each stage, below the recipe's name."""
+    print(f"{loaded.recipe.name} ({loaded.file})")
+    width = max(len(state.node.name) for state in states)
+    for state in states:
+        print(f"  {state.node.name:<{width}}  {printable(str(state))}")

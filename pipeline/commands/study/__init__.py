@@ -1,0 +1,1 @@
+"""Studies of the search: optimality, cost, turnover, stability."""

@@ -1,0 +1,214 @@
+"""Optimality gap: every mask on budget measured, and where each method's mask stands among them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bosch.analysis.optimality import Standing, count_on_budget, masks_on_budget, standing
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.progress import progress
+from pipeline.commands.paths import model_label
+from pipeline.commands.study import plots
+from pipeline.commands.study.page import StudyResult
+from pipeline.commands.study.studied_model import StudiedModel, variants
+from pipeline.commands.tables import Table
+
+logger = logging.getLogger(__name__)
+
+_MOST_MASKS = 20_000
+
+Landscape = dict[HeadMask, Evaluation]
+
+
+def study(model: StudiedModel) -> StudyResult:
+    """Enumerate at each ratio, on the calibration set and on held-out examples.
+
+    Raises UserError when a ratio has too many masks to enumerate.
+    """
+    options = model.options
+    for ratio in options.ratios:
+        _check_size(model, ratio)
+    calibration, held_out = model.calibration(0), model.held_out_set
+    data: dict[str, Any] = {"shape": model.shape, "calibration_examples": len(calibration)}
+    data |= {"held_out_examples": len(held_out), "seeds": options.seeds, "ratios": {}}
+    curves = {}
+    tables = [_anchor_table(model)]
+    for ratio in options.ratios:
+        log = _log(model, "calibration", calibration)
+        landscape = _enumerated(model, ratio, calibration, log, "calibration set")
+        held_out_landscape = _enumerated(
+            model, ratio, held_out, _log(model, "held-out", held_out), "held-out set"
+        )
+        searches = {
+            _label(method, budget): [
+                model.search(method, ratio, seed, budget=budget, calibration_seed=0, log=log)
+                for seed in range(options.seeds)
+            ]
+            for method, budget in variants(options.methods, options.budgets)
+        }
+        standings = {
+            method: [standing(run.mask, landscape) for run in runs]
+            for method, runs in searches.items()
+        }
+        held_out_standings = {
+            method: [standing(run.mask, held_out_landscape) for run in runs]
+            for method, runs in searches.items()
+        }
+        evaluations = {
+            method: median(run.costs["evaluations"] for run in runs)
+            for method, runs in searches.items()
+        }
+        curves[ratio] = (landscape, standings)
+        tables.append(_table(ratio, landscape, standings, held_out_standings, evaluations))
+        data["ratios"][f"{ratio:g}"] = {
+            "optimum": _optimum(landscape),
+            "held_out_optimum": _optimum(held_out_landscape),
+            "methods": {
+                method: {
+                    "evaluations": evaluations[method],
+                    "calibration": [asdict(s) for s in standings[method]],
+                    "held_out": [asdict(s) for s in held_out_standings[method]],
+                }
+                for method in searches
+            },
+        }
+    return StudyResult(
+        "optimality", "Distance to the true optimum", _text(model), data, tables,
+        {"landscape": plots.landscapes(curves)},
+    )  # fmt: skip
+
+
+def _label(method: str, budget: int | None) -> str:
+    return method if budget is None else f"{method}, κ = {budget}"
+
+
+def _anchor_table(model: StudiedModel) -> Table:
+    """The model without a search: every head full, every head sliding."""
+    rows = []
+    for name, mask in (
+        ("all full", HeadMask.all_full(*model.shape)),
+        ("all sliding", HeadMask.all_sliding(*model.shape)),
+    ):
+        exact, likelihood = model.held_out(mask).mean(axis=0)
+        rows.append([name, f"{exact:.3f}", f"{likelihood:.3f}"])
+    header = ("mask", "held-out score", "held-out log-likelihood")
+    return Table.of_rows("The model", header, rows)
+
+
+def _check_size(model: StudiedModel, ratio: float) -> None:
+    count = count_on_budget(*model.shape, ratio)
+    if count > _MOST_MASKS:
+        layers, heads = model.shape
+        raise UserError(
+            f"study optimality: {layers} x {heads} KV heads have {count:,} masks at ratio "
+            f"{ratio:g}, more than {_MOST_MASKS:,} that can be enumerated; take a smaller model, "
+            "like that of recipes/study/enumerable.yaml"
+        )
+
+
+def _log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
+    """The log of evaluations on one set of examples, beside the results."""
+    context = model.objective(examples).context
+    stem = f"{name}-{context.model[:8]}-{context.calibration[:8]}-{context.window_size}"
+    return EvaluationLog(model.folder / f"{stem}.jsonl", context)
+
+
+def _enumerated(
+    model: StudiedModel, ratio: float, examples: Any, log: EvaluationLog, what: str
+) -> Landscape:
+    """Evaluations of all masks on budget; layers that the next mask shares stay cached."""
+    objective = model.objective(examples)
+    masks = list(masks_on_budget(*model.shape, ratio))
+    missing = [mask for mask in masks if log.get(mask) is None]
+    with progress(len(missing), f"all masks at {ratio:g}, {what}", "masks") as bar:
+        for mask, following in pairwise([*missing, missing[-1]] if missing else []):
+            log.append(mask, objective.evaluate(mask, _shared(mask, following)), "enumeration")
+            bar.update()
+    return {mask: evaluation for mask in masks if (evaluation := log.get(mask)) is not None}
+
+
+def _shared(mask: HeadMask, following: HeadMask) -> int:
+    """Layers below the first one in which two masks differ; 0 where they are the same."""
+    different = (mask.is_full != following.is_full).any(axis=1)
+    return int(different.argmax())
+
+
+def _optimum(landscape: Landscape) -> dict[str, Any]:
+    scores = np.array([e.score for e in landscape.values()])
+    likelihoods = np.array([e.log_likelihood for e in landscape.values()])
+    best = max(landscape, key=lambda mask: landscape[mask].log_likelihood)
+    return {
+        "masks": len(landscape),
+        "score": float(scores.max()),
+        "masks_of_best_score": int((scores == scores.max()).sum()),
+        "log_likelihood": float(likelihoods.max()),
+        "best_by_log_likelihood": best.key,
+        "random_score": float(scores.mean()),
+        "random_log_likelihood": float(likelihoods.mean()),
+        "worst_score": float(scores.min()),
+        "scores": np.sort(scores)[::-1].tolist(),
+        "log_likelihoods": np.sort(likelihoods)[::-1].tolist(),
+    }
+
+
+def _table(
+    ratio: float,
+    landscape: Landscape,
+    standings: dict[str, list[Standing]],
+    held_out_standings: dict[str, list[Standing]],
+    evaluations: dict[str, float],
+) -> Table:
+    best = _optimum(landscape)
+    title = (
+        f"ρ = {ratio:g}: {best['masks']} masks, best score {best['score']:.3f} "
+        f"({best['masks_of_best_score']} masks), best log-likelihood {best['log_likelihood']:.3f}; "
+        f"a random mask: {best['random_score']:.3f} and {best['random_log_likelihood']:.3f}"
+    )
+    header = (
+        "method", "evaluations", "score rank", "score gap", "log-likelihood rank",
+        "log-likelihood gap", "held-out score gap", "held-out log-likelihood gap",
+    )  # fmt: skip
+    rows = []
+    for method, own in standings.items():
+        other = held_out_standings[method]
+        rows.append(
+            [
+                method,
+                f"{evaluations[method]:.0f}",
+                _ranks([s.score_rank for s in own]),
+                f"{np.mean([s.score_gap for s in own]):.3f}",
+                _ranks([s.log_likelihood_rank for s in own]),
+                f"{np.mean([s.log_likelihood_gap for s in own]):.3f}",
+                f"{np.mean([s.score_gap for s in other]):.3f}",
+                f"{np.mean([s.log_likelihood_gap for s in other]):.3f}",
+            ]
+        )
+    return Table.of_rows(title, header, rows)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Median and worst over seeds."""
+    middle = f"{median(ranks):g}"
+    return middle if min(ranks) == max(ranks) else f"{middle} (worst {max(ranks)})"
+
+
+def _text(model: StudiedModel) -> str:
+    layers, heads = model.shape
+    options = model.options
+    return (
+        f"All masks on budget of a model of {layers} layers with {heads} KV heads "
+        f"(`{model_label(model.recipe.model.path)}`) were measured on the calibration set of "
+        f"{len(model.calibration(0))} examples on which the methods search, and on "
+        f"{len(model.held_out_set)} held-out examples. Each method ran with {options.seeds} "
+        "seeds on the same calibration set. Rank 1 is the best; equal masks share a rank; ranks "
+        "are medians over the seeds, gaps are means. `evaluations` counts different masks, anchors "
+        "included; the gradients that bosch_plus takes are not among them."
+    )

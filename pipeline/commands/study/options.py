@@ -1,0 +1,31 @@
+"""Options of a study; nothing here imports torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipeline.commands.options import METHODS, Counts, Methods, Ratios
+from stages.fields import Count, Section
+
+
+class StudyOptions(Section):
+    """Size of a study; methods and ratios are in the order of the tables."""
+
+    methods: Methods = Field(METHODS, description="methods to compare, separated by commas")
+    ratios: Ratios = Field((0.25, 0.5, 0.75, 0.875), description="SWA ratios")
+    seeds: Count = Field(5, description="runs of each method")
+    budgets: Counts = Field((4, 8, 16), description="evaluations per layer of the searches (κ)")
+    sizes: Counts = Field(
+        (4, 8, 16), description="calibration examples that the stability study compares"
+    )
+    granularities: Counts = Field(
+        (1, 2, 4), description="heads that the granularity study chooses together"
+    )
+    held_out: Count = Field(48, description="examples on which masks are compared")
+    examples: str | None = Field(
+        None,
+        description="JSON lines of input_ids and answer_length to study instead of the recipe's "
+        "tasks; the last ones are held out, each seed draws its calibration set from the others",
+    )
+    output: str | None = Field(None, description="folder of results (default: runs/<recipe>/study)")
+    docs: bool = Field(False, description="copy page and plots to docs/study as well")

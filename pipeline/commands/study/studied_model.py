@@ -1,0 +1,319 @@
+"""The model under study: its calibration sets, its searches and its held-out scores, each once.
+
+S seeds, E held-out examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.loading import load_model
+from bosch.model.search_mode import mask_shape, prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.objective import Objective
+from bosch.search.methods import METHODS
+from bosch.search.runs import run_method
+from bosch.search.settings import SearchSettings
+from data_prep.calibration import forced_records
+from data_prep.essays import haystack_words
+from data_prep.needles import SeedSpace
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from pipeline.commands.finished import FinishedWork, Record
+from pipeline.commands.paths import model_label
+from pipeline.commands.study.options import StudyOptions
+from pipeline.recipe.recipe import Recipe
+from stages.search.run import VERSION as SEARCH_VERSION
+
+logger = logging.getLogger(__name__)
+
+# The search whose budget is a tenth of the published procedure's at the same kappa.
+OURS = "bosch_plus"
+
+Results = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """One run of a method: its mask, the mask's worth, the costs, and Algorithm 1's layer rows."""
+
+    mask: HeadMask
+    score: float
+    log_likelihood: float
+    costs: dict[str, float]
+    layers: list[dict[str, float]]
+    full_log_likelihood: float
+
+
+def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, int | None]]:
+    """Methods with the budgets they run at; None for those that have none to spend.
+
+    `bosch_plus` spends kappa L / 10 evaluations where the published procedure spends 2 kappa L:
+    besides the same kappa it gets ten times the largest one.
+    """
+    pairs: list[tuple[str, int | None]] = []
+    for method in methods:
+        if not METHODS[method].searches:
+            pairs.append((method, None))
+            continue
+        more = (10 * max(budgets),) if method == OURS else ()
+        pairs += [(method, budget) for budget in (*budgets, *more)]
+    return pairs
+
+
+def _changed_settings(settings: SearchSettings) -> Record:
+    """Settings that differ from the defaults: a result stays valid when options are added."""
+    defaults = asdict(SearchSettings(swa_ratio=settings.swa_ratio))
+    changed = {name: value for name, value in asdict(settings).items() if value != defaults[name]}
+    return {**changed, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
+
+
+class StudiedModel:
+    """Searches and measures one model; results in `finished` are not computed again.
+
+    Raises UserError when model, tokenizer or haystack are missing or damaged.
+    """
+
+    def __init__(self, recipe: Recipe, options: StudyOptions, folder: Path) -> None:
+        self.recipe, self.options, self.folder = recipe, options, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.finished = FinishedWork(folder / "results.jsonl")
+        if len(self.finished):
+            logger.info("%d results are known already", len(self.finished))
+        self._sets: dict[tuple[SeedSpace, int, int], CalibrationSet] = {}
+        self._objectives: dict[str, Objective] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        model = self.recipe.model
+        loaded = load_model(
+            model.path,
+            dtype=model.dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+        prepare_for_search(loaded, self.recipe.runtime.attention)
+        return loaded
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the model."""
+        return model_fingerprint(self.model)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and KV heads."""
+        return mask_shape(self.model.config)
+
+    def examples(self, space: SeedSpace, seed: int, count: int) -> CalibrationSet:
+        """Teacher-forced questions of the recipe's tasks and length, or of the file of examples."""
+        key = space, seed, count
+        if key not in self._sets and self._file is not None:
+            self._sets[key] = self._drawn(self._file, space, seed, count)
+        if key not in self._sets:
+            form = self.recipe.prepare.calibration
+            records = forced_records(
+                form.tasks, count, form.length, space, seed, self._tokenizer, self._words
+            )
+            self._sets[key] = CalibrationSet.from_records(record for _, record in records)
+        return self._sets[key]
+
+    def _drawn(
+        self, file: CalibrationSet, space: SeedSpace, seed: int, count: int
+    ) -> CalibrationSet:
+        """The file's last examples for evaluation, `count` others at random for calibration.
+
+        Raises UserError where the file holds too few of either.
+        """
+        rest = len(file) - self.options.held_out
+        if rest < self.recipe.prepare.calibration.examples:
+            raise UserError(
+                f"--examples: {self.options.examples} holds {len(file)} examples, too few for "
+                f"{self.options.held_out} to hold out (--held-out) and "
+                f"{self.recipe.prepare.calibration.examples} to calibrate on "
+                "(prepare.calibration.examples)"
+            )
+        if space == "evaluation":
+            return CalibrationSet(file.examples[rest:])
+        shuffled = Random(seed).sample(file.examples[:rest], rest)
+        return CalibrationSet(tuple(shuffled[:count]))
+
+    @cached_property
+    def _file(self) -> CalibrationSet | None:
+        path = self.options.examples
+        return None if path is None else CalibrationSet.load(Path(path))
+
+    @property
+    def about_examples(self) -> str:
+        """Size and kind of the calibration sets and of the held-out examples, for pages."""
+        form, path = self.recipe.prepare.calibration, self.options.examples
+        own, kind = f"calibration sets of {form.examples} examples", ""
+        if path is None:
+            own += f" of {form.length} tokens"
+            kind = f" of the same length and tasks ({', '.join(form.tasks)})"
+        else:
+            own += f" of up to {self.held_out_set.max_length} tokens from {model_label(path)}"
+            kind = " of the same file"
+        return f"{own}, {len(self.held_out_set)} held-out examples{kind}"
+
+    def objective(self, examples: CalibrationSet) -> Objective:
+        """Measures masks on `examples`; later passes reuse what earlier ones cached."""
+        key = examples.fingerprint
+        if key not in self._objectives:
+            self._objectives[key] = self._new_objective(examples)
+        return self._objectives[key]
+
+    def _new_objective(self, examples: CalibrationSet) -> Objective:
+        search = self.recipe.search
+        return Objective(
+            self.model,
+            examples,
+            search.window,
+            batch_size=self.recipe.runtime.eval_batch_size,
+        )
+
+    def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
+        """The calibration set of study seed `seed`; a smaller one is the beginning of a larger."""
+        count = self.recipe.prepare.calibration.examples if examples is None else examples
+        return self.examples("calibration", self.recipe.seed + seed, count)
+
+    @cached_property
+    def held_out_set(self) -> CalibrationSet:
+        """Questions whose needles no calibration set and no training document holds."""
+        return self.examples("evaluation", self.recipe.seed, self.options.held_out)
+
+    def search(
+        self,
+        method: str,
+        ratio: float,
+        seed: int,
+        *,
+        budget: int | None = None,
+        granularity: int | None = None,
+        examples: int | None = None,
+        calibration_seed: int | None = None,
+        log: EvaluationLog | None = None,
+    ) -> SearchOutcome:
+        """Run `method` with search seed `seed`, on that seed's own calibration set by default.
+
+        With a `log` that is shared the costs are not this run's own.
+        """
+        set_seed = seed if calibration_seed is None else calibration_seed
+        calibration = self.calibration(set_seed, examples)
+        settings = self.settings(ratio, seed, budget)
+        if granularity is not None:
+            settings = replace(settings, head_granularity=granularity)
+        if not METHODS[method].searches:  # no budget to spend: one run serves every budget
+            settings = replace(settings, budget_per_layer=1)
+            if not METHODS[method].seeded:
+                settings = replace(settings, seed=self.recipe.seed)
+        key = {
+            "kind": "search",
+            "method": method,
+            "settings": _changed_settings(settings),
+            "shared_log": log is not None,
+            **self._context(calibration),
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        under_way = self.folder / f"under-way-{digest[:16]}.jsonl"
+        record = self.finished.once(
+            key, lambda: self._run_search(method, settings, calibration, log, under_way)
+        )
+        under_way.unlink(missing_ok=True)
+        return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
+
+    def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
+        """The recipe's settings of a search, with another ratio, seed or budget per layer."""
+        settings = self.recipe.search.settings(0)
+        settings = replace(settings, swa_ratio=ratio, seed=self.recipe.seed + seed)
+        return settings if budget is None else replace(settings, budget_per_layer=budget)
+
+    def held_out(self, mask: HeadMask) -> Results:
+        """Exact match and log-likelihood of each held-out example, [E, 2]."""
+        key = {"kind": "held_out", "mask": mask.key, **self._context(self.held_out_set)}
+
+        def compute() -> Record:
+            results = self.objective(self.held_out_set).example_results(mask).T.tolist()
+            return {"exact": results[0], "log_likelihood": results[1]}
+
+        record = self.finished.once(key, compute)
+        return np.array([record["exact"], record["log_likelihood"]]).T
+
+    def held_out_over_seeds(self, masks: list[HeadMask]) -> tuple[Results, Results]:
+        """Exact match and log-likelihood of the masks of all seeds, each [S, E]."""
+        results = np.stack([self.held_out(mask) for mask in masks])
+        return results[:, :, 0], results[:, :, 1]
+
+    def _run_search(
+        self,
+        method: str,
+        settings: SearchSettings,
+        calibration: CalibrationSet,
+        log: EvaluationLog | None,
+        under_way: Path,
+    ) -> Record:
+        """Run a search; its evaluations are kept in `under_way`, should it be stopped.
+
+        Unless its evaluations are shared, it reuses nothing of another search: its costs are its
+        own.
+        """
+        if log is not None:
+            objective = self.objective(calibration)
+        else:
+            objective = self._new_objective(calibration)
+            log = EvaluationLog(under_way, objective.context)
+        # Other processes on the machine slow a search down, but do not use its processor time.
+        clock = time.process_time if self.model.device.type == "cpu" else time.perf_counter
+        started = clock()
+        run = run_method(method, objective, settings, log=log)
+        seconds = clock() - started
+        full = next(point for point in run.trace if point.subproblem == "all full")
+        logger.info(
+            "%s at %.4g, seed %d: score %.4f, log-likelihood %.3f, %.1f full passes",
+            method, settings.swa_ratio, settings.seed, run.result.evaluation.score,
+            run.result.evaluation.log_likelihood, run.costs["full_forward_equivalents"],
+        )  # fmt: skip
+        return {
+            "mask": run.mask.key,
+            "score": run.result.evaluation.score,
+            "log_likelihood": run.result.evaluation.log_likelihood,
+            "costs": {**run.costs, "seconds": seconds},
+            "layers": run.result.layers,
+            "full_log_likelihood": full.log_likelihood,
+        }
+
+    def _context(self, examples: CalibrationSet) -> Record:
+        search = self.recipe.search
+        return {
+            "version": SEARCH_VERSION,
+            "model": self.fingerprint,
+            "examples": examples.fingerprint,
+            "window_size": search.window_size,
+            "sinks": search.sinks,
+        }
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        model = self.recipe.model
+        return load_tokenizer(TokenizerSpec(model.path, model.revision, model.trust_remote_code))
+
+    @cached_property
+    def _words(self) -> list[str]:
+        return haystack_words(self.recipe.prepare.calibration.essay_dir)

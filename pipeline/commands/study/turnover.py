@@ -1,0 +1,155 @@
+"""Which heads the methods choose: turnover between ratios, swap test, Jaccard distances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from bosch.analysis.bootstrap import Interval, bootstrap_mean
+from bosch.analysis.jaccard import mean_distances
+from bosch.analysis.swap_test import swapped
+from bosch.analysis.turnover import turnover
+from bosch.heads import HeadMask
+from bosch.progress import progress
+from bosch.search.methods import METHODS
+from pipeline.commands.paths import model_label
+from pipeline.commands.study import plots
+from pipeline.commands.study.page import StudyResult, interval_text
+from pipeline.commands.study.studied_model import StudiedModel
+from pipeline.commands.tables import Table
+
+_SWAPS = 3  # draws of A' for each pair of masks, as in C.1
+
+Masks = dict[str, dict[float, list[HeadMask]]]
+
+
+def study(model: StudiedModel) -> StudyResult:
+    """Turnover and swap test between neighbouring ratios, Jaccard distances at each ratio."""
+    options = model.options
+    masks = _masks(model)
+    pairs = [pair for pair in pairwise(sorted(options.ratios)) if pair[0] > 0.0]
+    turnovers = [_turnover(method, pair, masks) for method in options.methods for pair in pairs]
+    searches = [method for method in options.methods if METHODS[method].searches]
+    swaps = [_swap(model, method, pair, masks) for method in searches for pair in pairs]
+    distances = {
+        ratio: mean_distances({m: masks[m][ratio] for m in options.methods})
+        for ratio in options.ratios
+    }
+    data = {
+        "seeds": options.seeds,
+        "turnover": turnovers,
+        "swap_test": swaps,
+        "methods": list(options.methods),
+        "jaccard": {f"{ratio:g}": matrix.tolist() for ratio, matrix in distances.items()},
+        "masks": {
+            method: {f"{ratio:g}": [mask.key for mask in own] for ratio, own in ratios.items()}
+            for method, ratios in masks.items()
+        },
+    }
+    return StudyResult(
+        "turnover", "Which heads are chosen", _text(model), data,
+        [_turnover_table(turnovers), _swap_table(swaps)],
+        {"jaccard": plots.jaccard_maps(distances, options.methods)},
+    )  # fmt: skip
+
+
+def _masks(model: StudiedModel) -> Masks:
+    options = model.options
+    masks: Masks = {method: {} for method in options.methods}
+    total = len(options.methods) * len(options.ratios) * options.seeds
+    with progress(total, "searches", "searches") as bar:
+        for method in options.methods:
+            for ratio in options.ratios:
+                own = masks[method].setdefault(ratio, [])
+                for seed in range(options.seeds):
+                    own.append(model.search(method, ratio, seed, budget=options.budgets[-1]).mask)
+                    bar.update()
+    return masks
+
+
+def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str, Any]:
+    small, large = pair
+    turnovers = [
+        turnover(a, b) for a, b in zip(masks[method][small], masks[method][large], strict=True)
+    ]
+    return {
+        "method": method,
+        "small": small,
+        "large": large,
+        "turnover": bootstrap_mean([t.raw for t in turnovers])._asdict(),
+        "normalised": bootstrap_mean([t.normalised for t in turnovers])._asdict(),
+        "most": turnovers[0].most,
+    }
+
+
+def _swap(
+    model: StudiedModel, method: str, pair: tuple[float, float], masks: Masks
+) -> dict[str, Any]:
+    """Held-out results of A_l and A'_l; the draws of A' are averaged within a seed."""
+    small, large = masks[method][pair[0]], masks[method][pair[1]]
+    own = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
+    changed = np.stack(
+        [
+            np.mean([model.held_out(swapped(a, b, draw)) for draw in range(_SWAPS)], axis=0)
+            for a, b in zip(small, large, strict=True)
+        ]
+    )
+    record: dict[str, Any] = {"method": method, "small": pair[0], "large": pair[1]}
+    for column, name in enumerate(("score", "log_likelihood")):
+        mine, theirs = own[:, :, column], changed[:, :, column]
+        record[name] = bootstrap_mean(mine)._asdict()
+        record[f"swapped_{name}"] = bootstrap_mean(theirs)._asdict()
+        record[f"{name}_lost"] = _within_seeds(mine, theirs)._asdict()
+    return record
+
+
+def _within_seeds(own: np.ndarray, changed: np.ndarray) -> Interval:
+    """Mean loss; here both sides of a seed belong together, so their difference is resampled."""
+    return bootstrap_mean(own - changed)
+
+
+def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            r["method"],
+            f"{r['small']:g} → {r['large']:g}",
+            interval_text(Interval(**r["turnover"])),
+            f"{r['most']:.3f}",
+            interval_text(Interval(**r["normalised"])),
+        ]
+        for r in records
+    ]
+    return Table.of_rows("Turnover", ("method", "ρ", "T", "T_max", "T̃"), rows)
+
+
+def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            r["method"],
+            f"{r['small']:g} → {r['large']:g}",
+            interval_text(Interval(**r["score"])),
+            interval_text(Interval(**r["swapped_score"])),
+            interval_text(Interval(**r["score_lost"])),
+            interval_text(Interval(**r["log_likelihood_lost"]), 2),
+        ]
+        for r in records
+    ]
+    header = ("method", "ρ", "score of A", "score of A′", "score lost", "log-likelihood lost")
+    return Table.of_rows(f"Swap test, {_SWAPS} draws of A′ for each seed", header, rows)
+
+
+def _text(model: StudiedModel) -> str:
+    recipe, options = model.recipe, model.options
+    return (
+        f"`{model_label(recipe.model.path)}`, W = {recipe.search.window_size}, {options.seeds} "
+        f"seeds, κ = {options.budgets[-1]}. T is the share of the heads sliding at the smaller "
+        "ratio that are full at the larger one, T̃ that share over the largest possible one "
+        "(BOSCH §4.3). A′ takes in what turned over in place of random members (BOSCH C.1); its "
+        "scores are on "
+        f"{len(model.held_out_set)} held-out examples. Jaccard distances are between the sets "
+        "of sliding heads, means over all pairs of seeds; the diagonal compares different seeds of "
+        "one method. Brackets: 95 % bootstrap intervals."
+    )

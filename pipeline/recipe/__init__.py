@@ -1,0 +1,1 @@
+"""Recipes: YAML, overrides, checks, the model's shape, input files and processes."""

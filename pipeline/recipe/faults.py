@@ -1,0 +1,147 @@
+"""Turns what pydantic found wrong with a recipe into sentences with dotted paths."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from stages.fields import Section
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "keys below it",
+    "model_attributes_type": "keys below it",
+    "dict_type": "keys below it",
+}
+_LIMITS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def sentences(model: type[Section], error: ValidationError) -> list[str]:
+    """One sentence for each place of `model`, the type of a recipe, that `error` names."""
+    grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
+    for detail in error.errors():
+        path, owner = _walk(model, detail["loc"])
+        grouped.setdefault(path, []).append((detail, owner))
+    return [f"{path}: {_describe(path, details, model)}" for path, details in grouped.items()]
+
+
+def known_paths(model: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of every key a recipe may hold; a list's items count as `0`."""
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path
+        nested, is_list = nested_section(info.annotation)
+        if nested is not None:
+            yield from known_paths(nested, f"{path}.0." if is_list else f"{path}.")
+
+
+def suggest(word: str, candidates: Sequence[str]) -> str | None:
+    """The candidate a misspelt word most likely means."""
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section an annotation holds, and whether it holds a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    origin, is_list = get_origin(annotation), get_origin(annotation) is list
+    if is_list or origin is Union or str(origin) == "<class 'types.UnionType'>":
+        for argument in get_args(annotation):
+            nested, inner_list = nested_section(argument)
+            if nested is not None:
+                return nested, is_list or inner_list
+    return None, False
+
+
+def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+    """Dotted path of a location without pydantic's union tags, and the section that holds it."""
+    path: list[str] = []
+    owner: type[Section] | None = model
+    holder: type[Section] | None = model
+    for name in loc:
+        if isinstance(name, int):
+            path.append(str(name))
+        elif owner is not None:
+            path.append(name)
+            holder = owner
+            field = owner.model_fields.get(name)
+            owner = nested_section(field.annotation)[0] if field else None
+    return ".".join(path), holder
+
+
+def _describe(
+    path: str,
+    details: list[tuple[ErrorDetails, type[Section] | None]],
+    root: type[Section],
+) -> str:
+    detail, holder = details[0]
+    kind, value = detail["type"], detail["input"]
+    if kind == "missing":
+        return "is required and missing"
+    if kind == "extra_forbidden":
+        siblings = list(holder.model_fields) if holder else []
+        return _unknown_key(path, root, siblings)
+    expected = list(dict.fromkeys(_expected(one) for one, _ in details))
+    if kind == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
+    choices = [word for one, _ in details for word in _choices(one)]
+    near = suggest(str(value), choices)
+    hint = f"; did you mean {near}?" if near else ""
+    return f"expected {' or '.join(expected)}, found {_show(value)}{hint}"
+
+
+def _unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
+    """Message for an unknown key, with the nearest known one beside it or elsewhere."""
+    name = path.rpartition(".")[2]
+    near = suggest(name, siblings)
+    if near is None:
+        near = next((key for key in known_paths(root) if key.rpartition(".")[2] == name), None)
+    if near is not None:
+        return f"unknown key; did you mean {near}?"
+    return f"unknown key; known here are {', '.join(siblings)}"
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    if detail["type"] != "literal_error":
+        return []
+    expected: str = detail["ctx"]["expected"]
+    return expected.replace("' or '", "', '").strip("'").split("', '")
+
+
+def _expected(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _EXPECTED:
+        return _EXPECTED[kind]
+    if kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        return f"a value {words} {context[key]:g}"
+    if kind == "literal_error":
+        return ", ".join(_choices(detail))
+    if kind == "too_short":
+        return f"at least {context['min_length']} item(s)"
+    return detail["msg"]
+
+
+def _show(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    text = text.lower() if isinstance(value, bool) else text
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,209 @@
+"""What can be known about a base model without torch: its shape, its files, whether they are whole.
+
+Only config.json and the headers of the safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.files import load_json
+from bosch.model.stored_config import StoredConfig, merged_text
+from bosch.weight_files import weight_faults
+
+# Configurations of published models, without weights: `_name_or_path` is the name on the hub.
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.bpe",
+    "tekken.json",
+    "normalizer.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+# Of those whose names are the model's own.
+_TOKENIZER_PATTERNS = ("*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
+_MOST_CONFIG_BYTES = 16 * 1024**2
+
+
+def tokenizer_files(directory: Path) -> list[str]:
+    """Names of the files in a directory that a tokenizer is read from, in order."""
+    patterns = (*TOKENIZER_FILES, *_TOKENIZER_PATTERNS)
+    files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path.name for path in files if not path.name.startswith("."))
+
+
+@dataclass(frozen=True)
+class ModelInfo(StoredConfig):
+    """Shape of a decoder, and where its files are.
+
+    `directory` is None for a hub model; `commit` is the revision its config.json belongs to, None
+    where it comes from recipes/shapes.
+    """
+
+    directory: Path | None = None
+    commit: str | None = None
+
+
+def is_hub_name(path: str, root: Path) -> bool:
+    """Whether a model path that is no directory can be meant as a name on the hub."""
+    if _HUB_NAME.fullmatch(path) is None:
+        return False
+    return not (root / path.partition("/")[0]).is_dir()
+
+
+def read_model(
+    path: str, revision: str | None, root: Path, *, fetch: bool, files: bool = True
+) -> tuple[ModelInfo | None, list[str]]:
+    """Find and check a base model: what is known of it, and everything wrong with it.
+
+    Without `fetch`, a hub model that is not on this machine has the shape that recipes/shapes holds
+    for its name. Nothing is known of any other one, nor of a directory whose config.json cannot be
+    read. Without `files`, a directory needs neither weights nor tokenizer.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return _read_directory(directory, files)
+    if directory.exists():
+        return None, [f"model.path: {path} is a file; expected a model directory"]
+    name = os.path.relpath(path, root) if directory.is_absolute() else path
+    if not is_hub_name(name, root):
+        return None, [
+            f"model.path: there is no directory {path}; expected a model directory "
+            "or a hub name like Qwen/Qwen3-1.7B"
+        ]
+    try:
+        info = _read_hub_model(name, revision, fetch) or _published_shape(name)
+    except UserError as fault:
+        return None, [str(fault)]
+    return info, _shape_faults(info) if info is not None else []
+
+
+def _read_directory(directory: Path, files: bool) -> tuple[ModelInfo | None, list[str]]:
+    faults = list(file_faults(directory)) if files else []
+    try:
+        info = ModelInfo(_read_config(directory), directory)
+    except UserError as fault:
+        return None, [str(fault), *faults]
+    return info, [*_shape_faults(info), *faults]
+
+
+def _shape_faults(info: ModelInfo) -> list[str]:
+    """Faults of a config.json that is not that of a searchable decoder."""
+    faults = []
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: info.layers,
+        lambda: info.hidden_size,
+        lambda: info.head_dim,
+        lambda: info.max_positions,
+        info.check_heads,
+    )
+    for read in reads:
+        try:
+            read()
+        except UserError as fault:
+            faults.append(str(fault))
+    if not faults:
+        try:
+            info.check_family()
+        except UserError as fault:
+            faults.append(str(fault))
+    return faults
+
+
+def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:
+    config = _cached_config(name, revision)
+    if config is None and fetch:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            config = Path(hf_hub_download(name, "config.json", revision=revision))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"model.path: {name} is neither a directory nor a model that could be fetched "
+                f"from the hub ({type(error).__name__}: {reason})"
+            ) from None
+    if config is None:
+        return None
+    return ModelInfo(_read_config(config.parent), commit=config.parent.name)
+
+
+def _published_shape(name: str) -> ModelInfo | None:
+    """The shape in recipes/shapes whose config.json says that it is `name`'s."""
+    for path in sorted(SHAPES.glob("*/config.json")):
+        if _read_json(path).get("_name_or_path") == name:
+            return ModelInfo(_read_config(path.parent))
+    return None
+
+
+def cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """Where the hub's cache on this machine holds a repository, or some of its files."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else str(revision or "main")
+    snapshot = folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _cached_config(name: str, revision: str | None) -> Path | None:
+    snapshot = cached_snapshot(name, revision)
+    config = snapshot / "config.json" if snapshot is not None else None
+    return config if config is not None and config.is_file() else None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds a tokenizer's own files, its configuration aside."""
+    return any(name for name in tokenizer_files(directory) if "config" not in name)
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
+    config = _read_json(path)
+    config = merged_text(config)
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(f"model.path: {path} names no model_type")
+    if config.get("hybrid_attention"):
+        raise UserError(
+            f"model.path: {directory} is a hybrid model already; expected its full-attention base"
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = load_json(path, _MOST_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"model.path: {path} cannot be read as JSON ({reason})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"model.path: {path} is damaged: expected a JSON object")
+    return value
+
+
+def file_faults(directory: Path) -> Iterator[str]:
+    """Tokenizer and weights that are missing or cut short; reads file headers only."""
+    if not has_tokenizer(directory):
+        yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
+    for fault in weight_faults(directory):
+        yield f"model.path: {fault}"

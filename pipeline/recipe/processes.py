@@ -1,0 +1,69 @@
+"""How many processes distributed stages run on: torchrun's own variables, else the recipe's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bosch.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """Nodes and processes of a distributed stage, as torchrun counts them."""
+
+    nodes: int = 1
+    node_rank: int = 0
+    processes_per_node: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    gpus: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+def count_gpus(env: Mapping[str, str] = os.environ) -> int:
+    """NVIDIA GPUs this process may use, found without importing torch."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    present = sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal())
+    if visible is None:
+        return present
+    chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1", "NoDevFiles")]
+    return min(present, len(chosen))
+
+
+def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.environ) -> World:
+    """The processes to start; NPROC_PER_NODE and the like win over the recipe's number.
+
+    Raises UserError for a variable that is no number or a node rank out of range.
+    """
+    gpus = count_gpus(env)
+    nodes = _integer(env, "NNODES", 1, least=1)
+    rank = _integer(env, "NODE_RANK", 0, least=0)
+    if rank >= nodes:
+        raise UserError(f"NODE_RANK={rank}: expected a value below NNODES={nodes}")
+    if env.get("NPROC_PER_NODE", "auto") not in ("auto", "gpu"):
+        processes = _integer(env, "NPROC_PER_NODE", 1, least=1)
+    else:
+        processes = max(gpus, 1) if configured == "auto" else configured
+    if nodes > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+        raise UserError(f"NNODES={nodes}: MASTER_ADDR and MASTER_PORT must be set on every node")
+    port = _integer(env, "MASTER_PORT", 0, least=0)
+    return World(nodes, rank, processes, env.get("MASTER_ADDR", "127.0.0.1"), port or None, gpus)
+
+
+def _integer(env: Mapping[str, str], name: str, default: int, least: int) -> int:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 6 or int(text) < least:
+        raise UserError(
+            f"environment variable {name}={text[:60]}: expected an integer >= {least}, "
+            "of at most 6 digits"
+        )
+    return int(text)

@@ -1,0 +1,152 @@
+"""YAML of recipes: the safe loader with limits, and plain words as in YAML 1.2.
+
+Repeated keys are refused instead of dropped. Plain words are read as YAML 1.2 does: `no` is a word,
+1:30 is not 90, 010 is not 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bosch.errors import UserError, control_character
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+# Far beyond any recipe; a stranger's file must neither hang nor crash the parser.
+_MOST_BYTES = 2**20
+_MOST_DEPTH = 32
+_MOST_VALUES = 10_000
+_MOST_DIGITS = 64
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """The safe loader; a mapping that names a key twice is an error with its line."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys: set[Hashable] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' stands here a second time", key_node.start_mark
+                )
+            if isinstance(key, Hashable):
+                keys.add(key)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
+def _set_resolvers() -> None:
+    """Which plain words are null, a flag or a number; every other one is text."""
+    _Loader.yaml_implicit_resolvers = {}
+    digits, exponent = r"\d[\d_]*", r"[eE][-+]?\d+"
+    for tag, pattern, first in (
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+        ("int", r"[-+]?(?:0|[1-9][\d_]*)", list("-+0123456789")),
+        ("float", rf"[-+]?(?:\.\d+|{digits}\.\d*)(?:{exponent})?", list("-+.0123456789")),
+        ("float", rf"[-+]?{digits}{exponent}", list("-+0123456789")),
+        ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+        ("merge", r"<<", ["<"]),
+    ):
+        resolver = re.compile(rf"(?:{pattern})\Z", re.ASCII)
+        _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", resolver, first)
+
+
+_set_resolvers()
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; raises UserError naming `where` and the line."""
+    if len(text) > _MOST_BYTES:
+        raise UserError(f"{where}: is longer than {_MOST_BYTES:,} characters; that is no recipe")
+    try:
+        _check_limits(text)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(
+            f"{where}{line}: not valid YAML: {error.problem or error.context}"
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: not valid YAML: {reason}") from None
+
+
+def _check_limits(text: str) -> None:
+    """Raise a YAML error for text that nests, repeats or counts beyond all sense.
+
+    The parser's events are enough: nothing is built yet, and an alias counts as often as the value
+    it stands for.
+    """
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, values before it
+    values = 0
+    event: Any
+    for event in yaml.parse(text, Loader=_Base):
+        problem = None
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor is not None:
+                sizes[anchor] = values - before
+            continue
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                problem = f"the alias '*{event.anchor}' stands before or inside its value"
+            values += sizes.get(event.anchor or "", 0)
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            problem = _scalar_problem(event)
+            if event.anchor is not None:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, values))
+            values += 1
+        if getattr(event, "tag", None) is not None:
+            problem = f"the tag {event.tag}; write the plain value"
+        if len(open_nodes) > _MOST_DEPTH:
+            problem = f"more than {_MOST_DEPTH} values inside each other"
+        if values > _MOST_VALUES:
+            problem = f"more than {_MOST_VALUES:,} values, aliases counted each time"
+        if problem is not None:
+            raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
+
+
+def _scalar_problem(event: yaml.ScalarEvent) -> str | None:
+    character = control_character(event.value)
+    if character is not None:
+        return f"a text holds the control character {character!r}"
+    if sum(map(str.isdigit, event.value)) > _MOST_DIGITS and event.implicit[0]:
+        number = event.value.replace("_", "").lstrip("+-").replace(".", "", 1)
+        if number.isdigit():
+            return f"a number of {len(number)} digits"
+    return None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; raises UserError when there is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(4 * _MOST_BYTES + 1).decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such recipe file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; a recipe is one YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    value = parse_yaml(text, str(path))
+    if value is None:
+        raise UserError(f"{path}: is empty; a recipe needs at least model, prepare and search")
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a {type(value).__name__}; expected keys such as 'model:'")
+    return {str(key): item for key, item in value.items()}

@@ -1,0 +1,100 @@
+"""How failures are described to the user: kinds, sentences and exit statuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from bosch.errors import RunError, UserError
+
+DISK_FULL_STATUS = 28
+OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
+# Of a process that only lost another one of its stage.
+LOST_RANK_STATUS = 76
+LOST_RANK = "lost-rank"  # begins the name of the file in which it says which
+# sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
+REQUEUE_STATUS = 75
+
+
+# Counts the processes that Linux killed because memory ran out, on the whole machine.
+_KERNEL_COUNTS = Path("/proc/vmstat")
+
+
+class Terminated(Exception):
+    """SIGTERM or SIGUSR1 arrived at the command."""
+
+
+def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
+    """Kind (user, run, unexpected) and sentence of a stage's failure."""
+    if isinstance(error, UserError):
+        return {"kind": "user", "message": str(error)}
+    if is_disk_full(error):
+        sentence = OUTPUT_FULL if output_is_full() else disk_full_sentence(work_dir)
+        return {"kind": "run", "message": sentence}
+    if isinstance(error, RunError):
+        return {"kind": "run", "message": str(error)}
+    if isinstance(error, MemoryError):
+        return {"kind": "run", "message": "out of memory; see runtime for smaller batches"}
+    return {"kind": "unexpected", "message": unexpected(error, log_file)}
+
+
+def unexpected(error: BaseException, log_file: Path) -> str:
+    """One line for a failure that nobody foresaw; its traceback is appended to `log_file`."""
+    line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("a", encoding="utf-8") as file:
+            file.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return line
+    return f"{line}; the traceback is in {log_file}"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
+    return any(
+        (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT))
+        or "No space left on device" in str(one)
+        for one in _chain(error)
+    )
+
+
+def output_is_full() -> bool:
+    """Whether it is the standard output, not a folder of the run, that has no space left.
+
+    Writes an empty line to it to see. Where that fails, the output leads nowhere from then on: the
+    interpreter would try once more when it ends.
+    """
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def disk_full_sentence(folder: Path) -> str:
+    """Message for a full disk, with what to do."""
+    return (
+        f"the disk of {folder} is full; free some space and run the same command again: "
+        "the work done so far is kept"
+    )
+
+
+def killed_by_kernel(counts: Path = _KERNEL_COUNTS) -> int | None:
+    """Processes killed so far because memory ran out; None where the system does not say."""
+    try:
+        lines = counts.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,101 @@
+"""Content hashes of files, kept by path, size, times and inode: an unchanged file costs a stat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from bosch.files import read_json, write_text
+from pipeline.run.locks import hold_briefly
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 4 * 1024**2
+# A file written this shortly before it was read could change again within one tick of its clock.
+SETTLED_NS = 50_000_000
+_LARGE = 1024**3
+
+
+class NotHashed(Exception):
+    """The hash of a file is not known, and computing it would take longer than was allowed."""
+
+
+class FileHasher:
+    """SHA-256 of files, remembered between runs in one JSON file of the store.
+
+    With `budget_bytes` only so many bytes are read; then `sha256` raises NotHashed.
+    """
+
+    def __init__(self, cache: Path, budget_bytes: int | None = None) -> None:
+        self._cache = cache
+        self._budget = budget_bytes
+        self._known: dict[str, list[Any]] = _read_cache(cache)
+        self._new: dict[str, list[Any]] = {}
+
+    def sha256(self, path: Path) -> str:
+        """Content hash of a file; raises OSError, or NotHashed when over budget."""
+        stat = os.stat(path)
+        stamp = _stamp(stat)
+        known = self._known.get(str(path))
+        if known is not None and known[:-1] == stamp:
+            return str(known[-1])
+        if self._budget is not None:
+            self._budget -= stat.st_size
+            if self._budget < 0:
+                raise NotHashed(str(path))
+        if stat.st_size > _LARGE:
+            logger.info("hashing %s (%.1f GB)", path, stat.st_size / 1e9)
+        digest = file_digest(path)
+        after = os.stat(path)
+        if _stamp(after) == stamp and time.time_ns() - after.st_mtime_ns > SETTLED_NS:
+            self._remember(str(path), [*stamp, digest])
+        return digest
+
+    def record(self, path: Path, digest: str) -> None:
+        """Remember the hash of a file that was just computed under another name."""
+        self._remember(str(path), [*_stamp(os.stat(path)), digest])
+
+    def _remember(self, path: str, entry: list[Any]) -> None:
+        self._known[path] = self._new[path] = entry
+
+    def save(self) -> None:
+        """Add what was learned to the cache file; entries of files that are gone are dropped."""
+        if not self._new:
+            return
+        with hold_briefly(self._cache.with_suffix(".lock")):
+            merged = {**_read_cache(self._cache), **self._new}
+            lines = {path: entry for path, entry in merged.items() if os.path.exists(path)}
+            text = ",\n".join(
+                f"{json.dumps(path)}:{json.dumps(entry)}" for path, entry in lines.items()
+            )
+            write_text(self._cache, "{" + text + "}\n")
+        self._new = {}
+
+
+def _read_cache(path: Path) -> dict[str, list[Any]]:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        return {}
+    return {
+        name: entry
+        for name, entry in content.items()
+        if isinstance(entry, list) and len(entry) == 6
+    }
+
+
+def _stamp(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()

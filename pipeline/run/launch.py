@@ -1,0 +1,195 @@
+"""Starts the process or processes of a stage, and ends them when the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import RunError, StoppedError, UserError
+from bosch.files import read_json, write_json
+from pipeline.recipe.load import ROOT
+from pipeline.recipe.processes import World
+from pipeline.run.failures import (
+    DISK_FULL_STATUS,
+    LOST_RANK,
+    REQUEUE_STATUS,
+    Terminated,
+    disk_full_sentence,
+    killed_by_kernel,
+)
+from pipeline.run.worker import PARENT
+
+# Runs the stage that an order describes on the given processes, and returns its summary.
+Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]
+
+# Starts a module of the checkout without the current directory in its path.
+PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
+# Names the work directory in the environment of a stage's processes and of all their children.
+_MARK = "BOSCH_WORK_DIR"
+_GRACE_SECONDS = 10.0
+_ALMOST_FULL_BYTES = 1024**2
+
+
+def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Run a stage in processes of its own, so that its memory returns when it ends.
+
+    One process is started directly, several through torchrun. Raises UserError or RunError with
+    the sentence that the stage left.
+    """
+    with _control_folder(Path(order["work_dir"]), world.node_rank) as control:
+        write_json(control / "order.json", order)
+        worker = [*PROCESS, "pipeline.run.worker", str(control / "order.json")]
+        torchrun = [*PROCESS, "pipeline.run.elastic", *torchrun_options(world)]
+        torchrun.append(f"--log-dir={control}")
+        command = [sys.executable, *(worker if world.size == 1 else torchrun + worker)]
+        env = _environment(world, str(order["work_dir"]))
+        killed_before = killed_by_kernel()
+        with _children_end(command, env) as child:
+            try:
+                status = child.wait()
+            except Terminated:
+                # The stage saves what it has, for as long as that takes; a second signal ends it.
+                child.send_signal(signal.SIGUSR1)
+                if child.wait() != REQUEUE_STATUS:
+                    raise
+                status = REQUEUE_STATUS
+        if status == REQUEUE_STATUS:
+            raise StoppedError(f"{order['stage']}: stopped, its work is saved")
+        if status == 0 and world.node_rank > 0:
+            return {}
+        summary = read_json(control / "summary.json")
+        if status == 0 and isinstance(summary, dict):
+            return summary
+        memory_ran_out = (killed_by_kernel() or 0) > (killed_before or 0)
+        raise _failure(control, status, order, memory_ran_out)
+
+
+@contextlib.contextmanager
+def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
+    """A folder for the order and what comes back, beside the work directory.
+
+    What a killed run left in it is removed by the next.
+    """
+    folder = work_dir.with_name(f"{work_dir.name}.control-{node_rank}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def torchrun_options(world: World) -> list[str]:
+    """torchrun's options; a single node finds a free port by itself."""
+    options = [f"--nproc-per-node={world.processes_per_node}", "--max-restarts=0"]
+    if world.nodes == 1 and world.master_port is None:
+        return [*options, "--standalone", "--nnodes=1"]
+    return [
+        *options,
+        f"--nnodes={world.nodes}",
+        f"--node-rank={world.node_rank}",
+        f"--master-addr={world.master_addr}",
+        f"--master-port={world.master_port}",
+    ]
+
+
+def _environment(world: World, work_dir: str) -> dict[str, str]:
+    env = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    # Two nodes of a run can be one host: each ends only processes of its own.
+    env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
+    # The processes that libraries start, from Python 3.11 on.
+    env["PYTHONSAFEPATH"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # torchrun's variables describe this node's whole job; its launcher gets them as options.
+    for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    if world.processes_per_node > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not world.gpus:
+        # Otherwise deepspeed, where it is installed, warns in every process that it found none.
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    if not sys.stderr.isatty():
+        env.setdefault("TQDM_DISABLE", "1")
+    return env
+
+
+@contextlib.contextmanager
+def _children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command; however the block ends, no process of it is left running."""
+    child = subprocess.Popen(command, env=dict(env))
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        end_leftovers(env[_MARK])
+
+
+def end_leftovers(mark: str) -> int:
+    """Kill processes that still work for a stage that is over; returns how many.
+
+    A killed stage leaves the helpers it forked behind (tokenising, data loading). They are
+    recognised by the variable they inherited (`mark` is the work directory). A container may call
+    another folder by the same path: its processes, of another PID namespace, are left alone. Needs
+    /proc; elsewhere does nothing.
+    """
+    variable = f"{_MARK}={mark}".encode()
+    ended = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            same_namespace = (folder / "ns/pid").samefile("/proc/self/ns/pid")
+            if same_namespace and variable in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+                ended += 1
+        except OSError:
+            continue
+    return ended
+
+
+def _failure(
+    control: Path, status: int, order: Mapping[str, Any], memory_ran_out: bool
+) -> UserError | RunError:
+    """The reason a stage failed: a rank's own words, else what its exit status tells."""
+    failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
+    failures = [one for one in failures if isinstance(one, dict)]
+    # A rank that only lost its partner fails too; the one with a reason of its own is told.
+    failures.sort(key=lambda one: ("user", "run", "unexpected").index(one["kind"]))
+    name, work_dir = order["stage"], Path(order["work_dir"])
+    if failures:
+        kind = UserError if failures[0]["kind"] == "user" else RunError
+        return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
+    with contextlib.suppress(OSError):
+        space = os.statvfs(work_dir)
+        if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
+            return RunError(f"{name}: {disk_full_sentence(work_dir)}")
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        if memory_ran_out:
+            return RunError(
+                f"{name}: the kernel killed its process because memory ran out; make "
+                "runtime.eval_batch_size or runtime.micro_batch_size smaller"
+            )
+        return RunError(
+            f"{name}: its process was killed (signal 9) by a person or a job scheduler; the same "
+            "command goes on from here"
+        )
+    for path in sorted(control.glob(f"{LOST_RANK}.*.json")):
+        lost = read_json(path)
+        if isinstance(lost, dict):
+            return RunError(f"{name}: {lost['message']}; the same command goes on from here")
+    reason = f"signal {-status}" if status < 0 else f"status {status}"
+    log_file = work_dir / "stage.log"
+    return RunError(f"{name}: its process ended with {reason} and left no reason; see {log_file}")

@@ -1,0 +1,56 @@
+"""Logging, configured once per process: the terminal for rank 0, a file for every rank."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+
+from bosch.errors import printable
+
+_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_CLOCK = "%H:%M:%S"
+
+
+class _Formatter(logging.Formatter):
+    """Shows names from strangers' files without letting the terminal obey them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def show_any_character() -> None:
+    """Write what the terminal's encoding lacks, such as an arrow, as an escape; do not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
+    """Set up the root logger; other ranks show only warnings on the terminal, with their number.
+
+    `file` gets everything at `level` and above, appended.
+    """
+    # A log line that finds the disk full must not print a traceback over the run's own message.
+    logging.raiseExceptions = False
+    prefix = f"[rank {rank}] " if rank else ""
+    terminal = logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(_Formatter(prefix + _FORMAT, _CLOCK))
+    terminal.setLevel(logging.WARNING if rank else level.upper())
+    handlers: list[logging.Handler] = [terminal]
+    if file is not None:
+        record = logging.FileHandler(file, encoding="utf-8")
+        record.setFormatter(_Formatter(_FORMAT))
+        handlers.append(record)
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
+    for noisy in ("filelock", "fsspec", "matplotlib", "PIL", "urllib3", "httpx", "h5py"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if level != "debug":
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def stage_log(work_dir: Path, rank: int) -> Path:
+    """The log file of one rank in a stage's work directory; it is published with the output."""
+    return work_dir / ("stage.log" if rank == 0 else f"stage.rank{rank}.log")

@@ -1,0 +1,324 @@
+"""Brings the stages of a recipe up to date, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import platform
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from bosch.errors import RunError, UserError
+from bosch.files import write_json
+from pipeline.recipe.load import ROOT
+from pipeline.recipe.processes import World
+from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.graph import (
+    STAGES,
+    Node,
+    Stage,
+    current_document,
+    document_key,
+    find_stage,
+    resolve,
+    upstream_of,
+)
+from pipeline.run.hashing import FileHasher
+from pipeline.run.launch import Launcher, end_leftovers, launch
+from pipeline.run.locks import hold
+from pipeline.run.status import StageState, differences, inspect, inspect_output
+from pipeline.run.store import Store
+from stages.formats import format_seconds
+from stages.versions import installed_versions
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = (
+    "bosch-pipeline",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "PyNomadBBO",
+    "flash-attn",
+    "liger-kernel",
+    "deepspeed",
+)
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which stages a run may touch: `--until`, `--from`, `--force`, and whether it waits."""
+
+    until: str | None = None
+    start: str | None = None
+    force: tuple[str, ...] = ()
+    wait: bool = False
+
+
+class Runner:
+    """One run of one recipe."""
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        choice: Choice = Choice(),
+        stages: Sequence[Stage] = STAGES,
+        launcher: Launcher = launch,
+    ) -> None:
+        self.loaded, self.choice, self.launcher = loaded, choice, launcher
+        self.name = loaded.recipe.name
+        self.store = Store(loaded.output_root)
+        self.hasher: FileHasher = self.store.hasher()
+        self.nodes = resolve(loaded, self.hasher, stages)
+        self.all_names = [node.name for node in self.nodes]
+        self.chosen = self._choose()
+
+    def _choose(self) -> list[str]:
+        first, last = 0, len(self.all_names) - 1
+        if self.choice.start is not None:
+            first = self.all_names.index(find_stage("--from", self.choice.start, self.nodes))
+        if self.choice.until is not None:
+            last = self.all_names.index(find_stage("--until", self.choice.until, self.nodes))
+        if first > last:
+            raise UserError(
+                f"--from {self.choice.start} comes after --until {self.choice.until}: no stage left"
+            )
+        if self.choice.force and self.loaded.world.nodes > 1:
+            raise UserError("--force works on one node only; NNODES asks for several")
+        chosen = self.all_names[first : last + 1]
+        for name in self.choice.force:
+            if find_stage("--force", name, self.nodes) not in chosen:
+                raise UserError(f"--force {name}: --from and --until leave this stage out")
+        return chosen
+
+    def states(self) -> list[StageState]:
+        """The states of all stages, forced ones among them."""
+        forced = frozenset(self.choice.force)
+        return inspect(self.nodes, self.store, self.hasher, self.name, forced)
+
+    def run(self) -> int:
+        """Run what is to run; returns the number of stages that ran.
+
+        Raises UserError or RunError; what was published or begun before stays.
+        """
+        states = {state.node.name: state for state in self.states()}
+        self._require_earlier(states)
+        todo = [name for name in self.chosen if states[name].state != "cached"]
+        if not todo:
+            for name in self.chosen:
+                self._link(states[name].node)
+            self.hasher.save()
+            return 0
+        print(
+            f"{self.name}: {len(todo)} of {len(self.chosen)} stages to run: {', '.join(todo)}",
+            flush=True,
+        )
+        self._write_recipe()
+        self.store.tidy(self.name)
+        for name in self.chosen:
+            if states[name].state == "cached":
+                self._link(states[name].node)
+            else:
+                self._run_stage(states[name])
+        self.hasher.save()
+        return len(todo)
+
+    def _require_earlier(self, states: dict[str, StageState]) -> None:
+        needed = {one for name in self.chosen for one in upstream_of(name, self.nodes)}
+        for name in self.all_names[: self.all_names.index(self.chosen[0])]:
+            if name in needed and states[name].state != "cached":
+                raise UserError(
+                    f"--from {self.choice.start}: the earlier stage {name} is not there: "
+                    f"{states[name]}; leave --from out"
+                )
+
+    def _link(self, node: Node) -> None:
+        self.store.link(self.name, node.name, str(node.key), self.all_names)
+
+    def _write_recipe(self) -> None:
+        """Leave the resolved recipe beside the links: what this run was asked for."""
+        content = self.loaded.recipe.model_dump(mode="json")
+        write_json(self.store.root / self.name / "recipe.json", content)
+
+    def _run_stage(self, state: StageState) -> None:
+        node = state.node
+        label = f"[{self.all_names.index(node.name) + 1}/{len(self.all_names)}] {node.name}"
+        started = time.monotonic()
+        if self.loaded.world.node_rank > 0:
+            self._follow(node)
+        else:
+            self._lead(node, state, label)
+        print(f"{label}: done in {format_seconds(time.monotonic() - started)}", flush=True)
+
+    def _lead(self, node: Node, state: StageState, label: str) -> None:
+        key = str(node.key)
+        output = f"{self.name}: stage {node.name}"
+        with hold(self.store.lock(node.name, key), output, self.name, wait=self.choice.wait):
+            if not state.afresh:
+                last = self.store.last_run(self.name).get(node.name)
+                state = inspect_output(node, self.store, self.hasher, last)
+            if state.afresh or not self._available(node):
+                print(f"{label}: {state}", flush=True)
+                self._make(node, afresh=state.afresh)
+            self._link(node)
+
+    def _available(self, node: Node) -> bool:
+        """Whether the output is there after all: made by another run, or left by a crash."""
+        key = str(node.key)
+        damage = self.store.damage(node.name, key, self.hasher)
+        if damage is not None:
+            aside = self.store.set_aside(node.name, key)
+            logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
+        elif self.store.published(node.name, key).exists():
+            return True
+        return self.store.finish_interrupted(node.name, key, self.hasher)
+
+    def _make(self, node: Node, *, afresh: bool) -> None:
+        key = str(node.key)
+        self._require_unchanged(node, "since this run began; run the same command again")
+        self._unlink_from(node)
+        end_leftovers(str(self.store.work(node.name, key)))
+        work = self.store.begin(node.name, key, afresh=afresh)
+        try:
+            summary = self.launcher(self.order(node, work), self._world(node))
+        except (UserError, RunError) as error:
+            reason = str(error).removeprefix(f"{node.name}: ")
+            with contextlib.suppress(OSError):  # on a full disk the reason is still told
+                self.store.fail(node.name, key, reason)
+            raise
+        facts = {
+            "version": node.stage.version,
+            "recipe": self.name,
+            "config": node.section.model_dump(mode="json"),
+            "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
+            "processes": self._world(node).size,
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "packages": installed_versions(_PACKAGES),
+            "git_commit": _git_commit(),
+            "upstream": {name: self._node(name).key for name in node.needs},
+            "summary": summary,
+        }
+        try:
+            self._require_unchanged(
+                node, "while it ran, so its output is thrown away; run the same command again"
+            )
+        except RunError:
+            self.store.discard(node.name, key)
+            raise
+        assert node.document is not None
+        self.store.publish(node.name, node.document, facts, self.hasher)
+
+    def _require_unchanged(self, node: Node, when: str) -> None:
+        """Raise RunError if the files that a stage reads are no longer those its key names."""
+        assert node.document is not None
+        try:
+            now = current_document(self.loaded, node, self.hasher)
+        except UserError as fault:
+            raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
+        if document_key(now) != node.key:
+            changes = "; ".join(differences(node.document, now, node.stage.section))
+            raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
+
+    def _unlink_from(self, node: Node) -> None:
+        """Take away the links to results that do not belong to the run now under way."""
+        for name in self.all_names[self.all_names.index(node.name) :]:
+            if name == node.name or node.name in upstream_of(name, self.nodes):
+                self.store.unlink(self.name, name)
+
+    def _world(self, node: Node) -> World:
+        return self.loaded.world if node.stage.distributed else World(gpus=self.loaded.world.gpus)
+
+    def _node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def order(self, node: Node, work: Path) -> dict[str, Any]:
+        """The order for `pipeline.run.worker`, as JSON."""
+        recipe, info = self.loaded.recipe, self.loaded.info
+        model = recipe.model
+        if info is not None and info.commit is not None:
+            model = model.model_copy(update={"revision": info.commit})
+        upstream = upstream_of(node.name, self.nodes)
+        needs = {name: self._node(name) for name in node.needs}
+        return {
+            "stage": node.name,
+            "function": node.stage.function,
+            "section": _typed(node.section),
+            "model": _typed(model),
+            "seed": recipe.seed,
+            "runtime": _typed(recipe.runtime),
+            "upstream": {name: _typed(self._node(name).section) for name in upstream},
+            "inputs": {
+                name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
+            },
+            "work_dir": str(work),
+            "shared": self._shared(node),
+            "model_identity": _model_identity(node),
+            "log_level": recipe.runtime.log_level,
+        }
+
+    def _shared(self, node: Node) -> str | None:
+        """Where the stage finds what earlier runs have paid for; `--force` pays again."""
+        made_again = {node.name, *upstream_of(node.name, self.nodes)} & set(self.choice.force)
+        if made_again or node.document is None:
+            return None
+        if node.stage.pool is not None:
+            return str(self.store.pool(node.stage.pool))
+        return str(self.store.shared(node.name, node.document))
+
+    def _follow(self, node: Node) -> None:
+        """On other nodes than the first: join distributed stages, wait for the others' output."""
+        key = str(node.key)
+        before = self.store.state(node.name, key).get("attempts", [])
+        joined = False
+        while self.store.manifest(node.name, key) is None:
+            state = self.store.state(node.name, key)
+            if len(state.get("attempts", [])) > len(before) and state.get("failure"):
+                raise RunError(f"{node.name}: failed on the first node: {state['failure']}")
+            lock = self.store.lock(node.name, key)
+            if node.stage.distributed and not joined and lock.exists() and state.get("attempts"):
+                joined = True
+                self.launcher(self.order(node, self.store.work(node.name, key)), self._world(node))
+            time.sleep(_POLL_SECONDS)
+
+
+def _model_identity(node: Node) -> str | None:
+    model = (node.document or {}).get("model")
+    return document_key(model) if model else None
+
+
+def _typed(section: BaseModel) -> dict[str, Any]:
+    kind = type(section)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return {"type": name, "values": section.model_dump(mode="json")}
+
+
+@functools.cache
+def _git_commit() -> str | None:
+    """Commit of the checkout, `+` behind it where files differ from it; None outside git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        done = subprocess.run([git, *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    changed = ask("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if commit and changed else commit

@@ -1,0 +1,157 @@
+"""For each stage of a recipe: cached, to run, running or failed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.run.graph import Node
+from pipeline.run.hashing import FileHasher, NotHashed
+from pipeline.run.locks import read_holder
+from pipeline.run.store import Store
+
+_SHOWN_CHANGES = 3
+
+
+@dataclass(frozen=True)
+class StageState:
+    """`reason` says why a stage is not cached; `afresh` that nothing made before may be used."""
+
+    node: Node
+    state: Literal["cached", "to run", "running", "failed"]
+    reason: str = ""
+    afresh: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+def inspect(
+    nodes: Sequence[Node],
+    store: Store,
+    hasher: FileHasher,
+    recipe: str,
+    forced: frozenset[str] = frozenset(),
+) -> list[StageState]:
+    """The state of every stage; those in `forced` and what needs them are to run."""
+    last = store.last_run(recipe)
+    rebuilt: set[str] = set()
+    states = []
+    for node in nodes:
+        above = [name for name in node.needs if name in rebuilt]
+        if node.name in forced:
+            state = StageState(node, "to run", "--force", afresh=True)
+        elif above:
+            state = StageState(node, "to run", f"input {above[0]} is made again", afresh=True)
+        else:
+            state = inspect_one(node, store, hasher, last.get(node.name))
+        if state.afresh:
+            rebuilt.add(node.name)
+        states.append(state)
+    return states
+
+
+def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
+    """The state of one stage; `last` is the key of its output in the recipe's last run."""
+    holder = read_holder(store.lock(node.name, node.key)) if node.key is not None else None
+    if holder is not None:
+        return StageState(node, "running", str(holder))
+    return inspect_output(node, store, hasher, last)
+
+
+def inspect_output(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
+    """The state of one stage's output, whoever may be making it."""
+    if node.key is None or node.document is None:
+        return StageState(node, "to run", "input files are new or changed, and not yet hashed")
+    reason = ""
+    if store.published(node.name, node.key).exists():
+        try:
+            damage = store.damage(node.name, node.key, hasher)
+        except NotHashed as file:
+            damage, reason = None, f"not yet checked: {file}"
+        if damage is None:
+            return StageState(node, "cached", reason)
+        reason = f"its output is damaged: {damage}"
+    state = store.state(node.name, node.key)
+    if state.get("failure"):
+        return StageState(node, "failed", str(state["failure"]))
+    reason = reason or _why(node, store, last)
+    if state.get("attempts"):
+        reason += "; resumes what was begun"
+    return StageState(node, "to run", reason)
+
+
+def _why(node: Node, store: Store, last: str | None) -> str:
+    if last is None:
+        return "never made"
+    if last == node.key:
+        return "its output is gone"
+    manifest = store.manifest(node.name, last)
+    if manifest is None or node.document is None:
+        return "recipe or inputs changed"
+    changes = list(differences(manifest["identity"], node.document, node.stage.section))
+    more = len(changes) - _SHOWN_CHANGES
+    shown = "; ".join(changes[:_SHOWN_CHANGES])
+    return f"{shown}; and {more} more" if more > 0 else shown or "recipe or inputs changed"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) -> Iterator[str]:
+    """Differences between the documents of two keys of a stage; `section` configures it."""
+    if old.get("version") != new.get("version"):
+        versions = f"version {old.get('version')} → {new.get('version')}"
+        yield f"the code of {new['stage']} changed: {versions}"
+    for path, before, after in _leaves(old.get("config"), new.get("config"), section):
+        yield _value_change(path, before, after)
+    if old.get("seed") != new.get("seed"):
+        yield f"seed changed {old.get('seed')} → {new.get('seed')}"
+    for path, before, after in _leaves(old.get("model"), new.get("model"), "model"):
+        yield _file_change(path, before, after)
+    for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
+        yield _file_change(path.replace(".files.", ": "), before, after)
+    old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
+    changed = [name for name in new_keys if old_keys.get(name) != new_keys[name]]
+    if changed:
+        yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
+    for name in old_keys.keys() - new_keys.keys():
+        yield f"input {name} is no longer there"
+
+
+_Missing = object()
+
+
+def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Places where two JSON values differ: dotted path, old and new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*new, *old]):
+            yield from _leaves(old.get(key, _Missing), new.get(key, _Missing), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _leaves(before, after, f"{path}.{index}")
+    elif old != new:
+        yield path, old, new
+
+
+def _value_change(path: str, before: Any, after: Any) -> str:
+    if before is _Missing:
+        return f"{path} is new"
+    if after is _Missing:
+        return f"{path} is gone"
+    return f"{path} changed {_show(before)} → {_show(after)}"
+
+
+def _file_change(path: str, before: Any, after: Any) -> str:
+    """A hash says nothing to a reader; a version, a name or a precision does."""
+    hashes = [isinstance(one, str) and len(one) == 64 for one in (before, after)]
+    if any(hashes) and _Missing not in (before, after):
+        return f"{path} has other content"
+    return _value_change(path, before, after)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    return text if len(text) <= 48 else f"{text[:45]}..."

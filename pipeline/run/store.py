@@ -1,0 +1,257 @@
+"""Outputs of stages by key: made in a work directory, published by one rename, checked before use.
+
+<root>/store/<stage>/<key>/    published output; exists only with its manifest.json
+<root>/work/<stage>/<key>/     work under way, kept over crashes; <key>.state.json beside it
+<root>/shared/<stage>/<hash>/  what outputs of a stage use in common; no result is here alone
+<root>/shared/evaluation/      samples and answers of all evaluations, by what they depend on
+<root>/locks/                  one lock for each output that is being made
+<root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside
+<root>/<recipe>/<stage>        link to the output of the recipe's last run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.files import (
+    canonical_json,
+    files_below,
+    make_folder,
+    make_symlink,
+    read_json,
+    remove_old_temporaries,
+    remove_temporaries,
+    replace,
+    sync_tree,
+    write_json,
+)
+from pipeline.run.graph import document_key
+from pipeline.run.hashing import FileHasher
+from stages.artifacts import Manifest
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = Manifest.FILE
+_FORMAT = 2
+# Writing a temporary file beside others takes an instant: what is this old was left by a kill.
+_OLD_SECONDS = 3600.0
+
+
+class Store:
+    """The folders below one output root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def published(self, stage: str, key: str) -> Path:
+        return self.root / "store" / stage / key
+
+    def work(self, stage: str, key: str) -> Path:
+        return self.root / "work" / stage / key
+
+    def shared(self, stage: str, document: Mapping[str, Any]) -> Path:
+        """A folder for all runs of a stage on the same model, whatever else their keys hold."""
+        same = document_key({"stage": stage, "model": document.get("model")})
+        return self.root / "shared" / stage / same
+
+    def pool(self, name: str) -> Path:
+        """A folder for all runs of several stages, on whatever model."""
+        return self.root / "shared" / name
+
+    def lock(self, stage: str, key: str) -> Path:
+        return self.root / "locks" / f"{stage}-{key}.json"
+
+    def hasher(self, budget_bytes: int | None = None) -> FileHasher:
+        return FileHasher(self.root / "store" / "hashes.json", budget_bytes)
+
+    def manifest(self, stage: str, key: str) -> dict[str, Any] | None:
+        """The manifest of a published output; None where there is no whole one."""
+        return _whole_manifest(self.published(stage, key), key)
+
+    def damage(self, stage: str, key: str, hasher: FileHasher) -> str | None:
+        """Fault of an output's folder; None if it is whole or absent."""
+        folder = self.published(stage, key)
+        return damage_of(folder, key, hasher) if folder.exists() else None
+
+    def begin(self, stage: str, key: str, *, afresh: bool) -> Path:
+        """The work directory of an output; `afresh` throws away what an earlier attempt left."""
+        work = self.work(stage, key)
+        if afresh:
+            self.discard(stage, key)
+        make_folder(work)
+        (work / MANIFEST).unlink(missing_ok=True)
+        remove_temporaries(work)
+        state = self.state(stage, key)
+        attempts = state.get("attempts", [])
+        if attempts and "ended" not in attempts[-1]:
+            attempts[-1]["ended"] = max(_newest(work), attempts[-1]["started"])
+        attempts.append({"started": time.time()})
+        write_json(self.state_file(stage, key), {"attempts": attempts})
+        return work
+
+    def discard(self, stage: str, key: str) -> None:
+        """Throw away the work on an output."""
+        shutil.rmtree(self.work(stage, key), ignore_errors=True)
+        self.state_file(stage, key).unlink(missing_ok=True)
+
+    def tidy(self, recipe: str) -> None:
+        """Remove what killed processes left in folders that several runs write into."""
+        folders = [self.root / recipe, self.root / "locks", self.root / "store"]
+        folders += [*self.root.glob("store/*"), *self.root.glob("work/*")]
+        for folder in folders:
+            remove_old_temporaries(folder, _OLD_SECONDS)
+
+    def fail(self, stage: str, key: str, message: str) -> None:
+        """Note why an attempt failed; the work is kept."""
+        state = self.state(stage, key)
+        attempts = state.get("attempts", [])
+        if attempts:
+            attempts[-1]["ended"] = time.time()
+        write_json(self.state_file(stage, key), {"attempts": attempts, "failure": message})
+
+    def state(self, stage: str, key: str) -> dict[str, Any]:
+        """Attempts at an output that is not published yet, and the failure of the last one."""
+        state = read_json(self.state_file(stage, key))
+        return state if isinstance(state, dict) else {}
+
+    def state_file(self, stage: str, key: str) -> Path:
+        """Attempts and failure of an output that is not published yet."""
+        return self.work(stage, key).with_name(f"{key}.state.json")
+
+    def publish(
+        self,
+        stage: str,
+        document: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        hasher: FileHasher,
+    ) -> Path:
+        """Make a finished work directory the output of its key; `facts` go into the manifest."""
+        key = document_key(document)
+        work = self.work(stage, key)
+        attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
+        attempts[-1]["ended"] = time.time()
+        sync_tree(work)
+        hashes = {name: hasher.sha256(work / name) for name in files_below(work)}
+        manifest = {
+            "format": _FORMAT,
+            "stage": stage,
+            "key": key,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            # The clock may have been set back in between.
+            "seconds": round(sum(max(one["ended"] - one["started"], 0) for one in attempts), 3),
+            "attempts": len(attempts),
+            **facts,
+            "identity": dict(document),
+            "files": [
+                {"path": name, "size": (work / name).stat().st_size, "sha256": digest}
+                for name, digest in hashes.items()
+            ],
+        }
+        write_json(work / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+        return self._move_in(stage, key, hashes, hasher)
+
+    def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
+        """Publish a work directory that is complete but was not renamed before a crash."""
+        work = self.work(stage, key)
+        manifest = _whole_manifest(work, key)
+        if manifest is None or damage_of(work, key, hasher) is not None:
+            return False
+        self._move_in(stage, key, {one["path"]: one["sha256"] for one in manifest["files"]}, hasher)
+        return True
+
+    def _move_in(self, stage: str, key: str, hashes: Mapping[str, str], hasher: FileHasher) -> Path:
+        work, target = self.work(stage, key), self.published(stage, key)
+        make_folder(target.parent)
+        replace(work, target)
+        self.state_file(stage, key).unlink(missing_ok=True)
+        for name, digest in hashes.items():
+            hasher.record(target / name, digest)
+        hasher.save()
+        return target
+
+    def set_aside(self, stage: str, key: str) -> Path:
+        """Move a damaged output out of the store, so that nothing in it is lost or used."""
+        aside = self.root / "damaged" / stage / key
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(self.published(stage, key), aside)
+        return aside
+
+    def last_run(self, recipe: str) -> dict[str, str]:
+        """Stage names and keys of a recipe's last run."""
+        content = read_json(self.root / recipe / "last_run.json")
+        stages = content.get("stages") if isinstance(content, dict) else None
+        return stages if isinstance(stages, dict) else {}
+
+    def link(self, recipe: str, stage: str, key: str, of: Iterable[str]) -> None:
+        """Lead <root>/<recipe>/<stage> to an output; stages outside `of` lose their links."""
+        folder = self.root / recipe
+        target = self.published(stage, key)
+        if not (folder / stage).is_symlink() or (folder / stage).resolve() != target.resolve():
+            make_symlink(folder / stage, target)
+        keys = {name: one for name, one in self.last_run(recipe).items() if name in of}
+        for name in self.last_run(recipe).keys() - keys.keys():
+            self.unlink(recipe, name)
+        if keys.get(stage) != key or keys != self.last_run(recipe):
+            write_json(folder / "last_run.json", {"stages": {**keys, stage: key}})
+
+    def unlink(self, recipe: str, stage: str) -> None:
+        """Take away a link that no longer leads to a result of the recipe as it now is."""
+        link = self.root / recipe / stage
+        if link.is_symlink():
+            link.unlink()
+
+
+def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
+    """Fault of a folder that should hold the output of `key`; None if it is whole.
+
+    Files whose size and times are as last seen cost a stat; others are read and hashed.
+    """
+    manifest = _whole_manifest(folder, key)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    for entry in manifest["files"]:
+        path = folder / entry["path"]
+        try:
+            if path.stat().st_size != entry["size"]:
+                return f"{entry['path']} has another size"
+            if hasher.sha256(path) != entry["sha256"]:
+                return f"{entry['path']} has other content"
+        except FileNotFoundError:
+            return f"{entry['path']} is missing"
+        except OSError as error:
+            return f"{entry['path']} cannot be read ({error.strerror})"
+    return None
+
+
+def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        return None
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    if manifest.get("sha256") != _digest(content):
+        return None
+    identity, files = manifest.get("identity"), manifest.get("files")
+    if not isinstance(identity, dict) or document_key(identity) != key:
+        return None
+    if not isinstance(files, list) or not all(
+        isinstance(one, dict) and {"path", "size", "sha256"} <= one.keys() for one in files
+    ):
+        return None
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Hash over all of a manifest but this hash itself."""
+    return hashlib.sha256(canonical_json(manifest).encode()).hexdigest()
+
+
+def _newest(folder: Path) -> float:
+    return max((os.stat(folder / name).st_mtime for name in files_below(folder)), default=0.0)

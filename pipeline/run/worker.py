@@ -1,0 +1,127 @@
+"""The process a stage runs in, alone or under torchrun: its argument is the file ORDER.
+
+ORDER is a JSON file that the runner wrote: what to run, its config, inputs and work directory, and
+where to leave the summary or the reason of a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import LostRankError, StoppedError
+from bosch.files import write_json
+from pipeline.run import log
+from pipeline.run.failures import (
+    DISK_FULL_STATUS,
+    LOST_RANK,
+    LOST_RANK_STATUS,
+    OUTPUT_FULL,
+    REQUEUE_STATUS,
+    describe,
+    is_disk_full,
+)
+from stages.context import StageConfig
+
+logger = logging.getLogger(__name__)
+
+PARENT = "BOSCH_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
+        os._exit(1)
+
+
+def execute(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the stage that an order names and return its summary."""
+    config: StageConfig[Any] = StageConfig(
+        section=_section(order["section"]),
+        model=_section(order["model"]),
+        seed=order["seed"],
+        runtime=_section(order["runtime"]),
+        upstream={name: _section(one) for name, one in order["upstream"].items()},
+        shared=Path(order["shared"]) if order.get("shared") else None,
+        model_identity=order.get("model_identity"),
+    )
+    module, _, name = str(order["function"]).partition(":")
+    function = getattr(importlib.import_module(module), name)
+    inputs = {stage: Path(folder) for stage, folder in order["inputs"].items()}
+    summary = function(config, inputs, Path(order["work_dir"]))
+    json.dumps(summary, allow_nan=False)
+    return dict(summary)
+
+
+def _section(order: Mapping[str, Any]) -> Any:
+    module, _, name = str(order["type"]).partition(":")
+    return getattr(importlib.import_module(module), name).model_validate(order["values"])
+
+
+def main() -> int:
+    """Run the order and end the process, with 0 only when it is done."""
+    status = _run_order()
+    logging.shutdown()
+    # Without the interpreter's own shutdown: threads of data loaders and process groups left by a
+    # stage that failed can hang there, and with them the whole job.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status:
+        os._exit(status)
+    return 0
+
+
+def _run_order() -> int:
+    """0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
+    die_with_parent()
+    log.show_any_character()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _interrupt)
+    order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    rank = int(os.environ.get("RANK", "0"))
+    work_dir, control = Path(order["work_dir"]), Path(sys.argv[1]).parent
+    log_file = log.stage_log(work_dir, rank)
+    try:
+        log.configure(order["log_level"], log_file, rank)
+        summary = execute(order)
+        if rank == 0:
+            write_json(control / "summary.json", summary)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except StoppedError as stop:
+        logger.info("%s", stop)
+        return REQUEUE_STATUS
+    except LostRankError as error:
+        logger.error("%s", error)
+        with contextlib.suppress(OSError):
+            write_json(control / f"{LOST_RANK}.{rank}.json", {"message": str(error)})
+        return LOST_RANK_STATUS
+    except Exception as error:
+        failure = describe(error, work_dir, log_file)
+        try:
+            write_json(control / f"failure.{rank}.json", failure)
+        except OSError:
+            print(failure["message"], file=sys.stderr)
+        if is_disk_full(error) and failure["message"] != OUTPUT_FULL:
+            return DISK_FULL_STATUS
+        return 2 if failure["kind"] == "user" else 1
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    """End as Ctrl-C does, so that helpers a stage has forked are ended with it."""
+    raise KeyboardInterrupt

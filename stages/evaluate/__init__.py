@@ -1,0 +1,1 @@
+"""Stage evaluate: Scores of the original, the hybrid and every checkpoint."""

@@ -1,0 +1,115 @@
+"""Greedy generation in batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from data_prep.scoring import string_match
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt to continue and the answers to look for in what is generated.
+
+    `tail` is the end of its text; with `any_answer` one of the answers is enough.
+    """
+
+    index: int
+    prompt_ids: np.ndarray  # [T] int32
+    answers: list[str]
+    tail: str = ""
+    any_answer: bool = False
+
+
+class _AllAnswersGiven(StoppingCriteria):
+    """Ends a sequence whose text holds every answer: more text cannot change its score."""
+
+    def __init__(self, tokenizer: Any, questions: Sequence[Question], prompt_length: int) -> None:
+        self._tokenizer, self._questions, self._start = tokenizer, questions, prompt_length
+        self._done = [False] * len(questions)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        for row, question in enumerate(self._questions):
+            if question.answers and not self._done[row]:
+                text = decode(self._tokenizer, input_ids[row, self._start :])
+                self._done[row] = string_match(text, question.answers, question.any_answer) == 1.0
+        return torch.tensor(self._done, device=input_ids.device)
+
+
+def decode(tokenizer: Any, ids: torch.Tensor) -> str:
+    """Generated ids as text, special tokens left out."""
+    text: str = tokenizer.decode(
+        ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    batch_size: int,
+    *,
+    stop_at_newline: bool = False,
+) -> Iterator[list[tuple[Question, str]]]:
+    """Batches of questions with the text generated for each; the longest prompts come first.
+
+    A sequence ends at the model's end token, at `max_new_tokens`, or when it holds every answer it
+    looks for. With `stop_at_newline` it ends at a line's end too, after one token at least.
+    """
+    # Prompts of a batch differ little in length, so little is padded.
+    order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        outputs = _generate_batch(model, tokenizer, batch, max_new_tokens, stop_at_newline)
+        yield list(zip(batch, outputs, strict=True))
+
+
+@torch.inference_mode()
+def _generate_batch(
+    model: Any,
+    tokenizer: Any,
+    batch: Sequence[Question],
+    max_new_tokens: int,
+    stop_at_newline: bool,
+) -> list[str]:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    length = max(len(question.prompt_ids) for question in batch)
+    ids = torch.full((len(batch), length), pad, dtype=torch.long)  # [B, T]
+    mask = torch.zeros_like(ids)
+    for row, question in enumerate(batch):
+        ids[row, length - len(question.prompt_ids) :] = torch.from_numpy(question.prompt_ids)
+        mask[row, length - len(question.prompt_ids) :] = 1
+    settings = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=_end_tokens(model, tokenizer, stop_at_newline),
+        min_new_tokens=1 if stop_at_newline else None,
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    output = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
+    )
+    return [decode(tokenizer, row[length:]) for row in output]
+
+
+def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> Any:
+    """Ids of the tokens that end a sequence, as the model's generation settings have them."""
+    ends = model.generation_config.eos_token_id
+    if not stop_at_newline:
+        return ends
+    own = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return [*own, tokenizer.encode("\n", add_special_tokens=False)[-1]]

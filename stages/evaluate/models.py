@@ -1,0 +1,243 @@
+"""Evaluates models one after another, with the samples spread over the processes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from bosch.attention import resolve_backend
+from bosch.files import file_sizes
+from bosch.heads import HeadMaskFile
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.progress import progress
+from data_prep.calibration import CalibrationNeedles
+from data_prep.essays import essay_identity, haystack_words
+from data_prep.ruler_base import Corpus
+from data_prep.sentences import sentences_identity
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.words import words_identity
+from stages.artifacts import ORIGINAL, SAMPLES, Scores, read_samples
+from stages.configs import EvaluateConfig, ModelConfig, Runtime
+from stages.context import StageConfig
+from stages.evaluate.answers import AnswerFolder, Evaluated, Suite
+from stages.evaluate.harness_suite import HarnessSuite
+from stages.evaluate.needle_suite import NeedleSuite
+from stages.evaluate.position_suite import (
+    PositionSuite,
+    documents_identity,
+    position_losses,
+    position_table,
+)
+from stages.evaluate.tables import subtask_scores, suite_records, suite_table, write_samples
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_models(
+    config: StageConfig[EvaluateConfig],
+    models: Sequence[Evaluated],
+    tokenizer: TokenizerSpec,
+    work_dir: Path,
+    *,
+    calibration: CalibrationNeedles | None = None,
+    original: Path | None = None,
+    kind: type[Scores] = Scores,
+) -> Scores:
+    """Score `models` and write scores.json and samples.jsonl; called on every rank.
+
+    scores.json begins with the scores in the folder `original`, where it is named. All others are
+    compared with the original's, which may stand among `models` instead; samples.jsonl holds the
+    answers of `models` alone. Samples go to the ranks in turn. Every rank appends its answers to
+    files of its own, from which a killed run goes on, with any number of ranks, and other runs on
+    the same models and samples begin.
+
+    Raises:
+        UserError: a model or what samples are made of is missing or damaged.
+        RunError: a sample shares a needle with the `calibration` set.
+    """
+    state = process_state(config.runtime)
+    own = work_dir / "answers"
+    shared = config.shared / "answers" if config.shared is not None else None
+    folder = AnswerFolder(own, shared, state.process_index)
+    if kind.finished(work_dir) is None:
+        tables: dict[str, Any] = {}
+        suites: list[Suite] = []
+        if config.section.needle is not None:
+            needle = _needle_suite(config, tokenizer, calibration, folder, own, state)
+            suites.append(needle)
+            tables["corpus"] = _corpus(config, needle.corpus)
+        if config.section.harness is not None:
+            suites.append(
+                HarnessSuite(
+                    section=config.section.harness,
+                    tokenizer=load_tokenizer(tokenizer),
+                    answers=folder,
+                    rank=state.process_index,
+                    world=state.num_processes,
+                    batch_size=config.runtime.eval_batch_size,
+                )
+            )
+        if config.section.positions is not None:
+            section = config.section.positions
+            suites.append(
+                PositionSuite(
+                    section=section,
+                    tokenizer=load_tokenizer(tokenizer),
+                    answers=folder,
+                    rank=state.process_index,
+                    world=state.num_processes,
+                )
+            )
+            tables.setdefault("corpus", {})["long documents"] = documents_identity(section.path)
+        for suite in suites:
+            suite.prepare()
+        state.wait_for_everyone()
+        _answer(config, models, suites, state)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            tables |= _tables(models, suites, folder, work_dir, original)
+            tables["sizes"] = file_sizes(work_dir, [SAMPLES])
+            kind.model_validate(tables).write(work_dir)
+        state.wait_for_everyone()
+    if state.is_main_process:
+        shutil.rmtree(own, ignore_errors=True)
+    return kind.read(work_dir)
+
+
+def process_state(runtime: Runtime) -> PartialState:
+    """The processes of a run; the first call joins them."""
+    # Without cpu=True accelerate takes several CPU processes for unconnected ones.
+    timeout = timedelta(minutes=runtime.timeout_minutes)
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
+
+
+def _needle_suite(
+    config: StageConfig[EvaluateConfig],
+    tokenizer: TokenizerSpec,
+    calibration: CalibrationNeedles | None,
+    folder: AnswerFolder,
+    own: Path,
+    state: PartialState,
+) -> NeedleSuite:
+    section = config.section.needle
+    assert section is not None
+    data_dir = Path(section.data_dir) if section.data_dir is not None else None
+    return NeedleSuite(
+        section=section,
+        seed=config.seed,
+        tokenizer=load_tokenizer(tokenizer),
+        corpus=Corpus(haystack_words(section.essay_dir), data_dir),
+        calibration=calibration,
+        folder=(config.shared or own) / "samples",
+        answers=folder,
+        rank=state.process_index,
+        world=state.num_processes,
+        batch_size=config.runtime.eval_batch_size,
+    )
+
+
+def _corpus(config: StageConfig[EvaluateConfig], corpus: Corpus) -> dict[str, Any]:
+    """What RULER's samples were made of, for reports."""
+    assert config.section.needle is not None
+    return {
+        **essay_identity(config.section.needle.essay_dir, corpus.essay),
+        "keys": words_identity(),
+        "sentences": sentences_identity(),
+    }
+
+
+def _answer(
+    config: StageConfig[EvaluateConfig],
+    models: Sequence[Evaluated],
+    suites: Sequence[Suite],
+    state: PartialState,
+) -> None:
+    """Answer this rank's samples for every model, less what has been answered before."""
+    open_samples = {m.name: sum(suite.open_samples(m) for suite in suites) for m in models}
+    with progress(sum(open_samples.values()), "evaluation", "samples") as bar:
+        for model in models:
+            if open_samples[model.name]:
+                logger.info("evaluating %s (%s)", model.name, model.model.path)
+                loaded = load_evaluated(config, model.model, state.device, model.mask)
+                for suite in suites:
+                    suite.run(model, loaded, bar)
+                del loaded
+
+
+def load_evaluated(
+    config: StageConfig[EvaluateConfig],
+    model: ModelConfig,
+    device: torch.device,
+    mask: HeadMaskFile | None = None,
+) -> Any:
+    """The model in evaluation's precision and attention backend, a hybrid under `mask`."""
+    loaded = load_model(
+        model.path,
+        dtype=model.dtype,
+        backend=config.runtime.attention,
+        device=device,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if mask is None:
+        return loaded
+    hybrid = materialize(loaded, mask.mask, mask.window)
+    hybrid.set_attn_implementation(resolve_backend(config.runtime.attention))
+    return hybrid
+
+
+def _tables(
+    models: Sequence[Evaluated],
+    suites: Sequence[Suite],
+    folder: AnswerFolder,
+    work_dir: Path,
+    original: Path | None,
+) -> dict[str, Any]:
+    """Write samples.jsonl; returns every model's tables, those of `original` first."""
+    write_samples(
+        work_dir / SAMPLES,
+        (
+            record
+            for model in models
+            for suite in suites
+            for record in suite_records(suite, model, folder)
+        ),
+    )
+    known = Scores.read(original).content if original is not None else {}
+    checkpoints = dict(known.get("checkpoints", {}))
+    positions = dict(known.get("positions", {}))
+    among = any(model.name == ORIGINAL for model in models)
+    base = original if original is not None else work_dir if among else None
+    for model in models:
+        checkpoints[model.name] = {}
+        compared = base if model.name != ORIGINAL else None
+        for suite in suites:
+            if isinstance(suite, PositionSuite):
+                length = suite.section.length
+                losses = position_losses(work_dir, model.name, length)
+                original_losses = position_losses(compared, ORIGINAL, length) if compared else None
+                positions[model.name] = position_table(length, losses, original_losses)
+                continue
+            subtasks = subtask_scores(read_samples(work_dir), model.name, suite.name)
+            if not subtasks:
+                continue
+            scores = (
+                subtask_scores(read_samples(compared), ORIGINAL, suite.name) if compared else None
+            )
+            table = suite_table(subtasks, scores, suite.groups)
+            logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
+            checkpoints[model.name][suite.name] = table
+    missing = {suite.name: suite.missing for suite in suites if suite.missing}
+    return {
+        "checkpoints": checkpoints,
+        **({"positions": positions} if positions else {}),
+        **({"missing": missing} if missing else {}),
+    }

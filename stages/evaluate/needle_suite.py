@@ -1,0 +1,122 @@
+"""RULER on one rank: the samples, made once for all runs, and a model's answers to them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bosch.model.yarn import yarn
+from bosch.progress import Progress, progress
+from data_prep.calibration import CalibrationNeedles
+from data_prep.ruler_base import Corpus
+from data_prep.ruler_samples import SampleFolder
+from data_prep.ruler_tasks import ANY_ANSWER
+from data_prep.scoring import string_match
+from stages.configs import NeedleEvaluation
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, digest_of
+from stages.evaluate.generation import Question, generate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NeedleSuite:
+    """Samples and answers of one of `world` ranks, which takes every `world`-th sample."""
+
+    section: NeedleEvaluation
+    seed: int
+    tokenizer: Any
+    corpus: Corpus
+    calibration: CalibrationNeedles | None
+    folder: Path
+    answers: AnswerFolder
+    rank: int
+    world: int
+    batch_size: int
+    name: str = "needle"
+    missing: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._folders = {}
+        for length in self.section.lengths:
+            for task in self.section.tasks:
+                folder = SampleFolder(
+                    self.folder, task, length, self.section.new_tokens(task), self.seed,
+                    self.corpus, self.tokenizer,
+                )  # fmt: skip
+                digest = digest_of({**folder.identity, "yarn": self.section.yarn_factor(length)})
+                self._folders[Subtask(task, length, digest)] = folder
+
+    @property
+    def subtasks(self) -> list[Subtask]:
+        """All subtasks in the order in which they are run."""
+        return list(self._folders)
+
+    def samples(self, subtask: Subtask) -> int:
+        return self.section.samples
+
+    def prepare(self) -> None:
+        """Make the samples of every `world`-th subtask.
+
+        Raises:
+            UserError: a task does not fit, or its data is missing or damaged.
+        """
+        mine = self.subtasks[self.rank :: self.world]
+        with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:
+            for subtask in mine:
+                self._folders[subtask].make(self.section.samples, bar.update)
+
+    def open_samples(self, model: Evaluated) -> int:
+        return sum(len(self._open(model, subtask)) for subtask in self.subtasks)
+
+    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
+        for subtask in self.subtasks:
+            indices = self._open(model, subtask)
+            if not indices:
+                continue
+            questions = [q for q in self._subtask_questions(subtask) if q.index in indices]
+            with yarn(loaded, self.section.yarn_factor(subtask.length)):
+                self._answer(model, subtask, questions, loaded, bar)
+
+    def _open(self, model: Evaluated, subtask: Subtask) -> set[int]:
+        return set(self._indices) - self.answers.read(model, subtask).keys()
+
+    def _answer(
+        self,
+        model: Evaluated,
+        subtask: Subtask,
+        questions: list[Question],
+        loaded: Any,
+        bar: Progress,
+    ) -> None:
+        journal, any_answer = self.answers.journal(model, subtask), subtask.task in ANY_ANSWER
+        new_tokens = self.section.new_tokens(subtask.task)
+        for batch in generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size):
+            records = []
+            for question, output in batch:
+                score = string_match(output, question.answers, any_answer)
+                record = {"index": question.index, "score": score, "answers": question.answers}
+                records.append({**record, "question": question.tail, "output": output})
+            journal.append(*records)
+            bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
+
+    @property
+    def _indices(self) -> range:
+        return range(self.rank, self.section.samples, self.world)
+
+    def _subtask_questions(self, subtask: Subtask) -> list[Question]:
+        """The subtask's samples of this rank; cached, since every checkpoint answers the same."""
+        if subtask not in self._questions:
+            self._questions[subtask] = questions = []
+            for sample in self._folders[subtask].read(self._indices):
+                if self.calibration is not None:
+                    self.calibration.check(sample)
+                any_answer = subtask.task in ANY_ANSWER
+                questions.append(
+                    Question(sample.index, sample.ids, sample.answers, sample.tail, any_answer)
+                )
+        return self._questions[subtask]

@@ -1,0 +1,179 @@
+"""Loss by position in long documents: it rises first where distant tokens are not seen."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bosch.errors import UserError
+from bosch.progress import Progress
+from data_prep.essays import haystack_files
+from data_prep.needles import encode_prompt
+from data_prep.ruler_samples import tokenizer_digest
+from data_prep.text import read_utf8
+from stages.artifacts import read_samples
+from stages.configs import PositionEvaluation
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, digest_of
+from stages.versions import installed_versions
+
+# Tokens of one forward pass; their logits over the vocabulary are held at once.
+_CHUNK = 1024
+_Z = 1.959963984540054
+
+
+def edges(length: int) -> list[int]:
+    """Bounds of the bins of predicted positions: 1, 2, 4, … and `length`."""
+    return [*(2**power for power in range(math.ceil(math.log2(length)))), length]
+
+
+@dataclass
+class PositionSuite:
+    """Documents of one of `world` ranks, which takes every `world`-th."""
+
+    section: PositionEvaluation
+    tokenizer: Any
+    answers: AnswerFolder
+    rank: int
+    world: int
+    name: str = "positions"
+    missing: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    _documents: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def subtasks(self) -> list[Subtask]:
+        return [Subtask("perplexity", self.section.length, self._digest)]
+
+    def samples(self, subtask: Subtask) -> int:
+        return len(self._documents)
+
+    def prepare(self) -> None:
+        """Tokenise the first documents that are long enough.
+
+        Raises:
+            UserError: no document is.
+        """
+        for path in document_files(self.section.path):
+            if len(self._documents) == self.section.documents:
+                break
+            # No tokenizer makes more than four tokens of a character on average.
+            text = read_utf8(path)[: 8 * self.section.length + 1000]
+            if 4 * len(text) < self.section.length:
+                continue
+            ids = encode_prompt(self.tokenizer, text)
+            if len(ids) >= self.section.length:
+                self._documents.append(np.asarray(ids[: self.section.length], np.int32))
+        if not self._documents:
+            raise UserError(
+                f"evaluate.positions: no document has {self.section.length:,} tokens; "
+                "lower the length or name a folder of longer ones as path"
+            )
+
+    def open_samples(self, model: Evaluated) -> int:
+        return len(self._open(model))
+
+    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
+        journal = self.answers.journal(model, self.subtasks[0])
+        for index in self._open(model):
+            losses = token_losses(loaded, self._documents[index])
+            bounds = edges(self.section.length)
+            bins = [float(losses[a - 1 : b - 1].mean()) for a, b in _pairs(bounds)]
+            journal.append({"index": index, "loss": bins})
+            bar.update(note="loss by position")
+
+    def _open(self, model: Evaluated) -> list[int]:
+        answered = self.answers.read(model, self.subtasks[0]).keys()
+        return [i for i in range(self.rank, len(self._documents), self.world) if i not in answered]
+
+    @property
+    def _digest(self) -> str:
+        content = hashlib.sha256(b"".join(document.tobytes() for document in self._documents))
+        return digest_of(
+            {"documents": content.hexdigest(), "tokenizer": tokenizer_digest(self.tokenizer)}
+        )
+
+
+@torch.inference_mode()
+def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Cross-entropy of every token but the first, nats [T - 1], by a prefill in chunks."""
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
+    cache, losses = None, []
+    for start in range(0, tokens.shape[1] - 1, _CHUNK):
+        chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]
+        output = model(chunk, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        targets = tokens[0, start + 1 : start + 1 + chunk.shape[1]]
+        loss = torch.nn.functional.cross_entropy(
+            output.logits[0].float(), targets, reduction="none"
+        )
+        losses.append(loss.cpu().numpy())
+    return np.concatenate(losses)
+
+
+def position_table(
+    length: int, answers: Sequence[Sequence[float]], original: Sequence[Sequence[float]] | None
+) -> dict[str, Any]:
+    """Mean loss of each bin with a 95 % interval over documents, and how much more the original's.
+
+    `answers` [documents, bins] in nats per token; the difference is over the same documents.
+    """
+    values = np.asarray(answers)
+    table: dict[str, Any] = {
+        "edges": edges(length),
+        "documents": len(values),
+        "loss": _means(values),
+    }
+    if original is not None and len(original) == len(values):
+        table["difference"] = _means(values - np.asarray(original))
+    return table
+
+
+def _means(values: np.ndarray) -> list[dict[str, float]]:
+    count = len(values)
+    error = (
+        values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(values.shape[1])
+    )
+    return [
+        {"mean": float(mean), "low": float(mean - _Z * e), "high": float(mean + _Z * e)}
+        for mean, e in zip(values.mean(axis=0), error, strict=True)
+    ]
+
+
+def position_losses(folder: Path, model: str, length: int) -> list[list[float]]:
+    """A model's losses by bin, documents in order, among a stage's published answers."""
+    return [
+        record["loss"]
+        for record in read_samples(folder)
+        if (record["checkpoint"], record["suite"], record["length"]) == (model, "positions", length)
+    ]
+
+
+def document_files(path: str | None) -> Iterator[Path]:
+    """The folder's texts by name, or the source of transformers' models, longest files first."""
+    if path is not None:
+        yield from haystack_files(Path(path), "evaluate.positions.path")
+        return
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    files = Path(spec.origin).parent.glob("models/*/modeling_*.py")
+    yield from sorted(files, key=lambda file: (-file.stat().st_size, file.name))
+
+
+def documents_identity(path: str | None) -> str:
+    """What the documents are, for reports."""
+    if path is not None:
+        return path
+    return f"models of transformers {installed_versions(['transformers'])['transformers']}"
+
+
+def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(bounds))

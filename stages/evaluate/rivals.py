@@ -1,0 +1,85 @@
+"""Rivals of the search: masks of rules and rankings at its ratio and window, to be scored too."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from bosch.files import make_folder
+from bosch.heads import HeadMaskFile
+from bosch.model.loading import load_model
+from bosch.objective.calibration import CalibrationSet
+from bosch.search.runs import unsearched_mask
+from stages.artifacts import CALIBRATION
+from stages.configs import EvaluateConfig, SearchConfig
+from stages.context import StageConfig
+from stages.evaluate.answers import Evaluated, digest_of
+from stages.evaluate.models import process_state
+
+logger = logging.getLogger(__name__)
+
+
+def rivals(config: StageConfig[EvaluateConfig], prepared: Path, work_dir: Path) -> list[Evaluated]:
+    """The untrained hybrids of `evaluate.rivals`, by method; called on every rank.
+
+    The first rank ranks the heads, on the calibration set in `prepared`, and writes each mask to
+    rivals/<method>.json below `work_dir`.
+    """
+    if not config.section.rivals:
+        return []
+    state = process_state(config.runtime)
+    folder = work_dir / "rivals"
+    masks: list[list[HeadMaskFile]] = [[]]
+    if state.is_main_process:
+        make_folder(folder)
+        paths = [folder / f"{method}.json" for method in config.section.rivals]
+        if not all(path.exists() for path in paths):
+            for file, path in zip(_masks(config, prepared, state), paths, strict=True):
+                file.save(path)
+        masks[0] = [HeadMaskFile.load(path) for path in paths]
+    if state.num_processes > 1:
+        broadcast_object_list(masks)
+    return [
+        Evaluated(file.method, config.model, _identity(config.model_identity, file), file)
+        for file in masks[0]
+    ]
+
+
+def _masks(
+    config: StageConfig[EvaluateConfig], prepared: Path, state: PartialState
+) -> list[HeadMaskFile]:
+    section = config.upstream_section(SearchConfig)
+    settings = section.settings(config.seed)
+    calibration = CalibrationSet.load(prepared / CALIBRATION)
+    model = load_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=state.device,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    files = []
+    for method in config.section.rivals:
+        mask = unsearched_mask(method, model, calibration, section.window_size, settings)
+        files.append(
+            HeadMaskFile.of(
+                mask,
+                section.window,
+                model=config.model.path,
+                method=method,
+                swa_ratio=section.swa_ratio,
+                seed=settings.seed,
+            )
+        )
+        logger.info("%s: mask of a rival", method)
+    return files
+
+
+def _identity(model: str | None, file: HeadMaskFile) -> str | None:
+    if model is None:
+        return None
+    mask = {"mask": file.swa_kv_heads, "window": [file.window_size, file.sinks]}
+    return f"{model}-{digest_of(mask)}"

@@ -1,0 +1,58 @@
+"""Scores of the untrained hybrid and every checkpoint, beside those of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.calibration import CalibrationNeedles
+from data_prep.tokenizer import TokenizerSpec
+from stages.artifacts import (
+    CALIBRATION,
+    HYBRID,
+    MODEL,
+    TOKENIZER,
+    checkpoint_folders,
+)
+from stages.configs import EvaluateConfig
+from stages.context import StageConfig
+from stages.evaluate.answers import Evaluated, stored_identity
+from stages.evaluate.models import evaluate_models
+from stages.evaluate.rivals import rivals
+
+VERSION = 3
+
+
+def run(
+    config: StageConfig[EvaluateConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
+
+    scores.json repeats the original model's scores, which inputs["original"] holds.
+
+    Raises:
+        UserError: a model or the essay folder is missing or damaged.
+        RunError: a sample shares a needle with the calibration set.
+    """
+    folders = {HYBRID: inputs["materialize"] / MODEL}
+    if "train" in inputs:
+        folders |= checkpoint_folders(inputs["train"])
+    prepared = inputs["prepare"]
+    models = rivals(config, prepared, work_dir)
+    models += [
+        Evaluated(
+            name,
+            config.model.model_copy(update={"path": str(folder), "revision": None}),
+            stored_identity(folder),
+        )
+        for name, folder in folders.items()
+    ]
+    return evaluate_models(
+        config,
+        models,
+        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code),
+        work_dir,
+        calibration=CalibrationNeedles.load(prepared / CALIBRATION),
+        original=inputs["original"],
+    ).averages

@@ -1,1 +1,0 @@
-"""Parts of the evaluate stage: samples, generation, score tables."""

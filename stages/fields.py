@@ -1,0 +1,134 @@
+"""Types of a recipe's fields: how counts, sizes, flags, paths and lists are written and checked."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+# Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
+# budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
+# in batches of 2M are 1,192 steps.
+_SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
+_FILE_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*[KMGTkmgt][bB]\s*$")
+_BYTES = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_Value = TypeVar("_Value", int, float)
+_Item = TypeVar("_Item", int, str)
+_COUNT = re.compile(r"^\s*([0-9][0-9_]*(?:,[0-9]{3})*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
+_FLAGS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+_LONGEST_NUMBER = 32
+_LONGEST_TEXT = 200
+# More than any model, corpus or machine has; sums and products of such counts are exact.
+MOST = 10**15
+_MOST_PROCESSES = 1024
+
+
+def parse_count(value: object) -> object:
+    """An integer from 32768, "32k", "2M" or "2.5B"; what is no string is left to pydantic."""
+    if not isinstance(value, str):
+        return value
+    match = _COUNT.match(value)
+    if not match or len(value) > _LONGEST_NUMBER:
+        raise ValueError(f"'{value}' is not a count: write an integer, or one like 32k, 2M, 2.5B")
+    number = float(match[1].replace("_", "").replace(",", ""))
+    number *= _SUFFIX[match[2].lower()] if match[2] else 1
+    if abs(number - round(number)) > 1e-6:
+        raise ValueError(f"'{value}' is not a whole number")
+    return round(number)
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes of 40GB, 512MiB or 1000000."""
+    if not isinstance(value, str):
+        return value
+    match = _BYTES.match(value)
+    if match is None:
+        raise ValueError(f"expected a size like 40GB or 512MiB, found '{value}'")
+    power = " kmgt".index(match[2].lower() or " ")
+    number = min(float(match[1]), 2.0**60)  # an infinite one is no integer
+    return int(number * (1024 if match[3] else 1000) ** power)
+
+
+def parse_number(value: object) -> object:
+    """A float that YAML 1.1 read as a string (`1e-5`)."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"'{value}' is not a number") from None
+    return value
+
+
+def parse_flag(value: object) -> object:
+    """A flag; YAML 1.1's words for it are accepted, letters and numbers are not."""
+    return _FLAGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def path_text(value: str) -> str:
+    """A path that a file system can hold."""
+    if not value.strip():
+        raise ValueError("expected a path, found an empty text")
+    name = max((name.encode() for name in value.split("/")), key=len)
+    if len(name) > 255 or len(value.encode()) > 4000:
+        raise ValueError(f"no path can be that long ({len(value):,} characters)")
+    return value
+
+
+def short_text(value: str) -> str:
+    """A name or a title: something, on one line."""
+    if not value.strip() or len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"expected one line of 1 to {_LONGEST_TEXT} characters")
+    return value
+
+
+def different(values: list[_Item]) -> list[_Item]:
+    """The values, none of which may stand there twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"names {value} twice")
+    return values
+
+
+def file_size(value: str) -> str:
+    """A size in bytes as transformers writes it: a number and KB, MB, GB or TB."""
+    match = _FILE_SIZE.match(value)
+    if not match or len(value) > _LONGEST_NUMBER or not float(match[1]):
+        raise ValueError(f"'{value}' is not a file size like 5GB or 500MB")
+    return value
+
+
+def regular_expression(value: str) -> str:
+    """A regular expression as Python writes it."""
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"'{value}' is not a regular expression ({error})") from None
+    return value
+
+
+def rising(values: list[_Value]) -> list[_Value]:
+    """The values, which must rise and not repeat."""
+    if values != sorted(set(values)):
+        raise ValueError("the values must rise and not repeat")
+    return values
+
+
+Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=MOST)]
+ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MOST_PROCESSES)] | Literal["auto"]
+BatchSize = Annotated[int, Field(gt=0, le=2**20)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
+Number = Annotated[float, BeforeValidator(parse_number)]
+Flag = Annotated[bool, BeforeValidator(parse_flag)]
+PathText = Annotated[str, AfterValidator(path_text)]
+Line = Annotated[str, AfterValidator(short_text)]
+Ratio = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A section of a recipe: unknown keys are refused, values do not change after loading.
+
+    A value is of its field's type as it stands: true is no number, 1 is no flag.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)

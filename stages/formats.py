@@ -1,0 +1,75 @@
+"""Numbers as people read them: scores, bytes, token counts, durations."""
+
+from __future__ import annotations
+
+import math
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_score(value: float | None) -> str:
+    """A score in points of 100 with one decimal; an en dash where there is none."""
+    return "–" if value is None or math.isnan(value) else f"{value:.1f}"
+
+
+def format_share(value: float) -> str:
+    """A share in [0, 1] as a percentage, without a decimal where it is whole."""
+    return f"{100 * value:.1f}".removesuffix(".0") + " %"
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in the largest binary unit that leaves at least one of it: `1.5 KiB`."""
+    if value == 0:
+        return "0 B"
+    power = min(max(int(math.log2(abs(value)) // 10), 0), len(_BINARY_UNITS) - 1)
+    return f"{_significant(value / 1024**power)} {_BINARY_UNITS[power]}"
+
+
+def format_flops(value: float) -> str:
+    """Floating-point operations in the largest unit that leaves at least one: `1.5 EFLOP`."""
+    for power, unit in ((18, "EFLOP"), (15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP")):
+        if value >= 10**power:
+            return f"{_significant(value / 10**power)} {unit}"
+    return f"{_significant(value)} FLOP"
+
+
+def format_count(value: float) -> str:
+    """A count in decimal thousands: `950`, `12.5k`, `1.3M`, `2.5B`."""
+    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{_significant(value / factor)}{suffix}"
+    return _significant(value)
+
+
+def format_length(value: int) -> str:
+    """A context length in units of 1,024 where it is a whole number of them: `32k`, `600`."""
+    return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"
+
+
+def format_seconds(value: float) -> str:
+    """A duration in its two largest units: `0.4 s`, `38 s`, `3 min 5 s`, `4 h 10 min`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    seconds = round(value)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    minutes = round(value / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_hours(hours: float) -> str:
+    """Hours, or minutes below two of them: `less than a minute`, `38 min`, `1,234.5 h`."""
+    if hours < 1 / 60:
+        return "less than a minute"
+    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h"
+
+
+def _significant(value: float) -> str:
+    """Three significant digits without an exponent or trailing zeros."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,1 @@
+"""Stage materialize: The deployable hybrid model."""

@@ -1,0 +1,149 @@
+"""The model card of a hybrid model: what it was made from, which heads slide, how it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bosch.heads import HeadMaskFile
+from stages.configs import ModelConfig
+from stages.licence import licence_of
+from stages.versions import installed_versions
+
+_FRONT = "---"
+_PAPER = "https://arxiv.org/abs/2604.05942"
+UNTRAINED = "| continual pretraining | none, the weights are the base model's |"
+
+_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this directory, or its name on the hub
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```
+
+With the library `bosch` installed, `import bosch` takes the place of `trust_remote_code=True`.
+Without either the model does not load, rather than running with all heads full. `generate` uses a
+cache in which a sliding head keeps its window only.
+"""
+
+_LIMITS = """\
+What lies further back than the window reaches a sliding head through the layers below it alone. The
+score above is for short answers found in long texts: compare with the base model on your own task
+and length before use. What holds of the base model otherwise, its licence included, holds here.
+Attention weights are not returned, and of transformers' caches the dynamic and the static one have
+a hybrid form.
+"""
+
+
+def write_model_card(
+    folder: Path, mask_file: HeadMaskFile, model: ModelConfig, summary: dict[str, Any]
+) -> None:
+    """Write README.md into `folder`; `summary` is that of the materialize stage."""
+    licence = base_licence(model)
+    text = model_card(mask_file, model, summary, licence)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def model_card(
+    mask_file: HeadMaskFile, model: ModelConfig, summary: dict[str, Any], licence: dict[str, str]
+) -> str:
+    """The card as Markdown with the front matter the hub reads."""
+    local = Path(model.path).exists()
+    base = Path(model.path).resolve().name if local else model.path
+    front: dict[str, Any] = dict(licence)
+    if not local:
+        front["base_model"] = model.path
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front["tags"] = ["hybrid-attention", "sliding-window"]
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
+    stated = licence.get("license_name") or licence.get("license")
+    score = "unknown"
+    if mask_file.score is not None:
+        score = f"{mask_file.score:.4g}, the share of calibration answers that are right"
+    seed = "" if mask_file.seed is None else f" (seed {mask_file.seed})"
+    transformers = installed_versions(["transformers"])["transformers"]
+    constant = summary["sliding_bytes_constant"]
+    before = summary["kv_cache_bytes_per_token_before"]
+    after = summary["kv_cache_bytes_per_token_after"]
+    return f"""{_FRONT}
+{chr(10).join(lines)}
+{_FRONT}
+
+# {base}, hybrid attention
+
+Of the KV heads of {base} a share of {mask_file.swa_ratio:.4g} sees a sliding window only; the
+others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
+
+| | |
+|---|---|
+| base model | {base}{f" ({model.revision})" if model.revision else ""} |
+| licence of the base model | {stated or "not stated in its card"} |
+| sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
+| window | {mask_file.window_size} tokens, the query's own included |
+| sinks | {mask_file.sinks} |
+| head mask found by | {mask_file.method}{seed} |
+| its score in the search | {score} |
+{UNTRAINED}
+| KV cache per token | {after:,} bytes instead of {before:,}, and at most {constant:,} once |
+| made with | transformers {transformers} |
+
+## Load
+
+{_LOADING}
+## Head mask
+
+One row per layer, one sign per KV head in the base model's order: ■ full, □ sliding. In the weights
+here each layer's full heads come first.
+
+```
+{mask_rows(mask_file)}
+```
+
+## Limits
+
+{_LIMITS}"""
+
+
+def note_training(folder: Path, tokens: int, averaged: int = 1) -> None:
+    """Say in the card in `folder`, if there is one, how many tokens the model was trained on.
+
+    `averaged`: checkpoints whose mean it is.
+    """
+    path = folder / "README.md"
+    if path.is_file():
+        card = path.read_text(encoding="utf-8")
+        mean = f", mean of the last {averaged} checkpoints" if averaged > 1 else ""
+        row = f"| continual pretraining | {tokens:,} tokens{mean} |"
+        path.write_text(card.replace(UNTRAINED, row), encoding="utf-8")
+
+
+def mask_rows(mask_file: HeadMaskFile) -> str:
+    """The head mask as text, a row per layer."""
+    width = len(str(mask_file.num_layers - 1))
+    return "\n".join(
+        f"{layer:>{width}}  {' '.join('■' if full else '□' for full in row)}"
+        for layer, row in enumerate(mask_file.mask.is_full)
+    )
+
+
+def base_licence(model: ModelConfig) -> dict[str, str]:
+    """Licence in the base model's card; empty if it states none that can be read."""
+    card = _base_card(model)
+    return {} if card is None else licence_of(card)
+
+
+def _base_card(model: ModelConfig) -> Path | None:
+    """README.md of the base model, from its directory or the hub; None where there is none."""
+    folder = Path(model.path)
+    if folder.is_dir():
+        card = folder / "README.md"
+        return card if card.is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.path, "README.md", revision=model.revision))
+    except (OSError, ValueError):  # absent, or no network: the card is not worth failing for
+        return None

@@ -1,0 +1,172 @@
+"""The deployable hybrid model: permuted weights, head layout in the config."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.cache import state_bytes
+from bosch.model.cache_size import CacheSize
+from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import check_mask, head_mask
+from bosch.window import Window
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from stages.artifacts import HEAD_MASK, MODEL, MaterializeSummary
+from stages.configs import MaterializeConfig
+from stages.context import StageConfig
+from stages.materialize.model_card import write_model_card
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+VERSION = 4
+
+# Largest difference allowed between the two modes' logits, relative to their root mean square. The
+# permutation changes the order of sums and nothing else.
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
+# Models up to this size are compared in float32, where the comparison is sharp.
+_FLOAT32_PARAMETERS = 2_000_000_000
+
+
+def run(
+    config: StageConfig[MaterializeConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write model/ (loadable by AutoModelForCausalLM) and summary.json below `work_dir`.
+
+    Beside the weights lie the tokenizer, the code file for transformers alone, and a model card.
+
+    The head mask is inputs["search"]/head_mask.json. The saved model is loaded again and must give
+    the logits that the base model gives under the mask.
+
+    Raises:
+        UserError: the base model is missing, damaged or unsupported, or the mask is another's.
+        RunError: the saved model does not compute what was searched.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    section = config.section
+    mask_path = inputs["search"] / HEAD_MASK
+    file = HeadMaskFile.load(mask_path)
+    base = load_model(
+        config.model.path,
+        dtype=section.dtype,
+        device=device,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    _check_fit(base, file, mask_path)
+    logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
+    summary = _memory(base, file.mask, file.window)
+    tokens = _probe(base, file.window_size, config.seed)
+    exact = summary["parameters"] <= _FLOAT32_PARAMETERS
+    hybrid = materialize(base, file.mask, file.window)
+    expected = _searched_logits(base, file, tokens, exact)
+    del base
+    target = work_dir / MODEL
+    _save(hybrid, target, config, section.max_shard_size)
+    shutil.copyfile(mask_path, target / HEAD_MASK)
+    write_model_card(target, file, config.model, summary)
+    del hybrid
+    saved = load_model(target, dtype=section.dtype, device=device)
+    precision = "float32" if exact else section.dtype
+    summary["check"] = _compare(_logits(saved, tokens, exact), expected, precision)
+    MaterializeSummary.model_validate(summary).write(work_dir)
+    return summary
+
+
+def _check_fit(base: Any, file: HeadMaskFile, mask_path: Path) -> None:
+
+    family_of(base.config)
+    try:
+        check_mask(base.config, file.mask)
+    except UserError as error:
+        raise UserError(f"{mask_path}: {error}") from error
+
+
+def _memory(base: Any, mask: HeadMask, window: Window) -> dict[str, Any]:
+    """Parameters, and bytes of the key/value cache before and after."""
+    counts, layers = mask.full_kv_heads_per_layer, decoder_layers(base.config)
+    size = CacheSize.of(counts, layers, window, base.dtype.itemsize, state_bytes(base))
+    return {
+        "parameters": sum(p.numel() for p in base.parameters()),
+        "window_size": window.size,
+        "sinks": window.sinks,
+        "swa_ratio": mask.swa_ratio,
+        "full_kv_heads_per_layer": counts,
+        "kv_cache_bytes_per_token_before": size.original_per_token,
+        "kv_cache_bytes_per_token_after": size.per_token,
+        "sliding_bytes_constant": size.windows,
+        "own_windows": [asdict(own) for own in size.own],
+        "state_bytes": size.state_bytes,
+    }
+
+
+def _probe(base: Any, window: int, seed: int) -> Tensor:
+    """Random tokens, longer than the window by enough that a wrong window would show."""
+    import torch
+
+    text = text_config(base.config)
+    limit = getattr(text, "max_position_embeddings", None) or 4096
+    length = min(window + 64, limit)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(text.vocab_size, (2, length), generator=generator)
+
+
+def _searched_logits(base: Any, file: HeadMaskFile, tokens: Tensor, exact: bool) -> Tensor:
+
+    with head_mask(base, file.mask, file.window):
+        return _logits(base, tokens, exact)
+
+
+def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
+    import torch
+
+    if exact:
+        model = model.float()
+    with torch.inference_mode():
+        logits: Tensor = model(tokens.to(model.device), use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
+    scale = float(expected.square().mean().sqrt()) or 1.0
+    difference = float((actual - expected).abs().max()) / scale
+    if not difference <= _TOLERANCE[precision]:  # a NaN fails too
+        raise RunError(
+            f"materialize: the saved model differs from the searched one by {difference:.3g} of "
+            f"the logits' root mean square; {precision} allows {_TOLERANCE[precision]:g}"
+        )
+    return {
+        "largest_difference": difference,
+        "precision": precision,
+        "tokens": actual.shape[0] * actual.shape[1],
+    }
+
+
+def _save(
+    hybrid: Any, target: Path, config: StageConfig[MaterializeConfig], max_shard_size: str
+) -> None:
+    from safetensors import SafetensorError
+
+    model = config.model
+    spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+    tokenizer = load_tokenizer(spec)
+    if not tokenizer("text")["input_ids"]:  # what transformers makes of missing files
+        raise UserError(f"{model.path}: the model has no tokenizer; add its tokenizer files")
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        hybrid.save_pretrained(target, max_shard_size=max_shard_size)
+        tokenizer.save_pretrained(target)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{target}: cannot write the model ({error})") from error

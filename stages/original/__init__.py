@@ -1,0 +1,1 @@
+"""Stage original: Scores of the original model."""

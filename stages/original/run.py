@@ -1,0 +1,33 @@
+"""Scores of the original model: a stage of its own, shared by all recipes on one base model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.tokenizer import TokenizerSpec
+from stages.artifacts import ORIGINAL
+from stages.configs import EvaluateConfig
+from stages.context import StageConfig
+from stages.evaluate.answers import Evaluated
+from stages.evaluate.models import evaluate_models
+
+VERSION = 2
+
+
+def run(
+    config: StageConfig[EvaluateConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
+
+    That no sample shares a needle with the calibration set is checked by the stage evaluate, which
+    asks the same questions: nothing here depends on the calibration set.
+
+    Raises:
+        UserError: the model or the essay folder is missing or damaged.
+    """
+    model = config.model
+    tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+    evaluated = Evaluated(ORIGINAL, model, config.model_identity)
+    return evaluate_models(config, [evaluated], tokenizer, work_dir).averages

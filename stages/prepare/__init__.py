@@ -1,0 +1,1 @@
+"""Stage prepare: Training data and calibration set."""

@@ -1,0 +1,153 @@
+"""Training data and calibration set: tokenise, mix, pack; needle examples."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.files import file_sizes
+from bosch.progress import progress
+from data_prep.calibration import write_calibration
+from data_prep.essays import essay_identity, haystack_words
+from data_prep.filters import Filters
+from data_prep.mixture import DocumentStream, mix
+from data_prep.packing import pack, write_dataset
+from data_prep.sources import Source
+from data_prep.tokenization import tokenise_source
+from data_prep.tokenizer import Encoder, TokenizerSpec, load_tokenizer
+from stages.artifacts import CALIBRATION, PACKED_DATA, TOKENIZER, Statistics
+from stages.configs import PrepareConfig, SourceConfig
+from stages.context import StageConfig
+
+logger = logging.getLogger(__name__)
+
+VERSION = 3
+
+# Below this, starting processes takes longer than they save.
+_TOKENS_PER_WORKER = 10_000_000
+
+
+def run(
+    config: StageConfig[PrepareConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write train/, calibration/, tokenizer/ and statistics.json below `work_dir`.
+
+    Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
+    goes on where it was.
+
+    Raises:
+        UserError: a source or the tokenizer is missing or damaged; names file and place.
+    """
+    written = Statistics.finished(work_dir)
+    if written is None:
+        model = config.model
+        spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+        tokenizer = load_tokenizer(spec)
+        calibration = _calibration(config, tokenizer, work_dir)
+        statistics = write_training_data(config, spec, work_dir)
+        tokenizer.save_pretrained(work_dir / TOKENIZER)
+        sizes = file_sizes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
+        written = Statistics(**statistics, calibration=calibration, sizes=sizes)
+        written.write(work_dir)
+    shutil.rmtree(work_dir / "tokens", ignore_errors=True)
+    return {
+        **written.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
+        "calibration_examples": written.calibration["examples"],
+    }
+
+
+def _calibration(
+    config: StageConfig[PrepareConfig], tokenizer: Any, work_dir: Path
+) -> dict[str, Any]:
+    calibration = config.section.calibration
+    words = haystack_words(calibration.essay_dir)
+    statistics = write_calibration(
+        work_dir / CALIBRATION,
+        tasks=calibration.tasks,
+        examples=calibration.examples,
+        length=calibration.length,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        essay_words=words,
+    )
+    return {**statistics, "corpus": essay_identity(calibration.essay_dir, words)}
+
+
+def write_training_data(
+    config: StageConfig[PrepareConfig], spec: Any, work_dir: Path
+) -> dict[str, Any]:
+    """Tokenise as much of every source as its share needs, then mix and pack."""
+    section = config.section
+    length = section.sequence_length
+    sequences = math.ceil(section.train_tokens / length)
+    tokens = sequences * length
+    sources = [_source(source) for source in section.sources]
+    weights = [source.weight for source in sources]
+    encoder = Encoder.load(spec)
+    with progress(tokens, "tokenising", "tokens") as bar:
+        tokenised = [
+            tokenise_source(
+                source,
+                encoder,
+                work_dir / "tokens" / f"{number:02d}",
+                tokens=math.ceil(tokens * source.weight / sum(weights)),
+                seed=config.seed,
+                sequence_length=length,
+                workers=_workers(config.runtime.data_workers, tokens),
+                bar=bar,
+            )
+            for number, source in enumerate(sources)
+        ]
+    streams = [DocumentStream(t, config.seed, number) for number, t in enumerate(tokenised)]
+    shutil.rmtree(work_dir / PACKED_DATA, ignore_errors=True)
+    with progress(sequences, "packing", "sequences") as bar:
+        packed = _counted(pack(mix(streams, weights, tokens), length), bar)
+        write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
+    return {
+        "documents": sum(stream.documents for stream in streams),
+        "tokens": tokens,
+        "sequences": sequences,
+        "sequence_length": length,
+        "bytes_per_token": _bytes_per_token(tokenised),
+        "sources": {
+            t.source.name: {
+                "documents": stream.documents,
+                "tokens": stream.tokens,
+                "share": stream.tokens / tokens,
+                "share_wanted": t.source.weight / sum(weights),
+                "tokens_available": t.tokens,
+                "epochs": stream.epochs,
+                "bytes_per_token": _bytes_per_token([t]),
+                "left_out": t.left_out,
+                "lengths": t.length_histogram(),
+            }
+            for t, stream in zip(tokenised, streams, strict=True)
+        },
+    }
+
+
+def _source(config: SourceConfig) -> Source:
+    fields = {name: value for name, value in config if name != "filters"}
+    return Source(**fields, filters=Filters(**dict(config.filters)))
+
+
+def _counted(items: Iterator[Any], bar: Any) -> Iterator[Any]:
+    for item in items:
+        yield item
+        bar.update()
+
+
+def _bytes_per_token(tokenised: list[Any]) -> float:
+    return float(sum(t.text_bytes for t in tokenised) / sum(t.tokens for t in tokenised))
+
+
+def _workers(configured: int | str, tokens: int) -> int:
+    """Processes that tokenise; `auto` starts no more than the amount of text is worth."""
+    if isinstance(configured, int):
+        return max(1, configured)
+    return max(1, min(len(os.sched_getaffinity(0)), tokens // _TOKENS_PER_WORKER))

@@ -1,0 +1,1 @@
+"""Stage report: The page of a run's results."""

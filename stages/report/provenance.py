@@ -1,0 +1,119 @@
+"""Where the numbers come from: the resolved recipe, versions, commits, seeds, corpora."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from stages.artifacts import ORIGINAL, STAGES, Manifest
+from stages.configs import ReportConfig
+from stages.context import StageConfig
+from stages.report import markup
+from stages.report.results import Results
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Names and values for the page's last section, and its heading."""
+
+    title: str
+    subtitle: str
+    recipe: list[tuple[str, str]]
+    origin: list[tuple[str, str]]
+    versions: list[tuple[str, str]]
+    statistics: list[tuple[str, str]]
+
+
+def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> Provenance:
+    """Gather the resolved recipe from `config` and the rest from the stages' manifests."""
+    model = PurePath(config.model.path).name
+    recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
+    for stage in STAGES:
+        if stage in config.upstream and stage != ORIGINAL:  # configured by the section evaluate
+            recipe[stage] = config.upstream[stage].model_dump(mode="json")
+    search = results.search
+    share = f"ρ = {search.sliding / search.total:.3g}"
+    subtitle = f"{model} made hybrid: {share}, W = {search.mask.window_size:,}"
+    subtitle += f", method {search.mask.method}"
+    return Provenance(
+        title=config.section.title or f"Hybrid {model}",
+        subtitle=subtitle,
+        recipe=list(flatten(recipe)),
+        origin=_origin(config, results),
+        versions=_versions(results),
+        statistics=[
+            (place, value)
+            for place, value in flatten(results.statistics)
+            if ".lengths." not in place  # the picture of document lengths shows them
+        ],
+    )
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted paths and values of nested mappings; lists of plain values stay on one line."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flatten(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from flatten(inner, f"{path}.{index}")
+    elif isinstance(value, list):
+        yield path, ", ".join(str(item) for item in value) or "none"
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield path, f"{value:,}" if value >= 10_000 else str(value)
+    else:
+        yield path, "none" if value is None or value == {} else str(value)
+
+
+def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
+    rows = [("Model", config.model.path), ("Seed", str(config.seed))]
+    rows.append(("Parameters", f"{results.parameters:,}"))
+    if results.corpus is not None:
+        for name, value in flatten(results.corpus):
+            rows.append((f"Text of the evaluation, {name}", value))
+    for stage in STAGES:
+        manifest = results.manifests.get(stage)
+        if manifest is not None:
+            rows.append((f"Stage {stage}", _origin_of(manifest)))
+        elif stage not in results.present:
+            rows.append((f"Stage {stage}", "not part of this recipe"))
+    return rows
+
+
+def _origin_of(manifest: Manifest) -> str:
+    """Key, commit and time of a stage's output."""
+    facts = [f"key {manifest.key[:12]}"]
+    if manifest.git_commit:
+        changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
+        facts.append(f"commit {manifest.git_commit[:12]}{changed}")
+    named = {
+        "created": manifest.created,
+        "Python": manifest.python,
+        "processes:": manifest.processes,
+    }
+    return ", ".join([*facts, *(f"{name} {value}" for name, value in named.items() if value)])
+
+
+def _versions(results: Results) -> list[tuple[str, str]]:
+    """Package versions over all stages; where stages differ, each version is named once."""
+    versions: dict[str, dict[str, None]] = {}
+    for manifest in results.manifests.values():
+        for name, version in manifest.packages.items():
+            versions.setdefault(name, {})[version] = None
+    return [(name, ", ".join(each)) for name, each in sorted(versions.items())]
+
+
+def provenance_section(provenance: Provenance) -> str:
+    """The page's last section."""
+    inner = markup.card(markup.facts(provenance.origin))
+    inner += markup.details("Resolved recipe", markup.facts(provenance.recipe))
+    inner += markup.details("Prepared data", markup.facts(provenance.statistics))
+    if provenance.versions:
+        inner += markup.details("Package versions", markup.facts(provenance.versions))
+    else:
+        inner += markup.absent("The stages recorded no package versions.")
+    return markup.section(
+        "Provenance", "Everything that is needed to reproduce these results.", inner
+    )

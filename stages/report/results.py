@@ -1,0 +1,200 @@
+"""Published results of the stages, as the report shows them.
+
+Where training or evaluation is missing from the inputs, it is no part of the recipe and stays None;
+a stage that is there but lacks a file it promises is an error, never an empty picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bosch.heads import HeadMaskFile
+from bosch.model.cache_size import CacheSize, OwnWindow
+from bosch.search.methods import METHODS
+from stages.artifacts import (
+    HEAD_MASK,
+    HYBRID,
+    ORIGINAL,
+    STAGES,
+    Manifest,
+    MaterializeSummary,
+    Scores,
+    SearchSummary,
+    Statistics,
+    SuiteScores,
+    TrainingStep,
+    checkpoint_tokens,
+    read_metrics,
+    read_samples,
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The head mask and the search for it."""
+
+    mask: HeadMaskFile
+    summary: SearchSummary
+
+    @property
+    def sliding(self) -> int:
+        """Number of sliding KV heads in the whole model."""
+        return self.mask.mask.num_sliding
+
+    @property
+    def total(self) -> int:
+        """Number of KV heads in the whole model (N)."""
+        return self.mask.num_layers * self.mask.num_key_value_heads
+
+
+def label_of(name: str) -> str:
+    """An evaluated model's name for people."""
+    if name == ORIGINAL:
+        return "Original"
+    if name == HYBRID:
+        return "Hybrid, untrained"
+    if name in METHODS:
+        return f"{METHODS[name].label}, untrained"
+    return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
+
+
+@dataclass(frozen=True)
+class NeedleScores:
+    """Needle scores of one evaluated model."""
+
+    name: str
+    suite: SuiteScores
+
+    @property
+    def average(self) -> float:
+        """In points of 100."""
+        return self.suite.average
+
+    @property
+    def tokens(self) -> int | None:
+        """Training tokens so far: 0 for the untrained hybrid, None for the original."""
+        return 0 if self.name == HYBRID else checkpoint_tokens(self.name)
+
+    @property
+    def label(self) -> str:
+        """The model's name for people."""
+        return label_of(self.name)
+
+
+# Checkpoint, suite, task, length.
+Place = tuple[str, str, str, int]
+# Samples that the page shows of each.
+SHOWN_SAMPLES = 3
+
+
+def collect_predictions(
+    records: Iterable[Mapping[str, Any]],
+) -> dict[Place, list[Mapping[str, Any]]]:
+    """Of every cell the `SHOWN_SAMPLES` samples with the lowest scores."""
+    cells: dict[Place, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if "score" not in record:
+            continue
+        place = (record["checkpoint"], record["suite"], record["task"], record["length"])
+        cell = cells.setdefault(place, [])
+        cell.append(record)
+        cell.sort(key=lambda one: (one["score"], one["index"]))
+        del cell[SHOWN_SAMPLES:]
+    return cells
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything in the report; None for training or scores that the recipe leaves out."""
+
+    search: Search
+    cache: CacheSize
+    parameters: int
+    training: list[TrainingStep] | None
+    needle: list[NeedleScores] | None
+    rivals: list[NeedleScores]
+    scores: Scores | None
+    corpus: dict[str, Any] | None
+    statistics: dict[str, Any]
+    present: frozenset[str]
+    manifests: Mapping[str, Manifest]
+    predictions: Mapping[Place, list[Mapping[str, Any]]]
+
+    def checkpoint(self, name: str) -> NeedleScores | None:
+        """Scores of the model of that name, if it was evaluated."""
+        return next((scores for scores in self.needle or [] if scores.name == name), None)
+
+    @property
+    def trained(self) -> NeedleScores | None:
+        """Scores of the checkpoint with the most training tokens, if any was evaluated."""
+        trained = [scores for scores in self.needle or [] if scores.tokens]
+        return trained[-1] if trained else None
+
+    @property
+    def stage_seconds(self) -> list[tuple[str, float]]:
+        """Wall time of each stage, in the order of the pipeline."""
+        return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]
+
+
+def load_results(inputs: Mapping[str, Path]) -> Results:
+    """Read the published directories in `inputs`.
+
+    Raises RunError or UserError, naming the file, where a stage's directory lacks what it promises.
+    """
+    searched = inputs["search"]
+    search = Search(HeadMaskFile.load(searched / HEAD_MASK), SearchSummary.read(searched))
+    materialized = MaterializeSummary.read(inputs["materialize"])
+    scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else None
+    return Results(
+        search=search,
+        cache=CacheSize(
+            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
+            full_heads=search.total - search.sliding,
+            sliding_heads=search.sliding,
+            window=search.mask.window,
+            own=tuple(OwnWindow(**own) for own in materialized.own_windows),
+            state_bytes=materialized.state_bytes,
+        ),
+        parameters=materialized.parameters,
+        training=read_metrics(inputs["train"]) if "train" in inputs else None,
+        needle=_needle(scores) or None if scores else None,
+        rivals=_rivals(scores) if scores else [],
+        scores=scores,
+        corpus=scores.corpus if scores else None,
+        predictions=collect_predictions(
+            record
+            for stage in ("original", "evaluate")
+            if stage in inputs
+            for record in read_samples(inputs[stage])
+        ),
+        statistics=Statistics.read(inputs["prepare"]).content,
+        present=frozenset(inputs),
+        manifests={
+            stage: Manifest.read(inputs[stage])
+            for stage in STAGES
+            if stage in inputs and (inputs[stage] / Manifest.FILE).exists()
+        },
+    )
+
+
+def _needle(scores: Scores) -> list[NeedleScores]:
+    """The original, the untrained hybrid, and the checkpoints in the order of training."""
+    models = [
+        NeedleScores(name, suites["needle"])
+        for name, suites in scores.checkpoints.items()
+        if "needle" in suites and name not in METHODS
+    ]
+    return sorted(models, key=lambda model: -1 if model.tokens is None else model.tokens)
+
+
+def _rivals(scores: Scores) -> list[NeedleScores]:
+    """The untrained hybrids of rules and rankings, the lowest score first."""
+    models = [
+        NeedleScores(name, suites["needle"])
+        for name, suites in scores.checkpoints.items()
+        if "needle" in suites and name in METHODS
+    ]
+    return sorted(models, key=lambda model: model.average)

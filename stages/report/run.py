@@ -1,0 +1,42 @@
+"""Stage report: one self-contained HTML page, a summary file and a table on the terminal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.files import write_json, write_text
+from stages.artifacts import PAGE, Summary
+from stages.configs import ReportConfig
+from stages.context import StageConfig
+from stages.report.page import render
+from stages.report.provenance import collect_provenance
+from stages.report.results import load_results
+from stages.report.terminal import print_summary, summarize
+
+VERSION = 4
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    config: StageConfig[ReportConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write index.html and summary.json below `work_dir` and print the headline numbers.
+
+    `inputs` maps the name of every stage that the recipe has to its published directory; what is
+    missing there is shown as no part of the recipe. Returns the content of summary.json. Raises
+    RunError when a published directory lacks a file it promises.
+    """
+
+    results = load_results(inputs)
+    provenance = collect_provenance(config, results)
+    page = work_dir / PAGE
+    write_text(page, render(results, provenance))
+    summary = summarize(results, provenance.title)
+    write_json(work_dir / Summary.FILE, summary)
+    print_summary(results, provenance.title)
+    logger.info("report written: %s bytes of HTML", f"{page.stat().st_size:,}")
+    return summary

@@ -1,0 +1,200 @@
+"""The verdict in one sentence, and every score with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from html import escape
+
+from bosch.search.methods import METHODS
+from stages.artifacts import HYBRID, ORIGINAL, Against, MeanScore, SuiteScores
+from stages.formats import format_length, format_score, format_share
+from stages.report import figures, markup
+from stages.report.predictions import anchor
+from stages.report.results import NeedleScores, Results, label_of
+
+_SAME = "≈"
+
+
+def verdict(results: Results) -> str | None:
+    """What the hybrid keeps of the original at the longest length; None without such scores."""
+    scores = results.trained or results.checkpoint(HYBRID)
+    if scores is None or not scores.suite.by_length:
+        return None
+    length = max(scores.suite.by_length)
+    against = scores.suite.by_length[length].against_original
+    if against is None or against.ratio is None:
+        return None
+    cache = results.cache
+    share = cache.dynamic(length) / cache.original(length)
+    name = "trained" if scores.tokens else "untrained"
+    sentence = (
+        f"At {format_length(length)} the {name} hybrid keeps {_percent(against)} of the original's "
+        f"score with {share:.2f} of its KV cache"
+    )
+    if not against.is_distinguishable:
+        sentence += "; these samples do not tell the two apart"
+    return sentence + "."
+
+
+def _percent(against: Against) -> str:
+    assert against.ratio is not None
+    low, high = against.ratio_low or 0.0, against.ratio_high or 0.0
+    return f"{against.ratio:.1f} % ± {max(high - against.ratio, against.ratio - low):.1f}"
+
+
+def verdict_section(results: Results) -> str:
+    """The verdict as the page's first line; empty where there is none."""
+    sentence = verdict(results)
+    return f'<p class="verdict">{escape(sentence)}</p>' if sentence is not None else ""
+
+
+def standing_section(results: Results) -> str:
+    """The search's hybrid beside its rivals and the original, in one picture; empty without scores.
+
+    All hybrids have the same number of sliding heads and the same window.
+    """
+    label = METHODS[results.search.mask.method].label
+    hybrid, trained = results.checkpoint(HYBRID), results.trained
+    models = [(one.label, "rival", one.suite) for one in results.rivals]
+    if hybrid is not None:
+        models.append((f"{label}, untrained", "untrained", hybrid.suite))
+    if trained is not None:
+        models.append((f"{label}, trained", "hybrid", trained.suite))
+    if not models:
+        return ""
+    bars = [_bar(name, css, suite) for name, css, suite in models]
+    original = results.checkpoint(ORIGINAL)
+    average = original.average if original is not None else None
+    picture = figures.responsive(partial(figures.standing, bars, average, "Needle"), "standing")
+    count = models[0][2].samples
+    share = format_share(results.search.sliding / results.search.total)
+    note = (
+        f"The same {count:,} samples, {share} of the KV heads sliding with a window of "
+        f"{results.search.mask.window_size:,}; thin lines are 95 % intervals."
+    )
+    return markup.card(f'{picture}<p class="lead">{escape(note)}</p>')
+
+
+def _bar(label: str, css: str, suite: SuiteScores) -> figures.ScoreBar:
+    low = suite.average if suite.low is None else suite.low
+    high = suite.average if suite.high is None else suite.high
+    return figures.ScoreBar(label, css, suite.average, low, high)
+
+
+def scores_section(results: Results, why_none: str) -> str:
+    """A table for each model: tasks by lengths, with 95 % intervals."""
+    heading = "Scores by task and length"
+    lead = (
+        "RULER by context length, in points of 100, each with its 95 % interval. "
+        f"{_SAME}: the samples do not tell the model from the original (paired test, 5 %)."
+    )
+    if results.needle is None:
+        return markup.section(heading, lead, markup.absent(why_none))
+    models = [*results.needle, *results.rivals]
+    cards = [markup.card(score_table(scores)) for scores in models]
+    return markup.section(heading, lead, markup.grid(cards))
+
+
+def score_table(scores: NeedleScores) -> str:
+    """Tasks by lengths of one checkpoint, each cell tinted by its score."""
+    suite = scores.suite
+    lengths = sorted({length for by in suite.tasks.values() for length in by})
+    head = "".join(f'<th scope="col">{format_length(length)}</th>' for length in lengths)
+    rows = [
+        _score_row(
+            task,
+            [by.get(at) for at in lengths],
+            links=[anchor(scores.name, "needle", task, at) for at in lengths],
+        )
+        for task, by in suite.tasks.items()
+    ]
+    if suite.by_length:
+        means = [suite.by_length.get(length) for length in lengths]
+        rows.append(_score_row("all tasks", means, "total"))
+    caption = f"{escape(scores.label)} <span>average {format_score(scores.average)}</span>"
+    return (
+        f'<div class="scroll"><table><caption>{caption}</caption><thead><tr>'
+        f'<th scope="col">task</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+def _score_row(
+    name: str, scores: Sequence[MeanScore | None], css: str = "", links: Sequence[str] = ()
+) -> str:
+    """A row of scores, each of which leads to its samples where `links` names them."""
+    cells = "".join(map(_cell, scores, links or [""] * len(scores)))
+    return f'<tr class="{css}"><th scope="row">{escape(name)}</th>{cells}</tr>'
+
+
+def _cell(score: MeanScore | None, link: str) -> str:
+    if score is None:
+        return f'<td class="score" style="--share:0">{format_score(None)}</td>'
+    against = score.against_original
+    mark = f"{_SAME} " if against is not None and not against.is_distinguishable else ""
+    interval = f"{format_score(score.low)}–{format_score(score.high)}"
+    value = f"{mark}{format_score(score.score)}"
+    if link:
+        value = f'<a href="#{escape(link)}">{value}</a>'
+    return (
+        f'<td class="score" style="--share:{score.score / 100:.3f}">{value}'
+        f"<small>{interval}</small></td>"
+    )
+
+
+def harness_section(results: Results) -> str:
+    """Tasks of lm-evaluation-harness and LongBench's averages by model; empty without them."""
+    scores = results.scores
+    suites = {
+        name: tables["harness"]
+        for name, tables in (scores.checkpoints if scores is not None else {}).items()
+        if "harness" in tables
+    }
+    missing = scores.missing.get("harness", {}) if scores is not None else {}
+    if not suites and not missing:
+        return ""
+    lead = "Tasks of lm-evaluation-harness, in points of 100, each with its 95 % interval."
+    inner = markup.notes(f"{task} has no score: {reason}" for task, reason in missing.items())
+    if suites:
+        first = next(iter(suites.values()))
+        head = "".join(f'<th scope="col">{escape(label_of(name))}</th>' for name in suites)
+        rows = [
+            _score_row(
+                task,
+                [suite.tasks.get(task, {}).get(0) for suite in suites.values()],
+                links=[anchor(name, "harness", task, 0) for name in suites],
+            )
+            for task in first.tasks
+        ]
+        for name, group in first.groups.items():
+            label = f"{name} ({len(group.tasks)} of {group.of} tasks)"
+            rows.append(_score_row(label, [s.groups.get(name) for s in suites.values()], "total"))
+        table = (
+            f'<div class="scroll"><table><thead><tr><th scope="col">task</th>{head}</tr></thead>'
+            f"<tbody>{''.join(rows)}</tbody></table></div>"
+        )
+        inner += markup.card(table)
+    return markup.section("Other tasks", lead, inner)
+
+
+def positions_section(results: Results) -> str:
+    """Loss by position of the original, the untrained hybrid and the last checkpoint."""
+    tables = results.scores.positions if results.scores is not None else {}
+    if not tables:
+        return ""
+    last = results.scores.last_trained if results.scores is not None else None
+    curves = [
+        (name, css, tables[name])
+        for name, css in ((ORIGINAL, "original"), (HYBRID, "untrained"), (last, "hybrid"))
+        if name in tables
+    ]
+    count = curves[0][2].documents
+    lead = (
+        f"Cross-entropy by position in {count:,} held-out documents, each bin with its 95 % "
+        "interval over documents: where a model stops using what is far, its curve rises."
+    )
+    keys = [("stroke", css, label_of(str(name)).lower()) for name, css, _ in curves]
+    picture = figures.responsive(
+        partial(figures.loss_by_position, [(css, table) for _, css, table in curves]), "positions"
+    )
+    return markup.section("Loss by position", lead, markup.card(markup.legend(keys) + picture))

@@ -1,0 +1,85 @@
+"""The report's headline on the terminal, and the same numbers as a dictionary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stages.artifacts import STAGES
+from stages.formats import format_bytes, format_count, format_score, format_seconds
+from stages.report.results import Results
+from stages.report.scores_section import verdict
+
+ABSENT = "not part of this recipe"
+
+
+def summarize(results: Results, title: str) -> dict[str, Any]:
+    """Headline numbers; null where the recipe has no such stage. Scores in points of 100."""
+    original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
+    trained, search, cache = results.trained, results.search, results.cache
+    return {
+        "title": title,
+        "verdict": verdict(results),
+        "needle": {
+            "original": original.average if original else None,
+            "hybrid": hybrid.average if hybrid else None,
+            "rivals": {rival.name: rival.average for rival in results.rivals},
+            "trained": trained.average if trained else None,
+            "trained_tokens": trained.tokens if trained else None,
+        },
+        "swa_ratio": search.sliding / search.total,
+        "window_size": search.mask.window_size,
+        "sinks": search.mask.sinks,
+        "kv_cache_bytes_per_token": {
+            "before": cache.original_per_token,
+            "after": cache.per_token,
+            "window_bytes": cache.windows,
+        },
+        "stage_seconds": dict(results.stage_seconds),
+        "absent_stages": [stage for stage in STAGES if stage not in results.present],
+    }
+
+
+def print_summary(results: Results, title: str) -> None:
+    """Print the headline table."""
+    table = Table(title=Text(title), title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, value in _rows(results):
+        table.add_row(name, value)
+    Console().print(table)
+    sentence = verdict(results)
+    if sentence is not None:
+        Console().print(Text(sentence))
+
+
+def _rows(results: Results) -> list[tuple[str, str]]:
+    trained, search, cache = results.trained, results.search, results.cache
+    after = f" after {format_count(trained.tokens or 0)} tokens" if trained else ""
+    before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
+    share = f"{search.sliding / search.total:.3g}"
+    rows = [
+        ("Needle average, original", _score(results, "original")),
+        *(
+            (f"Needle average, {rival.label}", format_score(rival.average))
+            for rival in results.rivals
+        ),
+        ("Needle average, hybrid untrained", _score(results, "hybrid")),
+        (f"Needle average, hybrid trained{after}", _score(results, None)),
+        ("KV cache per token", f"{before} → {now}"),
+        ("KV cache of the windows, at most", format_bytes(cache.windows)),
+        ("Sliding KV heads (ρ)", f"{share} ({search.sliding} of {search.total})"),
+        ("Window (W)", f"{search.mask.window_size:,} tokens"),
+    ]
+    rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
+    return rows
+
+
+def _score(results: Results, name: str | None) -> str:
+    if "evaluate" not in results.present or (name is None and "train" not in results.present):
+        return ABSENT
+    scores = results.trained if name is None else results.checkpoint(name)
+    return format_score(scores.average) if scores else "not evaluated"

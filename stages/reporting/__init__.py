@@ -1,1 +1,0 @@
-"""What the report is made of: the stages' results, figures, the page, the terminal table."""

@@ -1,0 +1,1 @@
+"""Stage search: Which KV heads become sliding."""

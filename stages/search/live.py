@@ -1,0 +1,79 @@
+"""Output of a running search: tensorboard scalars, and a file with its best mask so far."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import get_args
+
+from bosch.errors import RunError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.search.evaluator import Evaluator, Phase
+from stages.artifacts import TENSORBOARD
+from stages.configs import SearchConfig
+from stages.context import StageConfig
+
+BEST = "best_so_far.json"
+_PHASES = get_args(Phase)
+
+
+def mask_file(config: StageConfig[SearchConfig], mask: HeadMask, score: float) -> HeadMaskFile:
+    """`mask` as a file, with the search that it comes from."""
+    section = config.section
+    return HeadMaskFile.of(
+        mask,
+        section.window,
+        model=config.model.path,
+        method=section.method,
+        swa_ratio=section.swa_ratio,
+        score=score,
+        seed=section.settings(config.seed).seed,
+    )
+
+
+class LiveView:
+    """Written after each evaluation, on the first rank.
+
+    A resumed search evaluates its first masks again, so the scalars begin afresh each time.
+    Raises RunError where the work directory cannot be written.
+    """
+
+    def __init__(self, work_dir: Path, config: StageConfig[SearchConfig]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.best_file = work_dir / BEST
+        self._config = config
+        self._best: HeadMask | None = None
+        shutil.rmtree(work_dir / TENSORBOARD, ignore_errors=True)
+        try:
+            self._board = SummaryWriter(str(work_dir / TENSORBOARD))
+        except OSError as error:
+            raise RunError(
+                f"{work_dir}: the search cannot write there ({error.strerror})"
+            ) from error
+
+    def update(self, evaluator: Evaluator) -> None:
+        """Show the last evaluation of `evaluator`."""
+        point, costs, best = evaluator.trace[-1], evaluator.costs(), evaluator.best_on_budget
+        values = {
+            "score": point.score,
+            "log_likelihood": point.log_likelihood,
+            "best_score_of_subproblem": point.best_score,
+            "phase": float(_PHASES.index(point.phase)),
+            "evaluations": costs["evaluations"],
+            "reused_evaluations": costs["reused_evaluations"],
+            "full_forward_equivalents": costs["full_forward_equivalents"],
+        }
+        if best is not None:
+            mask, evaluation = best
+            values["best_score"] = evaluation.score
+            values["best_log_likelihood"] = evaluation.log_likelihood
+            if mask != self._best:
+                self._best = mask
+                mask_file(self._config, mask, evaluation.score).save(self.best_file)
+        for name, value in values.items():
+            self._board.add_scalar(f"search/{name}", value, point.step)
+
+    def close(self) -> None:
+        """Put the scalars on disk."""
+        self._board.close()

@@ -1,0 +1,231 @@
+"""Which KV heads become sliding: the search, its log and its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bosch.attention import resolve_backend
+from bosch.errors import LostRankError
+from bosch.files import write_text
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.model.tensor_parallel import load_sharded
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.free_memory import reuse_room
+from bosch.objective.objective import Objective
+from bosch.progress import Progress, progress
+from bosch.ranks import Ranks
+from bosch.search.bosch import SearchResult
+from bosch.search.evaluator import Evaluator
+from bosch.search.methods import METHODS
+from bosch.search.runs import find_mask
+from bosch.search.settings import SearchSettings
+from stages.artifacts import CALIBRATION, EVALUATIONS, HEAD_MASK, SearchSummary
+from stages.configs import SearchConfig
+from stages.context import StageConfig
+from stages.numerics import numerics
+from stages.report.results import Search
+from stages.report.search_figures import trace_files
+from stages.search.live import BEST, LiveView, mask_file
+from stages.search.processes import join_process_group
+
+logger = logging.getLogger(__name__)
+
+VERSION = 8
+
+
+def run(
+    config: StageConfig[SearchConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write head mask, evaluations, summary and plots of the trace below `work_dir`.
+
+    A search that was stopped goes on from its evaluation log: it evaluates the same masks in the
+    same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
+    Called on every rank: each computes its share of the set, the first one writes the files.
+
+    Raises:
+        UserError: the model or the calibration set is damaged, or leaves nothing to search for.
+        RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
+    """
+    with join_process_group(
+        config.runtime.search_parallel, config.runtime.timeout_minutes
+    ) as ranks:
+        objective = _objective(config, inputs["prepare"], ranks)
+        backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
+        context = replace(
+            objective.context,
+            numerics=numerics(ranks.device, backend, batch, VERSION, shards=ranks.shards),
+        )
+        log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
+        if ranks.is_first and ranks.size > objective.batches:
+            logger.info(
+                "%d of %d processes have nothing to do: the calibration set is %d batches of "
+                "runtime.eval_batch_size",
+                ranks.size - objective.batches, ranks.size, objective.batches,
+            )  # fmt: skip
+        if len(log) and ranks.is_first:
+            logger.info("going on from %d evaluations of a stopped search", len(log))
+        started = time.perf_counter()
+        settings = config.section.settings(config.seed)
+        with _progress(config, objective, settings) as bar:
+            evaluator = Evaluator(objective, log, bar)
+            with _live(config, evaluator, work_dir, ranks):
+                result = _find_mask(config, evaluator, settings, work_dir)
+        summary = _summary(evaluator, result, time.perf_counter() - started)
+        summary |= objective.memory() | {"savings": objective.savings()}
+        if ranks.is_first:
+            _write(work_dir, config, summary, result, evaluator)
+    return {
+        name: summary[name]
+        for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
+    }
+
+
+@contextlib.contextmanager
+def _live(
+    config: StageConfig[SearchConfig], evaluator: Evaluator, work_dir: Path, ranks: Ranks
+) -> Iterator[None]:
+    """Scalars and the best mask so far, for those who watch the search."""
+    if not ranks.is_first:
+        yield
+        return
+    view = LiveView(work_dir, config)
+    evaluator.watch = view.update
+    try:
+        yield
+    finally:
+        view.close()
+
+
+def _find_mask(
+    config: StageConfig[SearchConfig],
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    work_dir: Path,
+) -> SearchResult:
+    """The method's result; a stopped search logs where it stands."""
+    try:
+        return find_mask(config.section.method, evaluator, settings)
+    except (KeyboardInterrupt, LostRankError):
+        if evaluator.log.path is not None:
+            _log_progress_so_far(evaluator, work_dir)
+        raise
+
+
+@contextlib.contextmanager
+def _progress(
+    config: StageConfig[SearchConfig], objective: Objective, settings: SearchSettings
+) -> Iterator[Progress | None]:
+    """Progress in evaluations, shown by the first rank."""
+    if not objective.ranks.is_first:
+        yield None
+        return
+    method = config.section.method
+    total = METHODS[method].most_evaluations(
+        settings, objective.num_layers, objective.num_key_value_heads
+    )
+    with progress(total, f"search ({method})", "evaluations") as bar:
+        yield bar
+
+
+def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:
+    section = config.section
+    calibration = CalibrationSet.load(prepared / CALIBRATION)
+    options: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    if ranks.shards > 1:
+        model = load_sharded(config.model.path, ranks, **options)
+    else:
+        model = load_model(config.model.path, device=ranks.device, **options)
+    prepare_for_search(model, config.runtime.attention)
+    batch_size = config.runtime.eval_batch_size
+    room = config.runtime.reuse_memory
+    if not isinstance(room, int):
+        room = reuse_room(
+            model,
+            section.window,
+            min(batch_size, len(calibration)),
+            calibration.max_length,
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            shards=ranks.shards,
+        )
+    return Objective(
+        model,
+        calibration,
+        section.window,
+        batch_size=batch_size,
+        reuse_bytes=room,
+        ranks=ranks,
+    )
+
+
+def _summary(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
+    evaluation = result.evaluation
+    return {
+        "anchors": {
+            "all_sliding": result.anchors.all_sliding,
+            "all_full": result.anchors.all_full,
+        },
+        "best_score": evaluation.score,
+        "best_log_likelihood": evaluation.log_likelihood,
+        "last_phase_score": result.last_phase.score,
+        "last_phase_log_likelihood": result.last_phase.log_likelihood,
+        **evaluator.costs(),
+        "solver_seconds": max(0.0, seconds - evaluator.fresh_seconds),
+        "layer_importance": result.layers,
+        "trace": evaluator.trace_records(),
+        "notes": evaluator.notes,
+    }
+
+
+def _write(
+    work_dir: Path,
+    config: StageConfig[SearchConfig],
+    summary: dict[str, Any],
+    result: SearchResult,
+    evaluator: Evaluator,
+) -> None:
+    published = SearchSummary.check(summary, "summary")
+    published.write(work_dir)
+    file = mask_file(config, result.mask, result.evaluation.score)
+    file.save(work_dir / HEAD_MASK)
+    for name, picture in trace_files(Search(file, published)).items():
+        write_text(work_dir / name, picture)
+    (work_dir / BEST).unlink(missing_ok=True)
+    logger.info(
+        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
+        "known from other searches, %.1f full passes computed",
+        summary["best_score"], result.anchors.all_full, result.anchors.all_sliding,
+        summary["evaluations"], summary["reused_evaluations"],
+        summary["full_forward_equivalents"],
+    )  # fmt: skip
+
+
+def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
+    """Log what the best mask of a stopped search is worth, and where it is."""
+    advice = (
+        f"{evaluator.costs()['evaluations']:.0f} evaluations are kept, the same command goes on"
+    )
+    best = evaluator.best_on_budget
+    if best is None:
+        logger.warning("search stopped before its first mask on budget; %s", advice)
+        return
+    _, evaluation = best
+    worth = f"{evaluation.score:.4f} (log-likelihood {evaluation.log_likelihood:.4f}"
+    ends = {point.subproblem: point.score for point in evaluator.trace if point.phase == "anchors"}
+    worth += "".join(f", {name} {value:.4f}" for name, value in ends.items()) + ")"
+    logger.warning(
+        "search stopped; the best mask on budget so far scores %s and is kept in %s; %s",
+        worth, work_dir / BEST, advice,
+    )  # fmt: skip

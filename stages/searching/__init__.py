@@ -1,1 +1,0 @@
-"""Parts of the search stage: which method runs, and the picture of its trace."""

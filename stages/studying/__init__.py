@@ -1,1 +1,0 @@
-"""Studies: every method against the true optimum, against its cost, against itself."""

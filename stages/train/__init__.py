@@ -1,0 +1,1 @@
+"""Stage train: Continual pretraining of the hybrid model."""

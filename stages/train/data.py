@@ -1,0 +1,81 @@
+"""Which sequence is read when: a seeded permutation of the prepared data, each sequence once.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import load_from_disk
+from torch.utils.data import Dataset
+
+from bosch.errors import UserError
+from stages.train.loss import IGNORED
+from stages.train.schedule import Schedule
+
+_ORDER_STREAM = 0x7261  # sets this use of the recipe's seed apart from others
+
+
+class PackedSequences(Dataset[dict[str, Any]]):
+    """The packed sequences in the order training reads them, read from Arrow one at a time.
+
+    Item i belongs to step i // sequences-per-step whatever the number of processes, because the
+    data loader deals micro-batches out to the processes in turn.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._table = load_from_disk(str(directory)).with_format("numpy")
+        self.prepared = len(self._table)
+        self.sequence_length = len(self._table[0]["input_ids"]) if self.prepared else 0
+        self._order = np.arange(self.prepared)
+
+    def arrange(self, schedule: Schedule, seed: int) -> None:
+        """Fix the order, and cut the data to what `schedule` reads.
+
+        Raises:
+            UserError: fewer tokens are prepared than the run needs.
+        """
+        needed = schedule.steps * schedule.sequences
+        if needed > self.prepared:
+            raise UserError(
+                f"train.total_tokens needs {needed * self.sequence_length:,} tokens and "
+                f"{self.prepared * self.sequence_length:,} are prepared; raise "
+                "prepare.train_tokens (each token is read once) or lower train.total_tokens"
+            )
+        generator = np.random.default_rng([seed, _ORDER_STREAM])
+        self._order = generator.permutation(self.prepared)[:needed]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._table[int(self._order[index])]
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Plain causal language modelling: input_ids and labels [B, T]; the model shifts the labels."""
+    input_ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]).astype(np.int64))
+    return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def collate_documents(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As `collate`, with attention stopping at document borders.
+
+    position_ids [B, T] start again at 0 with every document, which is how the attention knows the
+    borders; a document's first token has nothing to be predicted from, so its label is ignored.
+    """
+    batch = collate(rows)
+    positions = torch.stack([_positions(row["document_lengths"]) for row in rows])
+    batch["labels"].masked_fill_(positions == 0, IGNORED)
+    return {**batch, "position_ids": positions}
+
+
+def _positions(document_lengths: np.ndarray) -> torch.Tensor:
+    lengths = np.asarray(document_lengths, dtype=np.int64)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(np.arange(len(starts)) - starts)

@@ -1,0 +1,164 @@
+"""Distillation from the full-attention model: KL divergence without a logits matrix of either.
+
+Shapes: B sequences of a micro-batch, T tokens of one, N = B·T, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bosch.model.families import decoder_layers
+from bosch.model.loading import load_config, load_model
+from bosch.objective.answers import scaled_logits
+from stages.configs import ModelConfig, Runtime, TrainConfig
+from stages.train.loss import IGNORED, HeadLoss, head_loss
+from stages.train.memory import distillation_chunk_tokens
+
+
+def load_teacher(
+    model_dir: Path,
+    model: ModelConfig,
+    train: TrainConfig,
+    runtime: Runtime,
+    device: torch.device,
+    backend: str = "auto",
+) -> Any:
+    """The model in `model_dir` with every head full, in the precision that training computes in.
+
+    It gives the original's function: the order of heads is no part of it. Its forward pass returns
+    the states [B, T, C] before the output head; `backend` computes its attention. It is on
+    `device`; under FSDP, on the meta device.
+    """
+    config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
+    kinds = decoder_layers(config)
+    config.hybrid_attention = {
+        **config.hybrid_attention,
+        "full_kv_heads_per_layer": [kinds.heads] * len(kinds.full),
+    }
+    teacher = load_model(
+        model_dir,
+        dtype=teacher_dtype(train),
+        backend=backend,
+        trust_remote_code=model.trust_remote_code,
+        config=config,
+        device=None if runtime.sharding == "fsdp" else device,
+        weights=runtime.sharding != "fsdp",
+    )
+    teacher.requires_grad_(False)
+
+    def forward(self: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        decoder = self.get_decoder()
+        output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    teacher.forward = MethodType(forward, teacher)
+    return teacher
+
+
+def teacher_dtype(train: TrainConfig) -> torch.dtype:
+    """Precision of the teacher's weights: it takes no small updates."""
+    return torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+
+
+class TeacherLoss:
+    """KL(teacher ‖ student) in nats, summed over tokens, and cross-entropy beside it.
+
+    With `tokens` < 1 it is taken on that share of each sequence's predicted tokens, rounded up,
+    where it is largest, and divided by the share: its mean over those tokens counts like a mean
+    over all.
+    """
+
+    def __init__(self, teacher: Any, weight: float, tokens: float) -> None:
+        self.teacher = teacher
+        self._weight = weight
+        self._tokens = tokens
+
+    def loss_of(
+        self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
+    ) -> HeadLoss:
+        """The loss of a micro-batch, once the student's states are there."""
+        with torch.no_grad():
+            states = self.teacher(input_ids, position_ids).flatten(0, 1)
+        head = self.teacher.get_output_embeddings()
+
+        def loss(student_head: Any, student_states: Tensor) -> Tensor:
+            weights = [_whole(head.weight), _whole(getattr(head, "bias", None))]
+            divergence = _Divergence(states, weights, self.teacher.config)
+            return self._loss(student_head, student_states, config, targets, divergence)
+
+        return loss
+
+    def _loss(
+        self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: _Divergence
+    ) -> Tensor:
+        labels = targets.flatten()
+        chunk = distillation_chunk_tokens(head.weight.shape[0])
+        every = torch.arange(len(labels), device=labels.device)
+        if self._tokens < 1:
+            values = torch.empty(len(labels), device=labels.device)
+
+            def note(logits: Tensor, chunk: slice) -> Tensor:
+                values[chunk] = divergence.of(logits, every[chunk])
+                return values.new_zeros(())
+
+            with torch.no_grad():
+                head_loss(head, states, config, note, chunk)
+            chosen = largest(values.view_as(targets), targets != IGNORED, self._tokens).flatten()
+        else:
+            chosen = labels != IGNORED
+        # Cross-entropy is for all predicted tokens, the divergence for those that are chosen.
+        rows = (chosen if self._weight == 1 else labels != IGNORED).nonzero()[:, 0]
+
+        def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
+            own = rows[chunk]
+            differs = (divergence.of(logits, own) * chosen[own]).sum() / self._tokens
+            if self._weight == 1:
+                return differs
+            entropy = nn.functional.cross_entropy(logits, labels[own], reduction="sum")
+            return self._weight * differs + (1 - self._weight) * entropy
+
+        return head_loss(head, states[rows], config, chunk_loss, chunk)
+
+
+class _Divergence:
+    """KL divergence of the teacher's next-token distribution from another one, token by token."""
+
+    def __init__(self, states: Tensor, weights: list[Tensor | None], config: Any) -> None:
+        self._states = states
+        self._weight, self._bias = weights
+        self._config = config
+
+    def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """[n] in nats, from the other's `logits` [n, V] in float32 at `tokens` [n] of [0, N)."""
+        with torch.no_grad():
+            assert self._weight is not None
+            own = nn.functional.linear(self._states[tokens], self._weight, self._bias)
+            expected = torch.log_softmax(scaled_logits(self._config, own.float()), dim=-1)
+            del own
+            probabilities = expected.exp()
+        # Not as a difference of two sums: where the models agree, those would cancel.
+        return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
+
+
+def largest(values: Tensor, valid: Tensor, share: float) -> Tensor:
+    """Which of `values` [B, T] are among the largest ⌈share · valid ones⌉ of their row: bool."""
+    chosen = torch.zeros_like(valid)
+    values = values.masked_fill(~valid, -math.inf)
+    for row, count in enumerate(valid.sum(1).tolist()):
+        chosen[row, values[row].topk(math.ceil(share * count)).indices] = True
+    return chosen
+
+
+def _whole(weight: Any) -> Tensor | None:
+    """A weight of the teacher's head, gathered where FSDP has sharded it again."""
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    return None if weight is None else weight.detach()

@@ -1,0 +1,180 @@
+"""What one process holds in training: its breakdown and its peak. Needs no torch.
+
+What data types and sharding decide stands in `stages.train.memory`; here is what a layer and
+the tables take during a step, and what is in memory together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bosch.model.decoder_shape import DecoderShape
+from stages.configs import Runtime, TrainConfig
+from stages.train.memory import (
+    distillation_bytes,
+    gathered_bytes,
+    gradient_bytes,
+    layer_input_bytes,
+    loss_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+    teacher_bytes,
+)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes that one process holds in training.
+
+    The loss, the backward pass of each layer and the sum of the tables' gradients come one after
+    the other, so the largest of the three counts. During the loss there are gradients only where
+    a step `accumulates` several micro-batches.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    layer_inputs: float
+    gathered: float
+    layer: float
+    attention: float
+    loss: float
+    tables: float
+    teacher: float
+    accumulates: bool
+
+    @property
+    def peak(self) -> float:
+        """The most that is held at once."""
+        held = self.parameters + self.optimizer + self.layer_inputs + self.gathered
+        held += self.teacher
+        backward = self.gradients + max(self.layer + self.attention, self.tables)
+        return held + max(backward, self.loss + self.gradients * self.accumulates)
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Bytes by what they hold; the last four are not all in memory together."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "teacher": self.teacher,
+            "layer inputs": self.layer_inputs,
+            "whole weights": self.gathered,
+            "a layer's backward": self.layer,
+            "attention workspace": self.attention,
+            "loss and logits": self.loss,
+            "tables' gradients": self.tables,
+        }
+
+
+def training_memory(
+    shape: DecoderShape,
+    train: TrainConfig,
+    runtime: Runtime,
+    *,
+    processes: int,
+    tokens: int,
+    accumulation: int,
+) -> TrainingMemory:
+    """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`."""
+    mixed_precision = train.mixed_precision == "bf16"
+    sharded = runtime.sharding != "none"
+    shards = processes if sharded else 1
+    trained = trained_parameters(shape, train)
+    count = shape.parameters + (trained if train.lora is not None else 0)
+    # Of a layer and of the tables, as a share: what is frozen has no gradient.
+    layer_share = trained_in_layers(shape, train) / (shape.layers * shape.layer_parameters)
+    tables_trained = trained == shape.parameters
+    number = 2 if mixed_precision else 4
+    # Autocast leaves the embedding in float32, and with it all sums between layers.
+    residual = number if sharded else 4
+    optimizer = optimizer_bytes(trained, shards)
+    if runtime.sharding == "deepspeed" and mixed_precision:
+        optimizer += number * count / shards  # bf16 weights beside the master copy
+    saved = tokens * _saved_by_a_layer(shape, number, residual, train.liger)
+    # Gradients on the way through the MLP and the norms.
+    backward = tokens * (number * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
+    if runtime.gradient_checkpointing:
+        layer_inputs: float = layer_input_bytes(shape.layers, tokens, shape.hidden, residual)
+    else:
+        layer_inputs, saved = shape.layers * saved, 0.0
+    if sharded:
+        gathered: float = gathered_bytes(
+            shape.layer_parameters, shape.hidden, shape.vocabulary, number
+        )
+        if not shape.tied:  # the input table is in one unit with the head
+            gathered += number * shape.table
+        # Whole gradients, and the same in float32 to be summed over the processes.
+        layer_gradients = (number + 4.0) * layer_share * shape.layer_parameters
+        layer_gradients += tables_trained * number * shape.table
+        tables = tables_trained * (number + 4.0) * shape.tables
+    else:
+        gathered = number * count if mixed_precision else 0.0  # autocast's copies
+        layer_gradients = tables = 0.0
+        if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
+            gathered += gradient_bytes(trained, 1)
+    teacher = 0.0
+    loss = loss_bytes
+    if train.teacher != "none":
+        loss = distillation_bytes
+        teacher = teacher_bytes(shape.parameters, number, shards)
+        if sharded:  # its tables stay gathered; its layers are while the student's are not
+            teacher += number * shape.tables
+    return TrainingMemory(
+        parameters=parameter_bytes(count, shards),
+        gradients=gradient_bytes(trained, shards),
+        optimizer=optimizer,
+        layer_inputs=layer_inputs,
+        gathered=gathered,
+        layer=saved + backward + layer_gradients,
+        attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
+        loss=loss(tokens, shape.hidden, shape.vocabulary, number),
+        tables=tables,
+        teacher=teacher,
+        accumulates=accumulation > 1,
+    )
+
+
+def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
+    """Trained parameters inside the layers; biases and norms of single heads are left out.
+
+    Experts take no adapters: their weights are no linear maps of their own.
+    """
+    if train.lora is None:
+        of_a_layer = shape.layer_parameters
+        if train.freeze == "attention_only":
+            of_a_layer = shape.attention_parameters
+        return shape.layers * of_a_layer
+    # An adapter has as many parameters as its rank times the sum of its map's two sides.
+    sides = 2 * (2 * shape.hidden + shape.query_size + shape.key_value_size)
+    if train.freeze == "none" and not shape.experts:
+        sides += 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * train.lora.rank * sides
+
+
+def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
+    """Parameters that have gradients and moments."""
+    whole = train.lora is None and train.freeze == "none"
+    return shape.parameters if whole else trained_in_layers(shape, train)
+
+
+def _saved_by_a_layer(shape: DecoderShape, number: int, residual: int, liger: bool) -> float:
+    """Bytes per token that autograd keeps of one decoder layer, as for Qwen3.
+
+    Each norm keeps its input in float32, besides its result as it is and as the next maps take it;
+    queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
+    keeps gate, up, their activation and product. Liger's norms and MLP keep their inputs only.
+    """
+    if liger:
+        norms = 2 * (residual + number)
+        heads = 4 * number * shape.query_size + 3 * number * shape.key_value_size
+        mlp = 3 * number
+    else:
+        norms = 2 * (4 + 2 * number)
+        if residual > number:  # the results in float32 too, and a copy for each map
+            norms = 2 * (4 + residual) + 5 * number
+        heads = (4 + 4 * number) * shape.query_size + (4 + 3 * number) * shape.key_value_size
+        mlp = 4 * number
+    dispatched = 3 * number * shape.hidden * shape.experts_per_token  # copies for each expert
+    return float(norms * shape.hidden + heads + mlp * shape.active_width + dispatched)

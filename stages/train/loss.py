@@ -1,0 +1,222 @@
+"""The training loss without the logits matrix: the output head runs over chunks of tokens.
+
+N tokens of a micro-batch, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bosch.errors import UserError
+from bosch.objective.answers import scaled_logits
+from stages.train.memory import chunk_tokens
+
+IGNORED = -100  # label of a position that is not predicted
+
+# Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
+ChunkLoss = Callable[[Tensor, slice], Tensor]
+# Sum over all tokens, from the output head and its inputs [N, C].
+HeadLoss = Callable[[Any, Tensor], Tensor]
+
+
+class Distillation(Protocol):
+    """A loss that compares with another model."""
+
+    def loss_of(
+        self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
+    ) -> HeadLoss:
+        """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Sum of a loss over all tokens; gradients are computed chunk by chunk in the forward pass.
+
+    Between forward and backward only the gradients [N, C] and [V, C] are held, never logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: Any,
+        chunk: int,
+        chunk_loss: ChunkLoss,
+    ) -> Tensor:
+        device = states.device.type
+        dtype = states.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        leaves = [weight, *([] if bias is None else [bias])]
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
+        used = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        # Sums of many chunks in float32: in bf16 small terms would be lost.
+        sums = [
+            torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None
+            for leaf in leaves
+        ]
+        state_gradient = torch.empty_like(states) if needed[0] else None
+        total = torch.zeros((), dtype=torch.float32, device=states.device)
+        for first in range(0, len(states), chunk):
+            rows = slice(first, first + chunk)
+            with torch.enable_grad(), torch.autocast(device, enabled=False):
+                own = states[rows].detach().to(dtype).requires_grad_(needed[0])
+                logits = own @ used[0].t()
+                if bias is not None:
+                    logits = logits + used[1]
+                loss = chunk_loss(scaled_logits(config, logits.float()), rows)
+                del logits
+            total += loss.detach()
+            inputs = [own, *used]
+            indices = [index for index, need in enumerate(needed) if need]
+            if not indices:
+                continue
+            gradients = torch.autograd.grad(loss, [inputs[index] for index in indices])
+            for index, gradient in zip(indices, gradients, strict=True):
+                if index == 0:
+                    assert state_gradient is not None
+                    state_gradient[rows] = gradient
+                else:
+                    sums[index - 1] += gradient
+        ctx.gradients = [
+            state_gradient,
+            *(
+                None if s is None else s.to(leaf.dtype)
+                for s, leaf in zip(sums, leaves, strict=True)
+            ),
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = [None if g is None else g.mul_(factor) for g in ctx.gradients]
+        del ctx.gradients
+        gradients += [None] * (3 - len(gradients))
+        return (*gradients, None, None, None)
+
+
+def head_loss(
+    head: Any, states: Tensor, config: Any, chunk_loss: ChunkLoss, chunk: int | None = None
+) -> Tensor:
+    """Sum of `chunk_loss` over the logits of `states` [N, C], at most `chunk` tokens at a time."""
+    if chunk is None:
+        chunk = chunk_tokens(head.weight.shape[0])
+    inputs = [states, head.weight, getattr(head, "bias", None)]
+    if not torch.is_grad_enabled():  # a Function is told of gradients all the same
+        inputs = [None if one is None else one.detach() for one in inputs]
+    loss: Tensor = _ChunkedHead.apply(*inputs, config, chunk, chunk_loss)
+    return loss
+
+
+def cross_entropy(labels: Tensor) -> ChunkLoss:
+    """Cross-entropy in nats against `labels` [N], those that are `IGNORED` left out."""
+
+    def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
+        return nn.functional.cross_entropy(
+            logits, labels[rows], ignore_index=IGNORED, reduction="sum"
+        )
+
+    return chunk_loss
+
+
+def mistakes(labels: Tensor) -> ChunkLoss:
+    """Tokens of `labels` [N] that are not the most likely ones, those that are `IGNORED` left out.
+
+    A number without a gradient.
+    """
+
+    def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
+        expected = labels[rows]
+        return ((logits.argmax(-1) != expected) & (expected != IGNORED)).sum().float()
+
+    return chunk_loss
+
+
+def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """The same sum by Liger's fused kernel."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    result: Any = liger_fused_linear_cross_entropy(
+        states,
+        head.weight,
+        labels,
+        bias=getattr(head, "bias", None),
+        ignore_index=IGNORED,
+        reduction="sum",
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    loss: Tensor = result[0] if isinstance(result, tuple) else getattr(result, "loss", result)
+    return loss
+
+
+def install_loss(
+    model: Any, *, liger: bool = False, distillation: Distillation | None = None
+) -> None:
+    """Make `model` return its loss alone, from a forward pass without cache and without logits.
+
+    The head computes the loss in a forward pass of its own, so that FSDP and DeepSpeed gather its
+    weight as for any module. Liger's kernel is used where it knows the family's logits: scaled ones
+    (Cohere, Granite) take the chunked form of the same value, and so does `distillation`.
+
+    With `count_mistakes` the forward pass returns the number of wrong tokens in the loss's place.
+
+    Raises:
+        UserError: the model's own loss has a term for its router.
+    """
+    config = model.config
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            "config.json of the model has output_router_logits = true, and training has no loss "
+            "of the router; set it to false"
+        )
+    scaled = any(
+        (getattr(config, name, None) or 1.0) != 1.0 for name in ("logits_scaling", "logit_scale")
+    )
+    fused = liger and not scaled
+    config.use_cache = False
+
+    def head_forward(self: Any, states: Tensor, loss_of: HeadLoss) -> Tensor:
+        return loss_of(self, states.flatten(0, 1))
+
+    def forward(
+        self: Any,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: int | None = None,
+        count_mistakes: bool = False,
+    ) -> dict[str, Tensor]:
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        flat = targets.flatten()
+        loss_of: HeadLoss
+        if count_mistakes:
+            loss_of = partial(_summed, config, mistakes(flat))
+        elif distillation is not None:
+            loss_of = distillation.loss_of(config, input_ids, targets, position_ids)
+        elif fused:
+            loss_of = partial(liger_cross_entropy, labels=flat, config=config)
+        else:
+            loss_of = partial(_summed, config, cross_entropy(flat))
+        decoder = self.get_decoder()
+        output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)
+        if count_mistakes:
+            return {"mistakes": loss}
+        count = num_items_in_batch or (targets != IGNORED).sum()
+        return {"loss": loss / count}
+
+    head = model.get_output_embeddings()
+    head.forward = MethodType(head_forward, head)
+    model.forward = MethodType(forward, model)
+    model.accepts_loss_kwargs = True
+
+
+def _summed(config: Any, chunk_loss: ChunkLoss, head: Any, states: Tensor) -> Tensor:
+    return head_loss(head, states, config, chunk_loss)

@@ -1,0 +1,206 @@
+"""metrics.jsonl and its boards, cut back to the restart point when training resumes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bosch.errors import UserError
+from bosch.journal import Journal
+from stages.artifacts import METRICS, TENSORBOARD
+from stages.configs import Runtime
+from stages.formats import format_seconds
+from stages.train.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+_WORTH_SAYING = 1.0  # seconds of a step that went into data or saving
+
+
+class Board(Protocol):
+    """What shows numbers over the steps."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tensorboard:
+    """Event files below the work directory; those from step `purge_step` on are void."""
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run at Weights & Biases; one that was interrupted goes on under the same id."""
+
+    def __init__(self, project: str, run_id: str) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=project, id=run_id, resume="allow")
+        # Its own step must rise; steps that are taken again after a restart would be dropped.
+        self._run.define_metric("train/*", step_metric="train/step")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({**values, "train/step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_wandb(runtime: Runtime) -> None:
+    """Raise UserError where Weights & Biases is to be used and is not installed."""
+    if runtime.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"runtime.wandb_project = {runtime.wandb_project} needs the package wandb, which is "
+            "not installed; install it, or leave the setting out"
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a step took: see `TrainingStep` for the units."""
+
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+    data_seconds: float
+    checkpoint_seconds: float
+
+
+class MetricsLog:
+    """One record per step on disk, on the boards and in the log.
+
+    Records of steps after `done_steps`, the restart point, are removed. Where records of earlier
+    steps are lost, because their lines are damaged, training continues: it needs none of them.
+    """
+
+    def __init__(
+        self, work_dir: Path, schedule: Schedule, done_steps: int, wandb_project: str | None = None
+    ) -> None:
+        path = work_dir / METRICS
+        self._journal = Journal(path)
+        self.records = [r for r in self._journal.read_new() if r["step"] <= done_steps]
+        if len(self.records) < done_steps:
+            logger.warning(
+                "%s: damaged, it holds %d of the %d steps done; the others have no record",
+                path, len(self.records), done_steps,
+            )  # fmt: skip
+        self._schedule = schedule
+        self._done_steps = done_steps
+        self._seconds_before = self.records[-1]["seconds"] if self.records else 0.0
+        self._started = time.monotonic()
+        self._journal.replace(self.records)
+        self._boards: list[Board] = [Tensorboard(work_dir / TENSORBOARD, done_steps + 1)]
+        if wandb_project is not None:
+            self._boards.append(Wandb(wandb_project, work_dir.name))
+
+    @property
+    def final_loss(self) -> float | None:
+        """Loss of the schedule's last step; None where its record is lost, or was skipped."""
+        last = self.records[-1] if self.records else None
+        return last["loss"] if last and last["step"] == self._schedule.steps else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a restart included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def write(
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        grad_norm: float,
+        *,
+        skipped: bool = False,
+        needle_score: float | None = None,
+        speed: Speed | None = None,
+    ) -> None:
+        """Record step `step` (from 1)."""
+        record = {
+            "step": step,
+            "tokens": step * self._schedule.batch_tokens,
+            "loss": _finite(loss),
+            "learning_rate": learning_rate,
+            "grad_norm": _finite(grad_norm),
+            "seconds": round(self.seconds, 3),
+        }
+        if skipped:
+            record["skipped"] = True
+        if needle_score is not None:
+            record["needle_score"] = needle_score
+        if speed is not None:
+            record |= {name: value for name, value in asdict(speed).items() if value is not None}
+        self.records.append(record)
+        self._journal.append(record)
+        drawn = {
+            f"train/{name}": float(value)
+            for name, value in record.items()
+            if name not in ("step", "tokens", "seconds") and value is not None
+        }
+        for board in self._boards:
+            board.write(step, drawn)
+        self._log_line(record)
+
+    def _log_line(self, record: dict[str, Any]) -> None:
+        new_steps = record["step"] - self._done_steps
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        left = seconds / new_steps * (self._schedule.steps - record["step"])
+        logger.info(
+            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left",
+            record["step"],
+            self._schedule.steps,
+            _text(record["loss"], ".4f"),
+            record["learning_rate"],
+            _text(record["grad_norm"], ".3f"),
+            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
+            _details(record),
+            format_seconds(left),
+        )
+
+    def close(self) -> None:
+        for board in self._boards:
+            board.close()
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None
+
+
+def _text(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def _details(record: dict[str, Any]) -> str:
+    """What a record has besides, for its line of the log."""
+    notes = []
+    if "mfu" in record:
+        notes.append(f"MFU {record['mfu']:.1%}")
+    if "memory" in record:
+        notes.append(f"{record['memory'] / 2**30:.1f} GiB")
+    for name in ("data", "checkpoint"):
+        spent = record.get(f"{name}_seconds", 0.0)
+        if spent >= _WORTH_SAYING:
+            notes.append(f"{name} {format_seconds(spent)}")
+    if "needle_score" in record:
+        notes.append(f"needle score {record['needle_score']:.3f}")
+    if record.get("skipped"):
+        notes.append("skipped")
+    return "".join(f", {note}" for note in notes)

@@ -1,0 +1,144 @@
+"""The model as training starts from it: float32 master weights, options applied and verified."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bosch.attention import fastest_backend
+from bosch.errors import RunError, UserError
+from bosch.model.families import has_plain_logits
+from bosch.model.loading import load_config, load_model
+from stages.configs import ModelConfig, Runtime, TrainConfig
+from stages.train.distillation import TeacherLoss
+from stages.train.loss import install_loss
+from stages.train.trainable import first_adapters, restrict_training
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def load_for_training(
+    model_dir: Path,
+    model: ModelConfig,
+    train: TrainConfig,
+    runtime: Runtime,
+    seed: int = 0,
+    distillation: TeacherLoss | None = None,
+    backend: str = "auto",
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The model in float32, whatever it was saved in: bf16 weights would lose small updates.
+
+    Under FSDP its parameters are on the meta device; `saved_weights` are what they are filled with.
+    Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
+    `seed` is that of the adapters, if it has any.
+
+    Raises:
+        UserError: train.liger is set where Liger kernels cannot run.
+        RunError: Liger left a module of the model as it was.
+    """
+    if train.liger:
+        _check_liger_possible()
+    loaded: PreTrainedModel = load_model(
+        model_dir,
+        dtype=torch.float32,
+        backend=backend,
+        trust_remote_code=model.trust_remote_code,
+        device=device if runtime.sharding == "none" else None,
+        weights=runtime.sharding != "fsdp",
+    )
+    if train.liger:
+        apply_liger(loaded)
+    restrict_training(loaded, train)
+    if train.lora is not None and runtime.sharding != "fsdp":
+        loaded.load_state_dict(first_adapters(loaded, seed), strict=False)
+    install_loss(loaded, liger=train.liger, distillation=distillation)
+    if runtime.gradient_checkpointing:
+        loaded.activation_checkpointing_enable({"use_reentrant": False})
+    return loaded
+
+
+def attention_backend(
+    model_dir: Path, model: ModelConfig, train: TrainConfig, runtime: Runtime
+) -> str:
+    """The recipe's backend; for auto the fastest that is installed and has what the model needs."""
+    if runtime.attention != "auto":
+        return runtime.attention
+    config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
+    name = fastest_backend(
+        torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
+        sinks=config.hybrid_attention["sinks"],
+        dropout=getattr(config, "attention_dropout", None) or 0.0,
+        plain_logits=has_plain_logits(config),
+    )
+    logger.info("attention in training: %s", name)
+    return name
+
+
+def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """The weights in the precision they are saved in, by name; on the CPU."""
+    loaded = load_model(
+        model_dir, dtype=saved_dtype(model_dir), trust_remote_code=model.trust_remote_code
+    )
+    weights: dict[str, torch.Tensor] = loaded.state_dict()
+    return weights
+
+
+def saved_dtype(model_dir: Path) -> torch.dtype:
+    """Precision the model's directory says its weights are saved in."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _check_liger_possible() -> None:
+    if not torch.cuda.is_available():
+        raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
+    try:
+        import liger_kernel  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "train.liger = true needs the package liger-kernel, which is not installed; "
+            "install it, or set train.liger = false"
+        ) from None
+
+
+def apply_liger(model: Any) -> None:
+    """Patch norms, MLPs and rotary embedding with Liger's, as for the model's base family.
+
+    Its fused loss is called by `install_loss`, not by the forward pass that Liger would put in the
+    model's place: that one would have the decoder make a cache, and with it documents are one.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    family = model.config.model_type.removeprefix("hybrid_")
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(
+            f"train.liger = true, and Liger has no kernels for models of type {family}; "
+            "set train.liger = false"
+        )
+    MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, fused_linear_cross_entropy=False)
+    check_liger_runs(model)
+
+
+def check_liger_runs(model: Any) -> None:
+    """Make sure every norm and every MLP of `model` run Liger's code.
+
+    Raises:
+        RunError: one of them still runs its own.
+    """
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith(("RMSNorm", "MLP")):
+            continue
+        code = getattr(module.forward, "__func__", module.forward).__module__
+        if not code.startswith("liger_kernel"):
+            raise RunError(
+                f"train.liger = true, but {name} ({type(module).__name__}) still "
+                f"runs {code}; set train.liger = false"
+            )

@@ -1,0 +1,95 @@
+"""Which weights are trained: all, attention's alone, or adapters of low rank (LoRA) beside them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bosch.errors import UserError
+from bosch.model.interface import attention_modules
+from stages.configs import LoraConfig, TrainConfig
+
+_ADAPTER = "default"  # peft's own name of the only adapter of a model
+_A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
+_BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
+
+
+def restrict_training(model: Any, train: TrainConfig) -> None:
+    """Leave to training what `train.freeze` and `train.lora` say.
+
+    Raises:
+        UserError: peft is not installed, or no linear map is there to adapt.
+    """
+    if train.lora is not None:
+        _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")
+    elif train.freeze == "attention_only":
+        model.requires_grad_(False)
+        for module in attention_modules(model):
+            module.requires_grad_(True)
+
+
+def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
+    try:
+        import peft
+    except ImportError:
+        raise UserError(
+            "train.lora needs the package peft, which is not installed; install it, or leave "
+            "train.lora out"
+        ) from None
+    trained = attention_modules(model) if attention_only else [model.get_decoder()]
+    inside = {id(module) for root in trained for module in root.modules()}
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear)
+    ]
+    if not targets:
+        raise UserError("train.lora: the model has no linear map that could take an adapter")
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    peft.inject_adapter_in_model(config, model)
+
+
+def first_adapters(model: Any, seed: int) -> dict[str, Tensor]:
+    """Weights that adapters start with: A uniform within 1/√inputs, B zero, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(_A):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            values = torch.empty(parameter.shape)
+            weights[name] = values.uniform_(-bound, bound, generator=generator)
+        elif name.endswith(_B):
+            weights[name] = torch.zeros(parameter.shape)
+    return weights
+
+
+def saved_name(name: str) -> str:
+    """Name under which a weight of the model without adapters is saved."""
+    return _BASE.sub("", name)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight is an adapter's."""
+    return name.endswith((_A, _B))
+
+
+def merged(state: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
+    """The weights of a model without adapters: W + alpha / rank · B·A, summed in float32.
+
+    Raises KeyError where an adapter is not whole.
+    """
+    result = {}
+    for name, value in state.items():
+        if is_adapter(name):
+            continue
+        plain = saved_name(name)
+        if plain != name and name.endswith(".weight"):
+            stem = name.removesuffix("base_layer.weight")
+            a, b = state[stem + _A].float(), state[stem + _B].float()
+            value = (value.float() + lora.alpha / lora.rank * (b @ a)).to(value.dtype)
+        result[plain] = value
+    return result

@@ -1,0 +1,124 @@
+"""Processor time of tokenising and packing against the tokenizers library's alone, and its memory.
+
+    pytest -s tests/benchmarks/test_prepare_speed.py
+
+Pydoc's topics three times over, as JSONL records of 3,000 characters (1.4 MB), with a byte-level
+BPE of 512 tokens; one worker, one thread. The library's part is `encode_batch_fast` over the same
+texts in batches of the same size. Rounds of both are interleaved, the best of five of each counts.
+Peak memory is of a process of its own, which tokenises one text file of 15 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bosch.progress import Progress
+from data_prep.essays import pydoc_topics
+from data_prep.mixture import DocumentStream, mix
+from data_prep.packing import pack, write_dataset
+from data_prep.sources import Source
+from data_prep.tokenization import tokenise_source
+from data_prep.tokenizer import WINDOW, Encoder, TokenizerSpec
+from tests.tiny_data import tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+_LENGTH = 4096
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _texts() -> list[str]:
+    whole = "\n".join(pydoc_topics().values()) * 3
+    return [whole[at : at + 3000] for at in range(0, len(whole), 3000)]
+
+
+def _encoder() -> Encoder:
+    tokenizer = tiny_tokenizer()
+    return Encoder(TokenizerSpec(""), tokenizer.backend_tokenizer.to_str(), 0)
+
+
+def _tokenise_and_pack(source: Source, folder: Path) -> int:
+    tokenised = tokenise_source(
+        source,
+        _encoder(),
+        folder / "tokens",
+        tokens=10**12,
+        seed=0,
+        sequence_length=_LENGTH,
+        workers=1,
+        bar=Progress(None, "test", "tokens"),
+    )
+    sequences = tokenised.tokens // _LENGTH
+    documents = mix([DocumentStream(tokenised, 0, 0)], [1.0], sequences * _LENGTH)
+    write_dataset(folder / "train", pack(documents, _LENGTH), sequences, _LENGTH)
+    return tokenised.tokens
+
+
+def test_tokenising_and_packing_cost_little_more_than_encoding(tmp_path: Path) -> None:
+    texts = _texts()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    source = Source("s", "jsonl", str(tmp_path / "a.jsonl"))
+    backend = tiny_tokenizer().backend_tokenizer
+    per_batch = max(1, WINDOW // 3000)
+    batches = [texts[at : at + per_batch] for at in range(0, len(texts), per_batch)]
+    _tokenise_and_pack(source, tmp_path / "warm")
+    alone, ours = [], []
+    for number in range(5):
+        started = time.process_time()
+        for batch in batches:
+            backend.encode_batch_fast(batch, add_special_tokens=False)
+        alone.append(time.process_time() - started)
+        started = time.process_time()
+        tokens = _tokenise_and_pack(source, tmp_path / f"{number}")
+        ours.append(time.process_time() - started)
+    ratio = min(alone) / min(ours)
+    print(
+        f"\nencode_batch_fast {tokens / min(alone) / 1e6:.2f}, tokenise and pack "
+        f"{tokens / min(ours) / 1e6:.2f} million tokens per second; ratio {ratio:.2f}"
+    )
+    assert ratio >= 0.9
+
+
+def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
+    peaks = {}
+    for megabytes in (1, 15):
+        file = tmp_path / f"{megabytes}.txt"
+        text = "\n".join(pydoc_topics().values())
+        file.write_text(text * (megabytes * 2**20 // len(text) + 1))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.test_prepare_speed", str(file)],
+            cwd=_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks[megabytes] = int(done.stdout.split()[-1]) / 2**20
+    print(f"\nin MiB, for a document of 1 and of 15 MB: {peaks[1]:.0f}, {peaks[15]:.0f}")
+    # The token ids of 14 MB of text, 4 bytes each, lie in the page cache and count where mapped.
+    assert peaks[15] < peaks[1] + 100
+
+
+def _measure(file: Path) -> int:
+    """Peak memory of tokenising and packing a text file, less what was held before, in bytes."""
+    import resource
+    import tempfile
+
+    encoder_and_libraries = _encoder()
+    encoder_and_libraries(["warm"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as folder:
+        _tokenise_and_pack(Source("s", "text", str(file)), Path(folder))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+if __name__ == "__main__":
+    print(_measure(Path(sys.argv[1])))

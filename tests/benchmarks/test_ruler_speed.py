@@ -1,0 +1,44 @@
+"""Samples of RULER are made at half the speed, or more, of tokenising their text once.
+
+    python -m pytest -s tests/benchmarks/test_ruler_speed.py
+
+RULER_LENGTH and RULER_SAMPLES set the size: the paper's is 32768 and 500.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from data_prep.essays import haystack_words
+from data_prep.needles import TASKS, encode_prompt
+from data_prep.ruler_base import Corpus
+from data_prep.ruler_samples import SampleFolder
+from data_prep.ruler_tasks import NEW_TOKENS
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from tests.ruler_case import TOKENIZER
+
+LENGTH = int(os.environ.get("RULER_LENGTH", "32768"))
+SAMPLES = int(os.environ.get("RULER_SAMPLES", "60"))
+
+
+def test_samples_are_made_at_half_the_speed_of_tokenising(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TokenizerSpec(str(TOKENIZER)))
+    corpus = Corpus(haystack_words(None))
+    making = tokenising = 0.0
+    for task in TASKS:
+        folder = SampleFolder(tmp_path, task, LENGTH, NEW_TOKENS[task], 42, corpus, tokenizer)
+        began = time.perf_counter()
+        folder.make(SAMPLES)
+        per_task = time.perf_counter() - began
+        texts = [tokenizer.decode(sample.ids) for sample in folder.read(range(SAMPLES))]
+        began = time.perf_counter()
+        for text in texts:
+            encode_prompt(tokenizer, text)
+        once = time.perf_counter() - began
+        making, tokenising = making + per_task, tokenising + once
+        ratio = once / per_task
+        print(f"{task}: made in {per_task:.1f} s, tokenised once in {once:.1f} s, {ratio:.2f}")
+    print(f"{SAMPLES} samples of {len(TASKS)} tasks at {LENGTH:,}: {tokenising / making:.2f}")
+    assert tokenising / making >= 0.5

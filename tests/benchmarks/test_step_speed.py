@@ -1,0 +1,136 @@
+"""A step of the training stage beside a bare loop, and of a hybrid beside its original.
+
+    pytest -s tests/benchmarks/test_step_speed.py
+
+Ratios of processor time within one run that alternates between the two; medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from bosch.heads import HeadMask
+from bosch.model.materialize import materialize
+from bosch.model.stored_config import StoredConfig
+from bosch.window import Window
+from stages.configs import ModelConfig, Runtime, TrainConfig
+from stages.context import StageConfig
+from stages.train.model import load_for_training
+from stages.train.run import build_trainer
+from stages.train.storage import RestartPoints
+from tests.training_case import stage_config
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, STEPS, WARM = 2048, 14, 3
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "tie_word_embeddings": True, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def write_case(folder: Path, length: int, window: int, sliding: int) -> Path:
+    """A hybrid with `sliding` of 4 KV heads per layer, and random tokens to train on."""
+    torch.manual_seed(0)
+    base = Qwen3ForCausalLM(Qwen3Config(**SIZES, bos_token_id=None, eos_token_id=0))
+    mask = HeadMask.from_swa_kv_heads([list(range(sliding))] * 4, 4)
+    materialize(base, mask, Window(window)).save_pretrained(folder / "materialize" / "model")
+    rows = np.random.default_rng(0).integers(0, VOCABULARY, (STEPS, length)).astype(np.int32)
+    Dataset.from_dict(
+        {"input_ids": list(rows), "document_lengths": [[length]] * STEPS}
+    ).save_to_disk(str(folder / "prepare" / "train"))
+    return folder
+
+
+def config_of(length: int) -> StageConfig[TrainConfig]:
+    return stage_config(
+        train={"total_tokens": STEPS * length, "batch_tokens": length, "checkpoint_tokens": []},
+        runtime={"micro_batch_size": 1, "save_every_steps": 1000},
+    )
+
+
+def model_of(case: Path, config: StageConfig[TrainConfig]) -> Any:
+    folder = case / "materialize" / "model"
+    return load_for_training(folder, ModelConfig(path="x"), config.section, Runtime()).train()
+
+
+def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
+    """What a step cannot do without."""
+    loss = model(input_ids=ids, labels=ids)["loss"]
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Alternating(TrainerCallback):  # type: ignore[misc]
+    """After each step of the Trainer takes one of the bare loop; processor seconds of both."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+        self.ours: list[float] = []
+        self.bare: list[float] = []
+        self._since = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._since = time.process_time()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ours.append(time.process_time() - self._since)
+        started = time.process_time()
+        self.step()
+        self._since = time.process_time()
+        self.bare.append(self._since - started)
+
+
+def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
+    length = 1024
+    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length)
+    model = model_of(case, config)
+    train = config.section
+    optimizer = torch.optim.AdamW(
+        model.parameters(), train.learning_rate, betas=(train.adam_beta1, train.adam_beta2)
+    )
+    ids = torch.randint(0, VOCABULARY, (1, length))
+    alternating = Alternating(lambda: bare_step(model, optimizer, ids))
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    inputs = {name: case / name for name in ("prepare", "materialize")}
+    trainer = build_trainer(config, inputs, work_dir, RestartPoints(work_dir, train))
+    trainer.add_callback(alternating)
+    trainer.train()
+    ours, bare = (statistics.median(x[WARM:]) for x in (alternating.ours, alternating.bare))
+    print(f"a step: {ours:.3f} s, of a bare loop {bare:.3f} s, ratio {ours / bare:.3f}")
+    assert ours <= 1.03 * bare
+
+
+def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path: Path) -> None:
+    length, window = 4096, 256
+    config = config_of(length)
+    cases = [write_case(tmp_path / str(n), length, window, n) for n in (3, 0)]
+    models = [model_of(case, config) for case in cases]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-4) for model in models]
+    ids = torch.randint(0, VOCABULARY, (1, length))
+    seconds: list[list[float]] = [[], []]
+    for _ in range(6):
+        for taken, model, optimizer in zip(seconds, models, optimizers, strict=True):
+            started = time.process_time()
+            bare_step(model, optimizer, ids)
+            taken.append(time.process_time() - started)
+    hybrid, original = (statistics.median(taken[1:]) for taken in seconds)
+    shape = StoredConfig(SIZES).decoder
+    flops = shape.training_flops(length, length, 0.75, Window(window))
+    expected = flops / shape.training_flops(length, length, 0.0, Window(window))
+    print(f"hybrid over original: {hybrid / original:.3f}, of the operations {expected:.3f}")
+    assert hybrid / original == pytest.approx(expected, rel=0.2)

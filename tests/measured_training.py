@@ -1,0 +1,91 @@
+"""Trains like `tests.training_case` and writes what each rank held: `measured.<rank>.json`.
+
+python -m tests.measured_training CASE WORK '{"train": {...}, "runtime": {...}}'
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stages.train.trainer import PretrainingTrainer
+from tests.training_case import train_here
+
+_COLLECTED: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python knows, whoever holds it."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in map(_local, tensors)
+        if t.device.type != "meta" and t.untyped_storage().nbytes()
+    }
+    return sum(storages.values())
+
+
+def gradient_bytes() -> int:
+    """Bytes of gradients that wait for the optimiser, whole ones that FSDP sets aside included."""
+    gradients = [t.grad for t in _live_tensors() if t.is_leaf and t.grad is not None]
+    for one in gc.get_objects():
+        if type(one).__name__ == "FSDPParam" and one.unsharded_accumulated_grad is not None:
+            gradients.append(one.unsharded_accumulated_grad)
+    return _bytes(gradients)
+
+
+def _note_output(layer: Any, args: Any, output: torch.Tensor) -> None:
+    _COLLECTED["layer_outputs"].append(str(output.dtype))
+
+
+def _record_steps() -> None:
+    step, loss = PretrainingTrainer.training_step, PretrainingTrainer.compute_loss
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        _COLLECTED["gradients"].append(gradient_bytes())
+        return result
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.accelerator.unwrap_model(self.model).config.hidden_size
+        shape = (*inputs["input_ids"].shape, hidden)
+        saved: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tuple(tensor.shape) == shape:
+                saved.append(tensor)
+            return tensor
+
+        layers = self.accelerator.unwrap_model(self.model).get_decoder().layers
+        hooks = [layer.register_forward_hook(_note_output) for layer in layers]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = loss(self, model, inputs, *args, **kwargs)
+        for hook in hooks:
+            hook.remove()
+        _COLLECTED["layer_inputs"].append(_bytes(saved))
+        return result
+
+    PretrainingTrainer.training_step = training_step  # type: ignore[method-assign]
+    PretrainingTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _record_steps()
+    work_dir = Path(sys.argv[2])
+    train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
+    rank = os.environ.get("RANK", "0")
+    (work_dir / f"measured.{rank}.json").write_text(json.dumps(_COLLECTED))

@@ -1,0 +1,98 @@
+"""Start ranks as torchrun does, forked from a process that has imported what training needs.
+
+A new Python spends most of a small training on imports; a forked one starts at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import connection, forkserver
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["stages.train.run", "stages.train.watch", "tests.training_case"])
+_CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+_SECONDS, _SECONDS_AFTER_A_LOSS = 600.0, 60.0
+
+
+def run_module(
+    module: str,
+    arguments: list[str],
+    ranks: int = 1,
+    environment: dict[str, str] | None = None,
+    per_node: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS` on so many ranks with gloo: the first bad status, all output.
+
+    A rank whose partner died has a minute to end by itself. `per_node`: ranks of one node.
+    """
+    environments = [{**os.environ, **_CPU_ALONE, **(environment or {})} for _ in range(ranks)]
+    store = None
+    if ranks > 1:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        node = per_node or ranks
+        for rank, one in enumerate(environments):
+            one |= {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank),
+                "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank % node),
+                "LOCAL_WORLD_SIZE": str(node), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }  # fmt: skip
+    _start_server()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = [
+            _CONTEXT.Process(target=_run, args=(module, arguments, one, str(output)))
+            for one, output in zip(environments, outputs, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        _wait(processes)
+        text = "".join(output.read_text(errors="replace") for output in outputs)
+    status = next((process.exitcode for process in processes if process.exitcode), 0)
+    del store
+    return subprocess.CompletedProcess([module, *arguments], status or 0, text, text)
+
+
+def _start_server() -> None:
+    before = dict(os.environ)
+    os.environ.update(_CPU_ALONE)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _wait(processes: list[multiprocessing.context.ForkServerProcess]) -> None:
+    end = time.monotonic() + _SECONDS
+    while running := [process for process in processes if process.is_alive()]:
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + _SECONDS_AFTER_A_LOSS)
+        left = end - time.monotonic()
+        if left <= 0:
+            for process in running:
+                process.kill()
+        connection.wait([process.sentinel for process in running], max(left, 0.1))
+    for process in processes:
+        process.join()

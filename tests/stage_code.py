@@ -1,0 +1,133 @@
+"""What the stages' code was when their VERSIONs were last looked at.
+
+    python -m tests.stage_code
+
+writes tests/stage_code.json anew: the digest of every module that a stage imports, directly or not,
+and the stages' versions. A test fails while the file is behind. Whoever runs this answers one
+question first: do results change? If so, the VERSION of each stage named is raised.
+
+Comments, docstrings, annotations and layout are no part of a digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.run.graph import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = Path(__file__).with_suffix(".json")
+_PACKAGES = ("bosch", "data_prep", "stages")
+# Sentences, progress bars and formats of numbers are no results.
+_NO_RESULT = {"bosch.errors", "bosch.progress", "stages.versions"}
+_SKIPPED_FIELDS = {"annotation", "returns", "type_comment", "kind", "type_params", "ctx"}
+
+
+def current() -> dict[str, Any]:
+    """Versions by stage, and digests by module."""
+    modules = {module for stage in STAGES for module in closure(entry(stage.function))}
+    return {
+        "versions": {stage.name: stage.version for stage in STAGES},
+        "modules": {module: digest(source(module)) for module in sorted(modules)},
+    }
+
+
+def behind(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]]:
+    """Changed modules by stage, for the stages whose version is the recorded one."""
+    before, after = recorded["modules"], now["modules"]
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    stages = {}
+    for stage in STAGES:
+        same = recorded["versions"].get(stage.name) == now["versions"].get(stage.name)
+        modules = sorted(changed & closure(entry(stage.function)))
+        if same and modules:
+            stages[stage.name] = modules
+    return stages
+
+
+def entry(function: str) -> str:
+    return function.partition(":")[0]
+
+
+def closure(module: str) -> set[str]:
+    """A module and all project modules that it imports, directly or not."""
+    modules, pending = set(), [module]
+    while pending:
+        one = pending.pop()
+        if one not in modules and one not in _NO_RESULT:
+            modules.add(one)
+            pending += imports(one)
+    return modules
+
+
+def imports(module: str) -> Iterator[str]:
+    """The project modules that a module's code names in imports."""
+    for node in ast.walk(ast.parse(source(module))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in _PACKAGES and path(name))
+
+
+def path(module: str) -> Path | None:
+    """The file of a module or package; None for a name that is neither."""
+    base = ROOT.joinpath(*module.split("."))
+    candidates = (base.with_suffix(".py"), base / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def source(module: str) -> str:
+    file = path(module)
+    assert file is not None, module
+    return file.read_text(encoding="utf-8")
+
+
+def digest(text: str) -> str:
+    """Hash of what a source text does, the same for every version of Python."""
+    return hashlib.sha256(repr(_plain(ast.parse(text))).encode()).hexdigest()[:16]
+
+
+def _plain(node: Any) -> Any:
+    """Syntax as nested tuples, without docstrings, annotations and empty fields."""
+    if isinstance(node, list):
+        return tuple(_plain(item) for item in node)
+    if not isinstance(node, ast.AST):
+        return node
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if name in _SKIPPED_FIELDS or value is None or value == []:
+            continue
+        if name == "body" and isinstance(value, list):
+            value = [one for one in value if not _is_text(one)]
+        fields.append((name, _plain(value)))
+    return type(node).__name__, tuple(fields)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def main() -> int:
+    now = current()
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {"modules": {}, "versions": {}}
+    for stage, modules in behind(recorded, now).items():
+        print(f"{stage}, still version {now['versions'][stage]}: {', '.join(modules)}")
+    FILE.write_text(json.dumps(now, indent=1) + "\n")
+    print(f"{FILE.relative_to(ROOT)} written; raise VERSION in a stage whose results change")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

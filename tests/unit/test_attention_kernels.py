@@ -1,0 +1,154 @@
+"""Which kernels and backends attention runs, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity, profile
+
+from bosch.attention import BACKENDS, fastest_backend, hybrid_attention, kernels, varlen
+from bosch.attention import context as contexts
+from bosch.attention.kernels import FUSED_KERNELS, fused_attention, repeat_heads
+from bosch.model.families import has_plain_logits
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from tests import fake_flash
+from tests.attention_case import Case
+from tests.hybrid_case import mask_of, small_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_one_place_calls_torchs_attention() -> None:
+    callers = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("bosch", "stages", "pipeline", "data_prep")
+        for path in (ROOT / package).rglob("*.py")
+        if ".scaled_dot_product_attention(" in path.read_text(encoding="utf-8")
+    ]
+    assert callers == ["bosch/attention/kernels.py"]
+    assert SDPBackend.MATH not in FUSED_KERNELS
+
+
+def states(queries: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, 6, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16)]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: same values, no grouped heads under a mask, and no math kernel among many."""
+    query, key, value = states(64, 64, torch.float32)
+    mask = torch.rand(2, 1, 64, 64).gt(0.3) | torch.eye(64, dtype=torch.bool) if masked else None
+    expected = fused_attention(query, key, value, scale=0.3, mask=mask, is_causal=not masked)
+    calls: list[dict[str, Any]] = []
+    entered: list[Any] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        return attend(*args, **options)
+
+    def allowed(backends: list[SDPBackend]) -> Any:
+        entered.append(backends)
+        return torch.no_grad()
+
+    monkeypatch.setattr(kernels, "is_gpu", lambda states: True)
+    monkeypatch.setattr(kernels, "can_use_flash_attention", lambda arguments: not masked)
+    monkeypatch.setattr(kernels, "SMALL_LOGITS", 100)
+    monkeypatch.setattr(kernels, "sdpa_kernel", allowed)
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", noted)
+    result = fused_attention(query, key, value, scale=0.3, mask=mask, is_causal=not masked)
+    torch.testing.assert_close(result, expected)
+    assert [call["enable_gqa"] for call in calls] == [not masked]
+    assert entered == [FUSED_KERNELS]
+
+
+def test_repeated_heads_stand_in_the_order_of_the_query_heads() -> None:
+    heads = torch.arange(3.0)[None, :, None, None]
+    assert repeat_heads(heads, 2).flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
+    """Full heads: as many operations as the documents by themselves, and no mask of all pairs."""
+    lengths = [100, 300, 112]
+    numbers = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    case = Case(512, 16, 0, (True, True))
+    context = contexts.AttentionContext(512, document=numbers[None])
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        hybrid_attention(*case.tensors(torch.float32), case.layout(), context)
+    calls = [e for e in profiler.events() if e.name == "aten::scaled_dot_product_attention"]
+    assert [call.input_shapes[0][2] for call in calls] == lengths
+
+
+def test_documents_of_every_row_are_those_of_its_numbers() -> None:
+    document = torch.tensor([[0, 0, 1, 1, 1], [4, 5, 5, 5, 9]])
+    context = contexts.AttentionContext(5, document=document)
+    assert context.document_lengths() == [[2, 3], [1, 3, 1]]
+
+
+def fake_varlen(*states: Any, scale: float, window_size: Any, enable_gqa: bool) -> torch.Tensor:
+    """torch's varlen attention as documented, by the stand-in for flash-attn's."""
+    query, key = states[:2]
+    assert query.shape[1] == key.shape[1] or enable_gqa
+    return fake_flash.flash_attn_varlen_func(*states, softmax_scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "documents", "left"])
+@pytest.mark.parametrize("rows", [(True, True), (False, False), (True, False, False)], ids=str)
+def test_varlen_gives_what_eager_gives(
+    rows: tuple[bool, ...], padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import varlen as torchs
+
+    used: list[int] = []
+
+    def counted(*states: Any, **options: Any) -> torch.Tensor:
+        used.append(len(states[0]))
+        return fake_varlen(*states, **options)
+
+    monkeypatch.setattr(torchs, "varlen_attn", counted)
+    monkeypatch.setattr(varlen, "VARLEN_DTYPES", (torch.float64,))  # rounding would hide faults
+    case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
+    tensors = case.tensors()
+    expected = hybrid_attention(*tensors, case.layout(), case.context(), backend="eager")
+    result = hybrid_attention(*tensors, case.layout(), case.context(), backend="varlen")
+    torch.testing.assert_close(result, expected)
+    weight = torch.randn_like(result)
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), tensors) for x in (result, expected))
+    torch.testing.assert_close(ours, theirs)
+    kinds = len(set(rows))
+    assert used == [] if padding in ("left", "right") else used == [2 * 70] * kinds
+
+
+def test_the_fastest_backend_is_the_first_that_has_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = torch.bfloat16
+    assert fastest_backend(half) == ("sdpa" if not torch.cuda.is_available() else "flash")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("flash", "varlen", "flex"):
+        monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
+    assert fastest_backend(half) == "flash"
+    assert fastest_backend(half, sinks=4) == fastest_backend(torch.float32) == "flex"
+    assert fastest_backend(half, dropout=0.1) == "flash"
+    assert fastest_backend(half, sinks=4, dropout=0.1) == "sdpa"
+    assert fastest_backend(half, plain_logits=False) == "sdpa"
+    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: False))
+    assert fastest_backend(half) == "varlen"
+
+
+def test_families_say_whether_their_logits_are_plain() -> None:
+    plain = {
+        family: has_plain_logits(materialize(model, mask_of(model.config), Window(5)).config)
+        for family in ("qwen3", "gemma2", "gpt_oss")
+        for model in (small_model(family),)
+    }
+    assert plain == {"qwen3": True, "gemma2": False, "gpt_oss": False}

@@ -1,0 +1,125 @@
+"""Equal runs compare equal; every kind of changed result is reported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.compare_runs import main, run_results
+
+EVALUATION = {"mask": "1x2:8", "score": 0.5, "log_likelihood": -1.25, "seconds": 0.1}
+METRICS = {"step": 1, "tokens": 64, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": 0.4}
+SAMPLE = {"checkpoint": "hybrid", "suite": "needle", "task": "t", "length": 512, "index": 0}
+
+
+def write(file: Path, content: str | bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    record = {"task": "t", "index": 0, "input_ids": [1, 2, 3], "answer_length": 1}
+    write(run / "prepare/train/data.arrow", b"\x00\x01")
+    write(run / "prepare/calibration/calibration.jsonl", json.dumps(record) + "\n")
+    write(run / "search/evaluations.jsonl", f"{json.dumps(EVALUATION)}\n" * 2)
+    write(run / "search/head_mask.json", json.dumps({"swa_kv_heads": [[1]], "model": "x"}))
+    write(run / "train/metrics.jsonl", json.dumps(METRICS) + "\n")
+    scores = {"checkpoints": {"hybrid": {"needle": {"average": 75.0}}}}
+    write(run / "evaluate/scores.json", json.dumps(scores))
+    sample = {**SAMPLE, "score": 1.0, "output": ": 7"}
+    by_position = {**SAMPLE, "suite": "positions", "loss": [3.5, 1.25]}
+    lines = "".join(json.dumps(one) + "\n" for one in (sample, by_position))
+    write(run / "evaluate/samples.jsonl", lines)
+    for folder in ("materialize/model", "train/checkpoints/tokens-64"):
+        (run / folder).mkdir(parents=True)
+        weights = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "s": torch.tensor(3.0)}
+        save_file(weights, run / folder / "model.safetensors")
+    return run
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *runs: Path) -> int:
+    monkeypatch.setattr("sys.argv", ["compare_runs", *map(str, runs)])
+    return main()
+
+
+def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def other_weight(run: Path) -> None:
+    file = run / "train/checkpoints/tokens-64/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def one_more_evaluation(run: Path) -> None:
+    with (run / "search/evaluations.jsonl").open("a") as file:
+        file.write(json.dumps(EVALUATION) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (replace("prepare/train/data.arrow", "\x01", "\x02"), "data.arrow: "),
+        (
+            replace("prepare/calibration/calibration.jsonl", "3]", "4]"),
+            "line 1: ('t', 0, [1, 2, 3]",
+        ),
+        (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2:8'"),
+        (one_more_evaluation, "line 3: only in the second run"),
+        (replace("search/head_mask.json", "[[1]]", "[[0]]"), "head_mask.json: [[1]] → [[0]]"),
+        (replace("train/metrics.jsonl", "2.5", "2.5000001"), "line 1: (1, 64, 2.5,"),
+        (other_weight, "tokens-64 "),
+        (replace("evaluate/scores.json", "75", "76"), "hybrid.needle.average: 75.0 → 76.0"),
+        (replace("evaluate/samples.jsonl", ": 7", ": 8"), "hybrid needle t 512 0: {'score': 1.0,"),
+        (replace("evaluate/samples.jsonl", "1.25", "1.5"), "hybrid positions t 512 0: {'loss': "),
+        (lambda run: shutil.rmtree(run / "train"), "line 1: only in the first run"),
+    ],
+)
+def test_a_changed_result_is_reported(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    line: str,
+) -> None:
+    other = Path(shutil.copytree(run, run.parent / "other"))
+    change(other)
+    assert compare(monkeypatch, run, other) == 1
+    assert f"\n  {line}" in capsys.readouterr().out
+
+
+def test_timings_checksums_and_places_of_files_do_not_count(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(run, run.parent / "other"))
+    replace("search/evaluations.jsonl", '"seconds": 0.1', '"seconds": 0.2')(other)
+    line = (other / "train/metrics.jsonl").read_text()
+    (other / "train/metrics.jsonl").write_text(f"0123abcd {line}")
+    (other / "baseline").mkdir()
+    (other / "evaluate/scores.json").rename(other / "baseline/scores.json")
+    assert compare(monkeypatch, run, other) == 0
+    out = capsys.readouterr().out
+    assert out.count("no differences") == len(run_results(run)) == 8
+    assert "weights: 4 results" in out
+
+
+def test_two_runs_without_results_are_not_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(monkeypatch, tmp_path, tmp_path) == 1
+    assert "weights: 0 results, 1 differences\n  neither run has any" in capsys.readouterr().out

@@ -1,0 +1,119 @@
+"""Nothing is imported from the current directory: not by a command, its stages or launch/*.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bosch.errors import RunError
+from pipeline.commands.measure.run import run_in_process
+from pipeline.recipe.processes import World
+from pipeline.run.launch import launch
+from tests.pipeline_case import ROOT, Case
+
+ENTRY = ROOT / "pipeline" / "__main__.py"
+# Libraries, modules of the standard library that others import late, and our own names.
+NAMES = ("yaml", "tokenize", "pydantic", "filecmp", "bosch", "stages", "torch", "numpy")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder whose modules say that they were imported, and stop the program."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    return folder
+
+
+def _run(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **extra}
+    environment.pop("PYTHONSAFEPATH", None)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("python_path", ["{root}", ":{root}", "{root}:"])
+def test_a_command_imports_nothing_from_there(
+    tmp_path: Path, hostile: Path, python_path: str
+) -> None:
+    """An empty entry of PYTHONPATH means the current directory, too."""
+    case = Case(tmp_path)
+    path = python_path.format(root=ROOT)
+    for start in (["-m", "pipeline"], [str(ENTRY)]):
+        done = _run([sys.executable, *start, "status", str(case.file)], hostile, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        assert "never made" in done.stdout
+
+
+def test_a_command_runs_in_a_folder_of_the_checkout(tmp_path: Path) -> None:
+    """data_prep/tokenize.py has shadowed the standard library's module."""
+    command = [sys.executable, str(ENTRY), "validate", str(Case(tmp_path).file)]
+    for folder in ("data_prep", "pipeline/run", "stages"):
+        assert _run(command, ROOT / folder).returncode == 0
+
+
+def test_a_measured_process_imports_nothing_from_there(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile)
+    with pytest.raises(RunError, match="KeyError: 'settings'"):
+        run_in_process({}, "it")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stage_imports_nothing_from_there(
+    tmp_path: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.chdir(hostile)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    section = {"type": "stages.configs:ReportConfig", "values": {}}
+    work = tmp_path / "work"
+    work.mkdir()
+    order = {
+        "stage": "report",
+        "function": "tests.fake_stages:run",
+        "section": section,
+        "model": {"type": "stages.configs:ModelConfig", "values": {"path": "x"}},
+        "seed": 0,
+        "runtime": {"type": "stages.configs:Runtime", "values": {}},
+        "upstream": {},
+        "inputs": {},
+        "work_dir": str(work),
+        "log_level": "info",
+    }
+    summary = launch(order, World(processes_per_node=processes))
+    assert summary == {"stage": "report", "rank": 0}
+    assert json.loads((work / "output.json").read_text())["world"] == str(processes)
+
+
+def test_launch_scripts_import_nothing_from_there(tmp_path: Path, hostile: Path) -> None:
+    """A Python without packages is not taken for one that has them; torchrun.sh runs a recipe."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "pipeline").mkdir()
+    (root / "pipeline" / "__main__.py").write_text("import yaml, sys; print(sys.argv[1:])")
+    python = root / ".venv" / "bin" / "python"
+    (root / "launch" / "setup.sh").write_text(
+        f"#!/bin/sh\necho set up\nmkdir -p {python.parent}\nln -sf {sys.executable} {python}\n"
+        f"cp {Path(sys.executable).parents[1]}/pyvenv.cfg {root}/.venv/ 2>/dev/null || true\n"
+    )
+    for name in ("transformers", "accelerate", "datasets", "PyNomad", "matplotlib", "rich"):
+        (hostile / f"{name}.py").touch()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("python", "python3"):
+        (bare / name).write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        (bare / name).chmod(0o755)
+    script = [f"{root}/launch/torchrun.sh", "recipe.yaml"]
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    done = _run(script, hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH="")
+    assert done.stdout.splitlines()[0] == "set up", done.stderr
+    done = _run(script, hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH=site)
+    assert done.stdout.splitlines()[-1] == "['run', 'recipe.yaml']", done.stderr

@@ -1,0 +1,296 @@
+"""Distillation from the full-attention model: its value, gradients and memory, and what is frozen.
+
+Every value is compared with a plain loop over whole logits.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from bosch.model.materialize import materialize
+from bosch.model.stored_config import StoredConfig
+from bosch.window import Window
+from stages.configs import LoraConfig, ModelConfig, Runtime, TrainConfig
+from stages.train import distillation
+from stages.train.distillation import TeacherLoss, load_teacher
+from stages.train.footprint import trained_parameters, training_memory
+from stages.train.loss import install_loss
+from stages.train.model import load_for_training
+from stages.train.trainable import merged
+from tests.benchmarks.test_train_peak import SIZES
+from tests.hybrid_case import mask_of, small_model, tokens
+from tests.training_case import make_case, metrics, train_here, train_in_processes
+from tests.unit.test_training_loss import LargestTensor, gradients
+
+WINDOW = 5
+CPU = torch.device("cpu")
+PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small case with larger weights, so that sliding heads make a difference."""
+    folder = make_case(tmp_path_factory.mktemp("case"))
+    file = folder / "materialize" / "model" / "model.safetensors"
+    weights = load_file(file)
+    for name, value in weights.items():
+        if "proj" in name:
+            value *= 10
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def models(family: str, folder: Path) -> tuple[Any, Any, Any]:
+    """A small base model, its hybrid, and the teacher loaded from the hybrid's directory."""
+    base = small_model(family).eval()
+    logits_of_base = AutoModelForCausalLM.from_config(base.config)
+    logits_of_base.load_state_dict(base.state_dict())
+    hybrid = materialize(base, mask_of(base.config), Window(WINDOW))
+    hybrid.save_pretrained(folder)
+    train = TrainConfig(mixed_precision="no")
+    teacher = load_teacher(folder, ModelConfig(path=str(folder)), train, Runtime(), CPU)
+    return logits_of_base.eval(), hybrid.train(), teacher
+
+
+def divergences(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL(teacher ‖ student) of each token."""
+    p, q = teacher.log_softmax(-1), student.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def plain_loss(
+    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, weight: float, share: float
+) -> torch.Tensor:
+    """The loss of logits [B, T, V] and next tokens [B, T], a row at a time."""
+    total = torch.zeros(())
+    for own, other, labels in zip(student, teacher, targets, strict=True):
+        predicted = labels != -100
+        values = divergences(own, other)[predicted]
+        count = math.ceil(share * len(values))
+        total = total + weight * values.sort(descending=True).values[:count].sum() / share
+        entropy = torch.nn.functional.cross_entropy(own[predicted], labels[predicted])
+        total = total + (1 - weight) * entropy * len(values)
+    return total / (targets != -100).sum()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.3), (0.4, 1.0), (0.6, 0.5)])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
+def test_value_and_gradients_are_those_of_whole_logits(
+    family: str, weight: float, share: float, packed: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In chunks that do not divide the tokens; heads with soft-cap or scaled logits among them."""
+    monkeypatch.setattr(distillation, "distillation_chunk_tokens", lambda vocabulary: 5)
+    base, student, teacher = models(family, tmp_path)
+    ids = tokens(2, 12)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    positions = PACKED if packed else None
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    with torch.no_grad():
+        if packed:
+            parts = [base(part).logits for part in ids.split([5, 7], dim=1)]
+            full = torch.cat(parts, dim=1)
+        else:
+            full = base(ids).logits
+    own = student(input_ids=ids, position_ids=positions, use_cache=False).logits
+    expected = plain_loss(own, full, targets, weight, share)
+    expected.backward()
+    plain = gradients(student)
+    student.zero_grad()
+    install_loss(student, distillation=TeacherLoss(teacher, weight, share))
+    loss = student(input_ids=ids, labels=labels, position_ids=positions)["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    assert gradients(student).keys() == plain.keys()
+    for name, gradient in gradients(student).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+class Stub(torch.nn.Module):
+    """A teacher of 1,000 words whose states are given."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.head, self.states, self.config = torch.nn.Linear(8, 1000), states, object()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: None) -> torch.Tensor:
+        return self.states
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
+def test_neither_models_logits_are_ever_whole(
+    weight: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "distillation_chunk_tokens", lambda vocabulary: 4)
+    head, states = torch.nn.Linear(8, 1000), torch.randn(64, 8, requires_grad=True)
+    targets = torch.randint(0, 1000, (2, 32))
+    teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
+    with LargestTensor() as largest:
+        teacher.loss_of(object(), targets, targets, None)(head, states).backward()
+    assert largest.elements == 8 * 1000  # the head's weight and its gradient
+    assert states.grad is not None
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+    _, _, teacher = models("qwen3", tmp_path)
+    model, train = ModelConfig(path="unused"), TrainConfig(mixed_precision="no")
+    student = load_teacher(tmp_path, model, train, Runtime(), CPU)
+    del student.forward
+    install_loss(student, distillation=TeacherLoss(teacher, 1.0, 1.0))
+    ids = tokens(2, 12)
+    assert abs(student(input_ids=ids, labels=ids)["loss"].item()) < 1e-6
+
+
+def test_steps_on_the_loss_bring_a_student_nearer_to_its_teacher(tmp_path: Path) -> None:
+    _, student, teacher = models("qwen3", tmp_path)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    install_loss(student, distillation=TeacherLoss(teacher, 1.0, 0.5))
+    optimizer = torch.optim.AdamW(student.parameters(), 1e-2)
+    ids, losses = tokens(2, 24), []
+    for _ in range(20):
+        loss = student(input_ids=ids, labels=ids)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > 0.01 and losses[-1] < losses[0] / 2
+
+
+SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}
+
+
+def test_training_with_a_teacher_goes_on_after_a_kill(case: Path, tmp_path: Path) -> None:
+    train = {"teacher": "original", "learning_rate": 3e-3}
+    train_here(case, tmp_path / "whole", train=train)
+    losses = [step["loss"] for step in metrics(tmp_path / "whole")]
+    assert losses[0] > 1e-3 and len(losses) == 10
+    train_in_processes(case, tmp_path / "killed", kill_at_step=5, train=train)
+    train_here(case, tmp_path / "killed", train=train)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 6}])
+def test_two_processes_with_shards_train_like_one(
+    case: Path, tmp_path: Path, lora: dict[str, int] | None
+) -> None:
+    train = {**SHORT, "lora": lora}
+    train_here(case, tmp_path / "one", train=train)
+    done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime={"sharding": "fsdp"})
+    assert done.returncode == 0, done.stderr
+    alone, both = ([s["loss"] for s in metrics(tmp_path / name)] for name in ("one", "two"))
+    assert both == pytest.approx(alone, rel=5e-4)
+    ours, theirs = (
+        load_file(tmp_path / name / "checkpoints" / "tokens-512" / "model.safetensors")
+        for name in ("one", "two")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
+
+
+def changed(case: Path, work_dir: Path) -> set[str]:
+    """Names of the weights that training changed."""
+    start = load_file(case / "materialize" / "model" / "model.safetensors")
+    folder = next((work_dir / "checkpoints").iterdir())
+    end = load_file(folder / "model.safetensors")
+    assert start.keys() == end.keys()
+    return {name for name, value in end.items() if not torch.equal(value, start[name])}
+
+
+def test_frozen_weights_stay(case: Path, tmp_path: Path) -> None:
+    train: dict[str, Any] = {"total_tokens": 384, "checkpoint_tokens": []}
+    train_here(case, tmp_path / "attention", train={**train, "freeze": "attention_only"})
+    names = changed(case, tmp_path / "attention")
+    assert names and all(".self_attn." in name for name in names)
+    train_here(case, tmp_path / "all", train=train)
+    assert names < changed(case, tmp_path / "all")
+
+
+@pytest.mark.parametrize("freeze", ["none", "attention_only"])
+def test_adapters_are_saved_as_sums_and_resume(case: Path, tmp_path: Path, freeze: str) -> None:
+    train: dict[str, Any] = {"freeze": freeze, "lora": {"rank": 2, "alpha": 8}}
+    train_here(case, tmp_path / "whole", train=train)
+    names = changed(case, tmp_path / "whole")
+    maps = {".self_attn."} if freeze == "attention_only" else {".self_attn.", ".mlp."}
+    assert {kind for kind in (".self_attn.", ".mlp.") for n in names if kind in n} == maps
+    assert all("proj" in name for name in names)
+    train_in_processes(case, tmp_path / "killed", kill_at_step=5, train=train)
+    train_here(case, tmp_path / "killed", train=train)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(
+        next((tmp_path / "whole" / "checkpoints").iterdir())
+    )
+    assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+
+def test_sums_are_those_of_peft(case: Path) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    train = TrainConfig(lora=LoraConfig(rank=3, alpha=5), mixed_precision="no")
+    folder = case / "materialize" / "model"
+    model = load_for_training(folder, ModelConfig(path="x"), train, Runtime(), seed=3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert train.lora is not None
+    ours = merged(model.state_dict(), train.lora)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
+    assert len(layers) == 2 * 7
+    for name, layer in layers:
+        layer.merge()
+        torch.testing.assert_close(ours[f"{name}.weight"], layer.get_base_layer().weight)
+    assert ours.keys() == load_file(folder / "model.safetensors").keys() | {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"freeze": "attention_only"},
+        {"lora": {"rank": 4}},
+        {"lora": {"rank": 4}, "freeze": "attention_only"},
+    ],
+)
+def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> None:
+    """Norms of single heads are left out of the count, as everywhere in the plan."""
+    config = TrainConfig(mixed_precision="no", **train)
+    model = load_for_training(
+        case / "materialize" / "model", ModelConfig(path="x"), config, Runtime()
+    )
+    trained = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad
+                  and "_norm" not in n)  # fmt: skip
+    shape = StoredConfig(model.config.to_dict()).decoder
+    assert trained_parameters(shape, config) == trained
+    memory = training_memory(shape, config, Runtime(), processes=1, tokens=64, accumulation=1)
+    assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
+
+
+def test_the_plan_has_the_teachers_memory(case: Path) -> None:
+    shape = StoredConfig(SIZES).decoder
+    plain, taught = (
+        training_memory(
+            shape, TrainConfig(teacher=teacher), Runtime(sharding="fsdp"), processes=4, tokens=64,
+            accumulation=1,
+        )
+        for teacher in ("none", "original")
+    )  # fmt: skip
+    shards = 2 * shape.parameters / 4
+    assert taught.teacher == shards + 2 * shape.tables and plain.teacher == 0
+    assert (
+        taught.breakdown["teacher"] == taught.teacher and taught.peak >= plain.peak + taught.teacher
+    )

@@ -1,0 +1,36 @@
+"""Signals to the launcher of a stage's processes reach them, whenever they come."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.run import elastic
+
+
+def test_a_signal_is_passed_on() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        elastic.forward_signal(signal.SIGTERM, None)
+        assert child.wait(30) == -signal.SIGTERM
+    finally:
+        child.kill()
+
+
+def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:
+    """A second signal may interrupt the first, and would meet a module half imported."""
+    code = "import sys, pipeline.run.elastic; print('psutil' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_signal_before_there_are_processes_ends_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
+    with pytest.raises(SystemExit) as stop:
+        elastic.forward_signal(signal.SIGTERM, None)
+    assert stop.value.code == 143

@@ -1,0 +1,117 @@
+"""Method given: a head mask from a file, checked against the model, the ratio and the window."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bosch.errors import UserError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
+from bosch.objective.objective import Objective
+from bosch.search.evaluator import Evaluator
+from bosch.search.runs import find_mask
+from bosch.search.settings import SearchSettings
+from bosch.window import Window
+from pipeline.commands.plan.command import plan_lines
+from pipeline.recipe.load import load_recipe
+from pipeline.run.graph import resolve
+from pipeline.run.store import Store
+from tests.pipeline_case import Case
+from tests.search_case import WINDOW, searchable
+
+
+def _saved(path: Path, mask: HeadMask, window: int = WINDOW) -> str:
+    HeadMaskFile(
+        model="m", method="elsewhere", swa_ratio=mask.swa_ratio, window_size=window, sinks=0,
+        num_layers=mask.num_layers, num_key_value_heads=mask.num_key_value_heads,
+        swa_kv_heads=mask.swa_kv_heads,
+    ).save(path)  # fmt: skip
+    return str(path)
+
+
+def _mask(shape: tuple[int, int], sliding: int, seed: int = 0) -> HeadMask:
+    bits = np.ones(shape[0] * shape[1], dtype=bool)
+    bits[np.random.default_rng(seed).permutation(bits.size)[:sliding]] = False
+    return HeadMask(bits.reshape(shape))
+
+
+@pytest.fixture(scope="module")
+def objective() -> Objective:
+    model, calibration = searchable()
+    return Objective(model, calibration, Window(WINDOW), batch_size=4)
+
+
+def _find(objective: Any, **settings: Any) -> Any:
+    log = EvaluationLog(None, EvaluationContext("data", "model", 16, 0))
+    return find_mask("given", Evaluator(objective, log), SearchSettings(**settings))
+
+
+def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) -> None:
+    shape = objective.num_layers, objective.num_key_value_heads
+    mask = _mask(shape, 5)
+    path = _saved(tmp_path / "mask.json", mask)
+    result = _find(objective, swa_ratio=mask.swa_ratio, mask=path)
+    assert result.mask == mask
+    assert result.evaluation.score == objective.evaluate(mask).score
+
+
+@pytest.mark.parametrize(
+    ("layers", "sliding", "window", "sentence"),
+    [
+        (1, 5, WINDOW, "KV heads, the model has"),
+        (0, 4, WINDOW, r"search\.swa_ratio: .* set it to"),
+        (0, 5, WINDOW + 1, r"search\.window_size: the window is"),
+    ],
+)
+def test_a_mask_for_something_else_is_refused(
+    tmp_path: Path, objective: Objective, layers: int, sliding: int, window: int, sentence: str
+) -> None:
+    shape = objective.num_layers, objective.num_key_value_heads
+    path = _saved(tmp_path / "mask.json", _mask((shape[0] + layers, shape[1]), sliding), window)
+    with pytest.raises(UserError, match=sentence):
+        _find(objective, swa_ratio=5 / (shape[0] * shape[1]), mask=path)
+
+
+def _keys(case: Case) -> dict[str, str | None]:
+    loaded = load_recipe(case.file, env={})
+    hasher = Store(loaded.output_root).hasher()
+    return {node.name: node.key for node in resolve(loaded, hasher)}
+
+
+def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.content["search"]["method"] = "given"
+    case.save()
+    with pytest.raises(UserError, match=r"search\.mask: method given takes"):
+        load_recipe(case.file, env={})
+    case.content["search"]["mask"] = str(tmp_path / "mask.json")
+    case.save()
+    with pytest.raises(UserError, match=r"search\.mask: there is no file"):
+        load_recipe(case.file, env={})
+    _saved(tmp_path / "mask.json", _mask((4, 4), 8))
+    first = _keys(case)
+    _saved(tmp_path / "mask.json", _mask((4, 4), 8, seed=1))
+    second = _keys(case)
+    assert first["prepare"] == second["prepare"] and first["search"] != second["search"]
+    case.content["search"]["mask"] = str((tmp_path / "mask.json").rename(tmp_path / "other.json"))
+    case.save()
+    assert _keys(case) == second
+
+
+def test_the_plan_says_what_vllm_holds_for_the_mask(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
+    case.save()
+    mask = HeadMask(np.array([[1, 1, 0, 0]] * 4, dtype=bool))
+    _saved(tmp_path / "mask.json", mask)
+    lines = [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
+    assert len(lines) == 4
+    assert "a request on 1 rank: 32k: " in lines[0] and " instead of " in lines[0]
+    assert "serve on at most 2" in lines[-1]
+    (tmp_path / "mask.json").write_text("{}")
+    with pytest.raises(UserError, match=r"search\.mask: .* is no head mask"):
+        list(plan_lines(load_recipe(case.file, env={})))

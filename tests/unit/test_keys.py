@@ -1,0 +1,172 @@
+"""What changes the key of a stage, and what does not; inputs that change while a stage runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import RunError
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.processes import World
+from pipeline.run.graph import resolve
+from pipeline.run.hashing import FileHasher
+from pipeline.run.runner import Choice, Runner
+from tests.pipeline_case import Case, fake_table, write_safetensors
+
+EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def documents(case: Case, *overrides: str) -> dict[str, dict[str, Any]]:
+    """The stages' documents without what they take over from the stages above them."""
+    hasher = FileHasher(case.folder / "hashes.json")
+    nodes = resolve(load_recipe(case.file, overrides), hasher, fake_table())
+    return {node.name: {**(node.document or {}), "upstream": None} for node in nodes}
+
+
+def write(case: Case, name: str, text: str = "text") -> None:
+    path = case.model / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def shard_in_subfolder(case: Case) -> None:
+    (case.model / "parts").mkdir(exist_ok=True)
+    write_safetensors(case.model / "parts" / "a.safetensors", 7)
+
+
+def index(case: Case, name: str) -> None:
+    content = json.dumps({"weight_map": {"w": name}})
+    (case.model / "model.safetensors.index.json").write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "change", "stages"),
+    [
+        (
+            lambda c: (shard_in_subfolder(c), index(c, "parts/a.safetensors")),
+            lambda c: write_safetensors(c.model / "parts" / "a.safetensors", 8),
+            EVERY_MODEL_STAGE,
+        ),
+        (
+            lambda c: (shard_in_subfolder(c), index(c, "parts/a.safetensors")),
+            lambda c: write_safetensors(c.model / "model.safetensors", 8),
+            EVERY_MODEL_STAGE,
+        ),
+        (None, lambda c: write(c, "code/deep/layers.py"), EVERY_MODEL_STAGE),
+        (None, lambda c: write(c, "modeling_own.py"), EVERY_MODEL_STAGE),
+        (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
+        (None, lambda c: write(c, "tekken.json"), {"prepare", *EVERY_MODEL_STAGE}),
+        (None, lambda c: write(c, "sentencepiece.bpe.model"), {"prepare", *EVERY_MODEL_STAGE}),
+        (None, lambda c: write(c, "tokenization_own.py"), {"prepare", *EVERY_MODEL_STAGE}),
+        (None, lambda c: write(c, "own.tiktoken"), {"prepare", *EVERY_MODEL_STAGE}),
+        (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),
+        (None, lambda c: c.change_config(rope_theta=2.0), EVERY_MODEL_STAGE),
+        (None, lambda c: write(c, "README.md", "---\nlicense: mit\n---\n"), {"materialize"}),
+        (None, lambda c: write(c, "README.md", "# Card\n"), set()),
+        (None, lambda c: write(c, "LICENSE.txt"), set()),
+        (None, lambda c: write(c, "NOTICE.txt"), set()),
+        (None, lambda c: write(c, ".hidden.json"), set()),
+        (None, lambda c: write(c, ".git/hooks/x.py"), set()),
+        (None, lambda c: write(c, "training_args.json"), set()),
+        (None, lambda c: write(c, "trainer_state.json"), set()),
+        (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
+    ],
+)
+def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
+    case: Case,
+    prepare: Callable[[Case], object] | None,
+    change: Callable[[Case], object],
+    stages: set[str],
+) -> None:
+    if prepare is not None:
+        prepare(case)
+    before = documents(case)
+    change(case)
+    after = documents(case)
+    assert {name for name in before if before[name] != after[name]} == stages
+
+
+def test_code_of_a_tokenizer_that_may_run_is_part_of_the_data(case: Case) -> None:
+    trusted = "model.trust_remote_code=true"
+    before = documents(case, trusted)
+    write(case, "helpers/bytes.py")
+    assert documents(case, trusted)["prepare"] != before["prepare"]
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b", "", ".."])
+def test_weights_outside_the_directory_are_refused(case: Case, name: str) -> None:
+    write_safetensors(case.folder / "outside.safetensors")
+    index(case, name)
+    message = case.fault()
+    assert "model.safetensors.index.json names the weights" in message
+    assert "no file of its directory" in message
+
+
+def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
+    """A run whose stages are `stage`, called with their orders."""
+
+    def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        (Path(order["work_dir"]) / "output.json").write_text(order["stage"])
+        stage(order)
+        return {}
+
+    choice = Choice(until="search")
+    return Runner(load_recipe(case.file), choice, fake_table(), launcher)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "expected"),
+    [
+        (
+            "prepare",
+            lambda c: (c.corpus / "a.txt").write_text("other text"),
+            "prepare.sources.0: a.txt has other content",
+        ),
+        ("prepare", lambda c: (c.corpus / "a.txt").unlink(), "corpus holds no file"),
+        (
+            "search",
+            lambda c: write_safetensors(c.model / "model.safetensors", 3),
+            "model.model.safetensors has other content",
+        ),
+    ],
+)
+def test_an_input_that_changes_while_its_stage_runs_is_told_and_nothing_published(
+    case: Case, stage: str, change: Callable[[Case], object], expected: str
+) -> None:
+    before = {path: path.read_bytes() for path in case.folder.rglob("*") if path.is_file()}
+
+    def work(order: Mapping[str, Any]) -> None:
+        if order["stage"] == stage:
+            change(case)
+
+    runner = run_with(case, work)
+    with pytest.raises(RunError, match=rf"^{stage}: its inputs changed while it ran") as caught:
+        runner.run()
+    assert expected in str(caught.value)
+    node = next(node for node in runner.nodes if node.name == stage)
+    assert not runner.store.published(stage, str(node.key)).exists()
+    assert not runner.store.work(stage, str(node.key)).exists()
+    for path, content in before.items():
+        path.write_bytes(content)
+    assert run_with(case, lambda order: None).run() > 0
+
+
+def test_an_input_that_changes_before_its_stage_begins_is_told_at_once(case: Case) -> None:
+    begun = []
+
+    def work(order: Mapping[str, Any]) -> None:
+        begun.append(order["stage"])
+        write_safetensors(case.model / "model.safetensors", 3)
+
+    with pytest.raises(RunError, match=r"^search: its inputs changed since this run began"):
+        run_with(case, work).run()
+    assert begun == ["prepare"]

@@ -1,0 +1,56 @@
+"""The head masks in recipes/masks, the schema of the format, and the example in its page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from bosch.budget import swa_budget
+from bosch.heads import HeadMaskFile
+from pipeline.recipe.load import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+MASKS = sorted((ROOT / "recipes" / "masks").rglob("*.json"))
+SCHEMA = json.loads(resources.files("bosch").joinpath("head_mask.schema.json").read_text())
+
+
+@pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_mask_is_named_by_its_method_and_ratio_and_says_where_it_is_from(path: Path) -> None:
+    file = HeadMaskFile.load(path)
+    method, *options, ratio = path.stem.split("-")
+    assert method == file.method
+    for option in options:  # g4: search.head_granularity
+        counts = file.mask.full_kv_heads_per_layer
+        assert option[0] == "g" and not any(count % int(option[1:]) for count in counts)
+    units = file.num_layers * file.num_key_value_heads
+    assert sum(map(len, file.swa_kv_heads)) == swa_budget(units, float(ratio))
+    provenance = json.loads(path.read_text())["provenance"]
+    assert {"recipe", "command", "git_commit"} <= provenance.keys()
+    assert (ROOT / provenance["recipe"]).is_file()
+
+
+@pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_recipe_takes_the_mask(path: Path) -> None:
+    file = HeadMaskFile.load(path)
+    loaded = load_recipe(
+        ROOT / json.loads(path.read_text())["provenance"]["recipe"],
+        [
+            "search.method=given", f"search.mask={path}", f"search.swa_ratio={file.swa_ratio}",
+            f"search.window_size={file.window_size}",
+        ],
+    )  # fmt: skip
+    assert loaded.recipe.model.path == str(ROOT / file.model)
+
+
+def test_the_schema_has_the_fields_of_the_file() -> None:
+    names = {field.name for field in fields(HeadMaskFile)}
+    assert names | {"provenance"} == set(SCHEMA["properties"])
+    assert set(SCHEMA["required"]) == names - {"score", "seed"}
+    assert MASKS, "there is no mask to check"
+    for path in MASKS:
+        content = json.loads(path.read_text())
+        assert set(SCHEMA["required"]) <= content.keys() <= set(SCHEMA["properties"])

@@ -1,0 +1,237 @@
+"""The table of methods: names, settings, and bounds that no search exceeds."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bosch.budget import swa_budget
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationLog,
+    GateGradient,
+)
+from bosch.objective.objective import Objective
+from bosch.search.evaluator import CanWin, Evaluator
+from bosch.search.methods import FINDING, METHODS, MethodName
+from bosch.search.runs import find_mask
+from bosch.search.settings import SearchSettings
+from bosch.window import Window
+from stages.configs import SearchConfig
+from tests.search_case import WINDOW, searchable
+
+SEARCHED = [name for name, method in METHODS.items() if method.kind not in ("ranking", "file")]
+
+
+class RandomScores:
+    """Scores that depend on the mask alone, in steps of 1/16, with gradients that cost nothing."""
+
+    def __init__(self, num_layers: int, num_heads: int, seed: int) -> None:
+        self.num_layers, self.num_key_value_heads = num_layers, num_heads
+        self.quantum = 1 / 16
+        costs = np.random.default_rng(seed).exponential(size=(num_layers, num_heads)) ** 2
+        self.costs = costs / costs.sum()
+
+    def evaluate(
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
+    ) -> Evaluation:
+        lost = float(self.costs[~mask.is_full].sum())
+        score, log_likelihood = round(16 * (1 - lost)) / 16, -lost
+        loses = can_win is not None and not can_win(score, log_likelihood)
+        return Evaluation(score, log_likelihood, is_bound=loses)
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        return GateGradient(self.costs.tolist(), 0.0, 0.0)
+
+
+def search_with(name: str, scorer: Any, options: SearchSettings) -> tuple[Evaluator, HeadMask]:
+    evaluator = Evaluator(scorer, EvaluationLog(None, EvaluationContext("data", "model", 16, 0)))
+    return evaluator, find_mask(name, evaluator, options).mask
+
+
+@st.composite
+def any_settings(draw: st.DrawFn) -> SearchSettings:
+    ratio = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1))
+    return SearchSettings(
+        swa_ratio=draw(ratio),
+        solver=draw(st.sampled_from(["nomad", "nomad_penalty", "one_plus_one", "annealing"])),
+        budget_per_layer=draw(st.integers(1, 12)),
+        alpha=draw(st.sampled_from([0.01, 100.0])),
+        max_group_variables=draw(st.integers(1, 20)),
+        strict=draw(st.booleans()),
+        race=draw(st.booleans()),
+        seed=draw(st.integers(0, 20)),
+    )
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@given(
+    layers=st.integers(1, 7),
+    heads=st.integers(1, 5),
+    options=any_settings(),
+    costs=st.integers(0, 50),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_search_exceeds_its_bound(
+    name: str, layers: int, heads: int, options: SearchSettings, costs: int
+) -> None:
+    evaluator, _ = search_with(name, RandomScores(layers, heads, costs), options)
+    most = METHODS[name].most_evaluations(options, layers, heads)
+    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
+
+
+@pytest.mark.parametrize("name", FINDING)
+def test_no_search_of_a_model_exceeds_its_bound(name: str) -> None:
+    model, calibration = searchable()
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
+    options = SearchSettings(0.3, budget_per_layer=5)
+    evaluator, _ = search_with(name, objective, options)
+    shape = objective.num_layers, objective.num_key_value_heads
+    most = METHODS[name].most_evaluations(options, *shape)
+    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@given(
+    layers=st.integers(1, 6),
+    units=st.integers(1, 4),
+    granularity=st.integers(2, 4),
+    options=any_settings(),
+    costs=st.integers(0, 50),
+)
+@settings(max_examples=15, deadline=None)
+def test_full_counts_are_multiples_of_the_granularity(
+    name: str, layers: int, units: int, granularity: int, options: SearchSettings, costs: int
+) -> None:
+    heads = units * granularity
+    sliding = swa_budget(layers * units, options.swa_ratio) * granularity
+    options = replace(options, swa_ratio=sliding / (layers * heads), head_granularity=granularity)
+    evaluator, mask = search_with(name, RandomScores(layers, heads, costs), options)
+    assert not any(count % granularity for count in mask.full_kv_heads_per_layer)
+    assert (~mask.is_full).sum() == sliding
+    assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
+    most = METHODS[name].most_evaluations(options, layers, heads)
+    assert len(evaluator.trace) <= most
+
+
+@pytest.mark.parametrize("name", FINDING)
+def test_full_counts_of_a_model_are_multiples_of_the_granularity(name: str) -> None:
+    model, calibration = searchable()
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
+    layers, heads = objective.num_layers, objective.num_key_value_heads
+    options = SearchSettings(0.5, budget_per_layer=10, head_granularity=2)
+    evaluator, mask = search_with(name, objective, options)
+    assert not any(count % 2 for count in mask.full_kv_heads_per_layer)
+    assert (~mask.is_full).sum() == layers * heads // 2
+    passes = sum(not point.is_bound for point in evaluator.trace) + evaluator.gradient_passes
+    if METHODS[name].gradients:
+        # The gradient that forms the units counts too; the last one may exceed what is left.
+        most = METHODS[name].most_evaluations(options, layers, heads)
+        assert passes <= most + evaluator.gradient_passes / evaluator.costs()["gradients"]
+
+
+@pytest.mark.parametrize("name", FINDING)
+def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
+    for ratio, granularity, sentence in (
+        (0.3, 2, r"means 15 sliding heads of 48.*choose swa_ratio 0\.29 or 0\.33"),
+        (0.5, 3, "8 KV heads per layer are no multiple of 3; choose a divisor of 8"),
+    ):
+        options = SearchSettings(ratio, head_granularity=granularity)
+        with pytest.raises(UserError, match=sentence):
+            search_with(name, RandomScores(6, 8, 1), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "budget", "expected"),
+    [
+        ("bosch", 0.75, 100, 2 + 28 * 28 + 2800),
+        ("bosch", 0.5, 20, 2 + 28 * 20 + 560),
+        ("bosch_plus", 0.5, 100, 2 + 280),
+        ("b_single", 0.5, 100, 2 + 28 * 70),
+        ("b_single", 0.45, 100, 2 + 28 * 70 + (28 * 4 - 101) * 4),
+        ("b_multi", 0.75, 100, 2 + 7 * 400),
+        ("b_layer", 0.5, 100, 2 + 2800),
+        ("b_layer", 0.96, 100, 2 + 28),
+        ("b_layer", 0.9, 100, 2 + 28 * 27 // 2 + 26 + (8 + 7 + 6 + 5 + 4 + 3)),
+        ("one_plus_one", 0.5, 100, 2 + 2800),
+        ("annealing", 0.5, 4, 2 + 112),
+        ("learned_gates", 0.5, 100, 2 + 280),
+        ("single_ablation", 0.5, 100, 2 + 224 + 1),
+        ("layer_ablation", 0.5, 100, 2 + 28 + 1),
+        ("rand", 0.5, 100, 3),
+        ("dcam", 0.5, 100, 3),
+    ],
+)
+def test_bounds_by_hand(name: str, ratio: float, budget: int, expected: int) -> None:
+    options = SearchSettings(ratio, budget_per_layer=budget)
+    assert METHODS[name].most_evaluations(options, 28, 8) == expected
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.45, 0.7])
+@pytest.mark.parametrize("name", ["b_single", "rand", "bme"])
+def test_a_bound_is_reached(name: str, ratio: float) -> None:
+    """Where brute force fits the budget, repairs included, the bound is the exact number."""
+    options = SearchSettings(ratio)
+    evaluator, _ = search_with(name, RandomScores(6, 4, 1), options)
+    assert len(evaluator.trace) == METHODS[name].most_evaluations(options, 6, 4)
+
+
+OTHER: dict[str, Any] = {
+    "solver": "one_plus_one",
+    "budget_per_layer": 9,
+    "alpha": 0.01,
+    "gamma": 3.0,
+    "buckets": (0.0, 1.0),
+    "max_group_variables": 4,
+    "strict": True,
+    "race": True,
+    "seed": 7,
+    "mask": "head_mask.json",
+    "head_granularity": 5,
+}
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("setting", OTHER)
+def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str, setting: str) -> None:
+    if setting in METHODS[name].settings | {"head_granularity"}:
+        return
+    options = SearchSettings(0.45, budget_per_layer=5)
+    other = replace(options, **{setting: OTHER[setting]})
+    first, mask = search_with(name, RandomScores(6, 5, 3), options)
+    second, other_mask = search_with(name, RandomScores(6, 5, 3), other)
+    assert (mask, first.trace) == (other_mask, second.trace)
+
+
+def test_settings_that_bosch_lists_change_its_search() -> None:
+    options = SearchSettings(0.45, budget_per_layer=5)
+    first, _ = search_with("bosch", RandomScores(12, 5, 3), options)
+    for setting in ("solver", "budget_per_layer", "buckets", "max_group_variables", "seed"):
+        other = replace(options, **{setting: OTHER[setting]})
+        second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
+        assert first.trace != second.trace, setting
+
+
+def test_the_table_agrees_with_its_neighbours() -> None:
+    assert tuple(METHODS) == get_args(MethodName)
+    names = {field.name for field in fields(SearchSettings)}
+    for method in METHODS.values():
+        assert callable(method.load())
+        assert method.settings < names
+    assert names <= set(SearchConfig.model_fields)
+
+
+def test_a_section_becomes_settings_field_by_field() -> None:
+    assert set(OTHER) == {field.name for field in fields(SearchSettings)} - {"swa_ratio"}
+    values = {"swa_ratio": 0.3, "method": "b_multi", **OTHER, "buckets": list(OTHER["buckets"])}
+    section = SearchConfig.model_validate(values)
+    assert section.settings(seed=1) == SearchSettings(swa_ratio=0.3, **OTHER)
+    assert SearchConfig(swa_ratio=0.3).settings(seed=1) == SearchSettings(0.3, seed=1)

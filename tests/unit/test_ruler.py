@@ -1,0 +1,179 @@
+"""RULER's samples are upstream's own: recorded digests of NVIDIA/RULER c3f5e3b's output.
+
+The records are made with wonderwords 3.0.1, the quickstart's tokenizer, the text of
+tests/ruler_case.py, seed 42 and the rule in data_prep/sentences.py in place of punkt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bosch.errors import UserError
+from data_prep import ruler
+from data_prep.ruler import ruler_task
+from data_prep.ruler_base import Corpus, TokenCounter
+from data_prep.ruler_samples import SampleFolder
+from data_prep.ruler_tasks import ANY_ANSWER, NEEDLE_SPECS, NEW_TOKENS
+from data_prep.scoring import string_match
+from data_prep.sentences import split_by_rule
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.words import ADJECTIVES, NOUNS, PairedWords, WordLists
+from stages.configs import NeedleEvaluation, RulerTask
+from tests.ruler_case import TOKENIZER, essay_text, write_data
+
+RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
+OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data") / "ruler")
+
+
+@pytest.fixture(autouse=True)
+def rule(monkeypatch):
+    """Sentences by rule, whatever this machine has."""
+    monkeypatch.setattr(ruler, "split_as_ruler", split_by_rule)
+
+
+def _corpus(data, **words):
+    return Corpus(essay_text().split(), data, **words)
+
+
+@pytest.mark.parametrize("length", sorted(RECORDS))
+@pytest.mark.parametrize("task", NEW_TOKENS)
+def test_samples_are_upstreams(task, length, tokenizer, data):
+    counter = TokenCounter(tokenizer)
+    generator = ruler_task(task, _corpus(data), 42, int(length), NEW_TOKENS[task], counter)
+    assert generator.corpus.words.is_upstream, "install the package wonderwords"
+    generator.fit()
+    for index, record in enumerate(RECORDS[length][task]):
+        draft = generator.sample(index).draft
+        content = json.dumps([draft.text, draft.prefix, draft.answers])
+        assert hashlib.sha256(content.encode()).hexdigest()[:16] == record, index
+
+
+@pytest.mark.parametrize("length", [1500, 2500])
+@pytest.mark.parametrize("task", NEW_TOKENS)
+def test_short_samples_fit(task, length, tokenizer, data):
+    """Below RULER's lengths its steps are too large and ours are smaller."""
+    counter = TokenCounter(tokenizer)
+    corpus = _corpus(data, words=OWN_WORDS)
+    generator = ruler_task(task, corpus, 1, length, 16, counter)
+    generator.fit()
+    for index in range(3):
+        sample = generator.sample(index)
+        assert length * (0.6 if task in ("fwe", "qa_1", "qa_2") else 0.8) < len(sample.ids) + 16
+        assert len(sample.ids) + 16 <= length
+        # Those of the question stand in it; the task is not solved in its own prompt.
+        assert len(sample.draft.answers) == _answers(task)
+        assert sample.draft.text.endswith(sample.draft.prefix)
+
+
+def _answers(task):
+    if task in NEEDLE_SPECS:
+        return NEEDLE_SPECS[task].values * NEEDLE_SPECS[task].queries
+    return {"vt": 5, "cwe": 10, "fwe": 3, "qa_1": 2, "qa_2": 1}[task]
+
+
+@pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_2", "vt", "fwe", "qa_1"])
+def test_a_sample_takes_two_tokenisations(task, tokenizer, data):
+    counter = TokenCounter(tokenizer)
+    generator = ruler_task(task, _corpus(data), 3, 4096, NEW_TOKENS[task], counter)
+    generator.fit()
+    fitting = counter.calls
+    for index in range(20):
+        generator.sample(index)
+    assert counter.calls - fitting <= 2 * 20
+    assert fitting <= 15
+
+
+def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
+    for task in ("niah_multikey_2", "vt", "fwe"):
+        folder = partial(
+            SampleFolder, task=task, length=1024, new_tokens=8, seed=5, corpus=_corpus(data),
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        whole, parts = folder(tmp_path / "whole"), folder(tmp_path / "parts")
+        whole.make(6)
+        parts.make(2)
+        # A killed run leaves ids without a record.
+        with (parts.path / "ids.bin").open("ab") as file:
+            file.write(b"1234567")
+        new: list[int] = []
+        parts.make(6, partial(new.append, 1))
+        assert len(new) == 4
+        for left, right in zip(whole.read(range(6)), parts.read(range(6)), strict=True):
+            assert left.ids.tolist() == right.ids.tolist()
+            assert (left.answers, left.prompt_sha256) == (right.answers, right.prompt_sha256)
+        text = tokenizer.decode(left.ids)
+        assert text.endswith(left.tail)
+
+
+@pytest.mark.parametrize("file", ["samples.jsonl", "ids.bin"])
+def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
+    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
+    folder.make(4)
+    before = [sample.ids.tolist() for sample in folder.read(range(4))]
+    content = (folder.path / file).read_bytes()
+    half = len(content) // 2
+    damaged = content[:half] if file == "ids.bin" else content[:half] + b"x" + content[half + 1 :]
+    (folder.path / file).write_bytes(damaged)
+    folder.make(4)
+    assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
+
+
+def test_scores_are_upstreams():
+    """As string_match_all and string_match_part of scripts/eval/synthetic/constants.py."""
+    assert string_match("A one\x00and TWO", ["one", "two", "three", "four"]) == 0.5
+    assert string_match("nothing", ["one"]) == 0.0
+    assert string_match("the TWO", ["one", "two"], any_answer=True) == 1.0
+    assert string_match("three", ["one", "two"], any_answer=True) == 0.0
+    assert {"qa_1", "qa_2"} == ANY_ANSWER
+
+
+def test_pairs_of_words_are_in_the_order_of_the_alphabet():
+    adjectives, nouns = ["high", "high-pitched", "old", "a"], ["pitched-a", "z", "b", "b"]
+    pairs = PairedWords(adjectives, nouns)
+    plain = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
+    assert pairs[:] == plain and len(pairs) == len(plain)
+    with pytest.raises(IndexError):
+        pairs[len(plain)]
+
+
+def test_missing_and_damaged_data(tmp_path, tokenizer, data):
+    def make(task, folder):
+        ruler_task(task, _corpus(folder), 1, 1024, 16, TokenCounter(tokenizer)).fit()
+
+    (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}')
+    (tmp_path / "hotpotqa.json").write_text("[")
+    with pytest.raises(UserError, match="not the file that RULER downloads"):
+        make("qa_1", tmp_path)
+    with pytest.raises(UserError, match=r"hotpotqa\.json: damaged, not JSON"):
+        make("qa_2", tmp_path)
+    with pytest.raises(UserError, match="too few for 32,768 tokens: install the package"):
+        corpus = _corpus(data, words=OWN_WORDS)
+        ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer)).fit()
+    with pytest.raises(UserError, match="niah_9 is no task of RULER"):
+        make("niah_9", data)
+    with pytest.raises(UserError, match="qa_1 at 80 tokens: it does not fit"):
+        SampleFolder(tmp_path, "qa_1", 80, 16, 1, _corpus(data), tokenizer).make(1)
+
+
+def test_recipe_knows_all_tasks():
+    assert set(get_args(RulerTask)) == set(NEW_TOKENS)
+    section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
+    assert section.yarn_factor(65536) == 2 and section.yarn_factor(4096) is None
+    assert NeedleEvaluation.model_validate(section.model_dump(mode="json")) == section
+    assert [section.new_tokens(task) for task in ("vt", "cwe")] == [30, 120]

@@ -1,0 +1,43 @@
+"""Whoever changes the code of a stage is asked whether its VERSION has to be raised."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests import stage_code
+
+
+def test_the_code_of_every_stage_is_the_recorded_one() -> None:
+    recorded, now = json.loads(stage_code.FILE.read_text()), stage_code.current()
+    changed = stage_code.behind(recorded, now)
+    assert not changed, (
+        f"code of stages changed since their VERSION was looked at: {changed}. Raise VERSION in "
+        "the stages whose results change, then run: python -m tests.stage_code"
+    )
+    assert recorded == now, "run: python -m tests.stage_code"
+
+
+def test_only_what_code_does_counts() -> None:
+    code = "def f(x):\n    return x + 1\n"
+    same = 'def f(x: int) -> int:\n    """Text."""\n    # why\n    return (x + 1)\n'
+    assert stage_code.digest(code) == stage_code.digest(same)
+    assert stage_code.digest(code) != stage_code.digest(code.replace("1", "2"))
+    assert stage_code.digest("x = 'a'") != stage_code.digest("x = 'b'")
+
+
+def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = stage_code.current()
+    module = "stages.train.schedule"
+    recorded = {**now, "modules": {**now["modules"], module: "other"}}
+    assert stage_code.behind(recorded, now) == {"train": [module]}
+    raised = {**now, "versions": {**now["versions"], "train": 99}}
+    assert stage_code.behind(recorded, raised) == {}
+
+
+def test_a_stage_depends_on_what_it_imports_indirectly() -> None:
+    search = stage_code.closure("stages.search.run")
+    assert {"bosch.search.pool", "bosch.heads"} & search
+    assert "bosch.errors" not in search
+    assert not any(name.startswith("pipeline") for name in search)

@@ -1,0 +1,50 @@
+"""Options of a study are checked before anything runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+from tests.pipeline_case import ROOT, Case
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--ratios", "0.5,2", "study: --ratios: expected a value at most 1, found "),
+        ("--ratios", "half", "--ratios: 'half' is not a number"),
+        ("--seeds", "0", "--seeds: expected a value greater than 0, found "),
+        ("--seeds", "2,3", "--seeds: '2,3' is not a count"),
+        ("--budgets", "4,x", "--budgets: 'x' is not a count"),
+        ("--methods", "bosch,bsch", "--methods: 'bsch' is unknown; did you mean bosch?"),
+    ],
+)
+def test_options_without_meaning_are_refused(
+    option: str,
+    value: str,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = Case(tmp_path)
+    assert main(["study", "cost", str(case.file), option, value]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not case.runs.exists()
+
+
+def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import sys; from pipeline.cli import main; print(main(sys.argv[1:]), 'torch' in "
+            "sys.modules)",
+            "study", "cost", str(case.file), "--methods", "bosch,bsch",
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2", "False"], done.stderr

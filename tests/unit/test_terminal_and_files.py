@@ -1,0 +1,150 @@
+"""Terminals, clocks, disks and temporary files that are not as one would have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import RunError, UserError, printable
+from bosch.files import parse_json, read_json, write_json
+from pipeline.run import launch
+from pipeline.run.graph import document_key
+from pipeline.run.store import Store
+from tests.pipeline_case import Case
+
+DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
+KEY = document_key(DOCUMENT)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "runs")
+
+
+def publish(store: Store) -> Path:
+    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
+    return store.publish("search", DOCUMENT, {"summary": {}}, store.hasher())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest["files"].clear(),
+        lambda manifest: manifest["files"][0].update(size=8),
+        lambda manifest: manifest.update(seconds=1e9),
+        lambda manifest: manifest.update(git_commit="another"),
+    ],
+)
+def test_a_manifest_that_was_changed_is_damaged(store: Store, change: Any) -> None:
+    path = publish(store) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    damage = store.damage("search", KEY, store.hasher())
+    assert damage == "manifest.json is missing or damaged"
+
+
+def test_a_clock_set_back_gives_no_negative_seconds(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    folder = store.publish("search", DOCUMENT, {}, store.hasher())
+    assert read_json(folder / "manifest.json")["seconds"] == 0
+
+
+def test_what_killed_writers_left_is_removed(store: Store) -> None:
+    publish(store)
+    old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
+    for path in (old, new):
+        path.write_text("part")
+    os.utime(old, (1, 1))
+    store.tidy("tiny")
+    assert not old.exists() and new.exists()
+
+
+def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    done = case.call("run", "--until", "search", FAKE_FAIL="search=kill", TMPDIR=str(temporary))
+    assert done.returncode == 1
+    assert list(temporary.iterdir()) == []
+    assert list((case.runs / "work").rglob("*control*")) == []
+
+
+@pytest.mark.parametrize(("out_of_memory", "expected"), [
+    (0, "was killed (signal 9) by a person or a job scheduler; the same command goes on"),
+    (1, "the kernel killed its process because memory ran out; make runtime.eval_batch_size"),
+])  # fmt: skip
+def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_memory: int, expected: str
+) -> None:
+    kills = iter((5, 5 + out_of_memory))
+    monkeypatch.setattr(launch, "killed_by_kernel", lambda: next(kills))
+    monkeypatch.setattr(launch, "PROCESS", ("-c", "import os; os.kill(os.getpid(), 9)"))
+    work = tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(RunError) as caught:
+        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["status", "validate"])
+def test_a_full_standard_output_is_told_as_such(case: Case, command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            case.command(command), env=case.environment(), stdout=full, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the standard output cannot be written to: no space is left where it leads\n"
+    )
+
+
+def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
+    assert case.call("run", "--until", "prepare", **ascii_only).returncode == 0
+    done = case.call("status", "seed=5", **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "seed changed 0 \\u2192 5" in done.stdout
+
+
+def test_escapes_from_a_strangers_file_do_not_reach_the_terminal(case: Case) -> None:
+    case.change_config(model_type="\x1b]0;title\x07bert")
+    done = case.call("validate")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\\x1b]0;title\\x07bert" in done.stderr
+    assert printable("a\tb\nc\x9b\ud800") == "a\tb\nc\\x9b\\ud800"
+
+
+def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
+    for text in ("[" * 200_000, "9" * 5000, "{", '{"a": ' * 100_000):
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(text)
+    write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
+    assert read_json(tmp_path / "a.json") == {"name": "not UTF-8: \udcff, → ü"}
+    assert "→ ü" in (tmp_path / "a.json").read_text()
+
+
+def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:
+    name = "a" * 5000 + "z" * 5000
+    assert str(UserError(f"weights.json: {name} is missing")) == (
+        f"weights.json: {'a' * 200}… (10,000 characters) …{'z' * 100} is missing"
+    )
+    lines = "\n".join(f"fault {number}" for number in range(2000))
+    assert str(RunError(lines)) == lines
+    assert len(str(UserError(str(list(range(50_000)))))) < 400

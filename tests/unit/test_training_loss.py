@@ -1,0 +1,187 @@
+"""The chunked training loss equals the model's own, and never holds the logits matrix."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bosch.errors import UserError
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from stages.train import loss as training_loss
+from stages.train.loss import cross_entropy, head_loss, install_loss
+from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+
+WINDOW = 5
+PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = tokens(2, 12)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere", "granite", "phi3", "qwen3_moe"])
+def test_value_and_gradients_are_the_models_own(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaled, capped and biased heads among them, in chunks that do not divide the tokens."""
+    monkeypatch.setattr(training_loss, "chunk_tokens", lambda vocabulary: 5)
+    base = small_model(family)
+    model = materialize(base, mask_of(base.config), Window(WINDOW)).train()
+    own = model(**batch(), use_cache=False).loss
+    own.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    install_loss(model)
+    chunked = model(**batch())["loss"]
+    (3 * chunked).backward()
+    assert chunked.item() == pytest.approx(own.item(), rel=1e-6)
+    assert gradients(model).keys() == expected.keys()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient / 3, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_logits_matrix_is_never_there() -> None:
+    head, states = torch.nn.Linear(8, 1000, bias=True), torch.randn(64, 8, requires_grad=True)
+    labels = torch.randint(0, 1000, (64,))
+    with LargestTensor() as whole:
+        torch.nn.functional.cross_entropy(head(states), labels).backward()
+    assert whole.elements == 64 * 1000
+    with LargestTensor() as chunked:
+        head_loss(head, states, object(), cross_entropy(labels), chunk=4).backward()
+    assert chunked.elements == 8 * 1000  # the head's weight and its gradient
+
+
+def test_a_frozen_head_has_no_gradient_and_states_have_theirs() -> None:
+    head, states = torch.nn.Linear(8, 50), torch.randn(6, 8, requires_grad=True)
+    head.requires_grad_(False)
+    head_loss(head, states, object(), cross_entropy(torch.arange(6)), chunk=4).backward()
+    assert head.weight.grad is None and states.grad is not None
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(head(states), torch.arange(6), reduction="sum"), states
+    )[0]
+    torch.testing.assert_close(states.grad, expected)
+
+
+def test_bf16_heads_follow_float32_ones() -> None:
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(8, 50, bias=False), torch.randn(40, 8, requires_grad=True)
+    labels = torch.randint(0, 50, (40,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        head_loss(head, states, object(), cross_entropy(labels), chunk=4).backward()
+    assert head.weight.grad is not None and head.weight.grad.dtype == torch.float32
+    exact = torch.nn.functional.cross_entropy(head(states), labels, reduction="sum")
+    expected = torch.autograd.grad(exact, [head.weight, states])
+    torch.testing.assert_close(head.weight.grad, expected[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(states.grad, expected[1], rtol=0.05, atol=0.05)
+
+
+def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; counts its calls."""
+    calls: list[int] = []
+
+    def fused(states: Any, weight: Any, labels: Any, *, bias: Any, softcap: Any, **kw: Any) -> Any:
+        calls.append(len(states))
+        logits = torch.nn.functional.linear(states, weight, bias).float()
+        logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return torch.nn.functional.cross_entropy(logits, labels, **kw)
+
+    for name in (
+        "liger_kernel",
+        "liger_kernel.transformers",
+        "liger_kernel.transformers.functional",
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    functional: Any = sys.modules["liger_kernel.transformers.functional"]
+    functional.liger_fused_linear_cross_entropy = fused
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("liger", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_documents_stay_apart_with_every_option(
+    masking: bool, liger: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With masking, the loss is that of every document on its own."""
+    calls = fake_liger(monkeypatch)
+    model = materialize(small_model(), random_mask(), Window(WINDOW)).train()
+    ids = tokens(2, 12)
+    rows = [row.split([5, 7]) if masking else [row] for row in ids]
+    losses = [
+        model(input_ids=d[None], labels=d[None]).loss * (len(d) - 1) for row in rows for d in row
+    ]
+    expected = sum(losses) / sum(len(d) - 1 for row in rows for d in row)
+
+    install_loss(model, liger=liger)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    labels = ids.clone()
+    positions = None
+    if masking:
+        positions = PACKED
+        labels[positions == 0] = -100
+    loss = model(input_ids=ids, labels=labels, position_ids=positions)["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert bool(calls) == liger
+    assert model.get_decoder().embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_liger_leaves_scaled_logits_to_the_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_liger(monkeypatch)
+    model = materialize(small_model("cohere"), random_mask(), Window(WINDOW)).train()
+    expected = model(**batch(), use_cache=False).loss.item()
+    install_loss(model, liger=True)
+    assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-6) and not calls
+
+
+def test_packed_documents_with_a_cache_are_refused() -> None:
+    """Whoever calls the decoder, as Liger's forward does, and without a word on a cache: none."""
+    model = materialize(small_model(), random_mask(), Window(WINDOW))
+    ids = tokens(2, 12)
+    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
+        model(input_ids=ids, position_ids=PACKED, use_cache=True)
+    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
+        model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=True)
+    silent = model.get_decoder()(input_ids=ids, position_ids=PACKED)
+    assert model.config.use_cache and silent.past_key_values is None
+    whole = torch.arange(12).expand(2, -1)
+    model.get_decoder()(input_ids=ids, position_ids=whole, use_cache=True)
+    apart = model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=False)
+    assert apart.past_key_values is None
+    assert torch.equal(silent.last_hidden_state, apart.last_hidden_state)
+
+
+def test_a_loss_of_the_router_is_refused() -> None:
+    model = materialize(small_model("qwen3_moe"), random_mask(), Window(WINDOW))
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="output_router_logits = true"):
+        install_loss(model)

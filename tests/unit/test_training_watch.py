@@ -1,0 +1,221 @@
+"""Watching a training: bad steps, speed, needle scores, boards, averaged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bosch.errors import RunError, UserError
+from bosch.hardware import DEVICES, device_named
+from bosch.window import Window
+from pipeline.recipe.model_shape import ModelInfo
+from stages.configs import Runtime, TrainConfig
+from stages.train import run as training
+from stages.train.metrics import check_wandb
+from stages.train.speed import step_flops
+from stages.train.spikes import SpikeRule
+from stages.train.trainer import PretrainingTrainer
+from stages.train.watch import NeedleWatch
+from tests.training_case import TRAIN, make_case, metrics, train_here, train_in_processes
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work_dir = tmp_path_factory.mktemp("undisturbed")
+    train_here(case, work_dir)
+    return work_dir
+
+
+def records(work_dir: Path) -> list[dict[str, Any]]:
+    lines = (work_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_spike_is_many_times_the_median_of_the_good_steps_before() -> None:
+    rule = SpikeRule(TrainConfig(spike_factor=3.0))
+    assert all(rule.fault(norm) is None for norm in [1.0, 2.0] * 10)
+    fault = rule.fault(5.0)
+    assert fault is not None and "train.spike_factor = 3 times 1.5" in fault
+    assert rule.fault(4.4) is None and 5.0 not in rule.norms
+    assert rule.fault(float("nan")) == "grad_norm is nan"
+    resumed = SpikeRule(TrainConfig(spike_factor=3.0))
+    resumed.restore(rule.norms)
+    assert resumed.fault(5.0) == rule.fault(5.0)
+
+
+def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
+    rule = SpikeRule(TrainConfig())
+    assert [rule.fault(norm) for norm in [1.0] * 30 + [1e9]] == [None] * 31
+    assert rule.fault(float("inf")) == "grad_norm is inf"
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make the loss of one step NaN."""
+    compute = PretrainingTrainer.compute_loss
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == step - 1 else loss
+
+    monkeypatch.setattr(PretrainingTrainer, "compute_loss", compute_loss)
+
+
+def test_a_bad_step_ends_training_or_is_left_out(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    poison(monkeypatch, 3)
+    with pytest.raises(RunError, match="is nan at step 3 "):
+        train_here(case, tmp_path / "stop")
+    train_here(case, tmp_path / "skip", train={"bad_steps": "skip"})
+    assert "step 3 is left out: loss is nan" in caplog.text
+    steps = metrics(tmp_path / "skip")
+    assert [step["step"] for step in steps if step.get("skipped")] == [3]
+    assert steps[2]["loss"] is None and steps[2]["grad_norm"] is None
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+
+
+def test_a_step_that_is_left_out_changes_no_weight(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every step left out, the last checkpoint holds the weights of the start."""
+    monkeypatch.setattr(SpikeRule, "fault", lambda self, norm: "a test says so")
+    train_here(case, tmp_path, train={"bad_steps": "skip"})
+    start = load_file(case / "materialize" / "model" / "model.safetensors")
+    end = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
+    assert all(torch.equal(value, start[name]) for name, value in end.items())
+
+
+def test_speed_is_in_metrics_tensorboard_and_log(
+    case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    train_here(case, tmp_path, train={"total_tokens": 512, "checkpoint_tokens": [256]})
+    for record in records(tmp_path):
+        assert record["tokens_per_second"] > 0 and record["memory"] > 2**20
+        assert record["data_seconds"] >= 0 and "mfu" not in record
+    assert records(tmp_path)[2]["checkpoint_seconds"] > 0  # two steps were done by then
+    assert "GiB" in caplog.text and "tokens/s" in caplog.text
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    drawn = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/tokens_per_second", "train/memory"} <= drawn
+
+
+def test_flops_are_those_that_plan_counts(case: Path) -> None:
+    """Three of four KV heads of the case slide, in a window of 6."""
+    folder = case / "materialize" / "model"
+    content = json.loads((folder / "config.json").read_text())
+    schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
+    expected = ModelInfo(content, folder).decoder.training_flops(128, 32, 0.75, Window(6))
+    assert step_flops(AutoConfig.from_pretrained(folder), schedule) == pytest.approx(expected)
+
+
+def test_devices_are_known_by_their_drivers_names() -> None:
+    for name, key in {
+        "NVIDIA A800-SXM4-80GB": "a800", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+        "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
+    }.items():  # fmt: skip
+        assert device_named(name) is DEVICES[key]
+    assert device_named("AMD EPYC cpu") is None
+
+
+def made_samples(folder: Path) -> list[tuple[list[int], int]]:
+    """Prompts with the answers that a model gives to them; two of five are not those."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    samples = []
+    for number, answer in enumerate((1, 2, 3, 1, 2)):
+        ids = [(number + 3 * n) % 64 for n in range(9 + number)]
+        for _ in range(answer):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if number > 2:
+            ids[-1] = (ids[-1] + 1) % 64
+        samples.append((ids, answer))
+    return samples
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_needle_scores_are_the_models_own_and_change_no_loss(
+    case: Path, undisturbed: Path, tmp_path: Path, sharding: str
+) -> None:
+    """In one process, and in two that hold a shard each; the last step's score is known."""
+    samples = made_samples(undisturbed / "checkpoints" / "tokens-1280")
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    options: dict[str, Any] = {"runtime": {"sharding": sharding, "needle_every_steps": 5}}
+    done = train_in_processes(
+        case, tmp_path, 1 if sharding == "none" else 2, module="tests.watched_training", **options
+    )
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path)
+    scores = {step["step"]: step["needle_score"] for step in steps if "needle_score" in step}
+    assert list(scores) == [5, 10] and scores[10] == 3 / 5
+    losses = [step["loss"] for step in steps]
+    assert losses == pytest.approx([s["loss"] for s in metrics(undisturbed)], rel=5e-4)
+    if sharding == "none":
+        assert losses == [step["loss"] for step in metrics(undisturbed)]
+
+
+def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:
+    watch = NeedleWatch([([1, 2], 1)], every=4)
+    assert [step for step in range(1, 11) if watch.is_due(step, 10)] == [4, 8, 10]
+
+
+def test_wandb_gets_every_step_under_the_key_of_the_run(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, float]] = []
+    fake: Any = ModuleType("wandb")
+    fake.__spec__ = torch.__spec__
+
+    class Run:
+        log = staticmethod(logged.append)
+        define_metric = staticmethod(lambda *args, **kwargs: None)
+        finish = staticmethod(lambda: logged.append({}))
+
+    def init(**options: Any) -> Run:
+        assert options == {"project": "hybrids", "id": tmp_path.name, "resume": "allow"}
+        return Run()
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train_here(case, tmp_path, runtime={"wandb_project": "hybrids"})
+    assert [values.get("train/step") for values in logged] == [*range(1, 11), None]
+    assert [v["train/loss"] for v in logged[:-1]] == [s["loss"] for s in metrics(tmp_path)]
+
+
+def test_wandb_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_wandb(Runtime())
+    with pytest.raises(UserError, match=r"runtime\.wandb_project = x needs the package wandb"):
+        check_wandb(Runtime(wandb_project="x"))
+
+
+def test_the_final_checkpoint_can_be_the_mean_of_the_last(
+    case: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    train_here(case, tmp_path, train={"averaged_checkpoints": 2})
+    folders = [undisturbed / "checkpoints" / f"tokens-{n}" for n in (384, 1280)]
+    first, last = (load_file(folder / "model.safetensors") for folder in folders)
+    mean = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
+    assert mean.keys() == last.keys()
+    for name, value in mean.items():
+        torch.testing.assert_close(value, (first[name] + last[name]) / 2, msg=name)
+    card = (tmp_path / "checkpoints" / "tokens-1280" / "README.md").read_text()
+    assert "1,280 tokens, mean of the last 2 checkpoints" in card
+    assert (tmp_path / "checkpoints" / "tokens-384" / "model.safetensors").read_bytes() == (
+        folders[0] / "model.safetensors"
+    ).read_bytes()

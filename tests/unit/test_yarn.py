@@ -1,0 +1,51 @@
+"""RoPE stretched on a loaded model is that of a model loaded with YaRN in its config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bosch.errors import UserError
+from bosch.model.loading import load_model
+from bosch.model.yarn import yarn, yarn_fault
+from tests.tiny_data import save_tiny_model
+
+
+def test_stretched_model_is_the_one_loaded_with_yarn(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    model = load_model(folder, dtype="float32")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        with yarn(model, 2.0):
+            stretched = model(ids).logits
+            assert model.config.max_position_embeddings == 8192
+        after = model(ids).logits
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    config["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_model(folder, dtype="float32")
+    with torch.no_grad():
+        torch.testing.assert_close(stretched, loaded(ids).logits)
+    assert (stretched - before).abs().max() > 1e-3
+    assert torch.equal(before, after) and model.config.max_position_embeddings == 4096
+    with pytest.raises(UserError, match="scales RoPE already"), yarn(loaded, 2.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"rope_theta": 1e6, "rope_scaling": None}, None),
+        ({"rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, "scales RoPE already"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "several kinds"),
+    ],
+)
+def test_what_cannot_be_stretched(config, fault):
+    assert yarn_fault(config) == fault or fault in yarn_fault(config)

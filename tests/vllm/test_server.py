@@ -1,0 +1,127 @@
+"""`vllm serve` on the quickstart's hybrid, asked through OpenAI's client."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+
+from bosch.heads import HeadMaskFile
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from tests.vllm_case import load_reference, reference_logprobs, save_hybrid
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "recipes" / "quickstart" / "base_model"
+MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch-0.75.json"
+_PATIENCE_SECONDS = 600
+# The quickstart's base model is no chat model and has none.
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("quickstart") / "model"
+    file = HeadMaskFile.load(MASK)
+    base = load_model(BASE, dtype="float32")
+    materialize(base, file.mask, file.window).save_pretrained(path)
+    for source in BASE.iterdir():
+        if "token" in source.name or source.suffix == ".jinja":
+            shutil.copyfile(source, path / source.name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (tmp_path_factory.mktemp("server") / "log").open("w+")
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", str(port),
+        "--served-model-name", "hybrid", "--dtype", "float32", "--enforce-eager",
+        "--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--chat-template", _TEMPLATE,
+    ]  # fmt: skip
+    server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not _healthy(port):
+            if server.poll() is not None or time.monotonic() > deadline:
+                log.seek(0)
+                pytest.fail(f"the server did not start: {log.read()[-3000:]}")
+            time.sleep(1)
+        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """More tokens than the window of 128."""
+    return (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
+
+
+def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    answer: Any = client.completions.create(
+        model="hybrid", prompt=text, max_tokens=20, temperature=0, logprobs=0, echo=True
+    )
+    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    stated = answer.choices[0].logprobs.token_logprobs
+    assert len(ids) > 200 and len(stated) == len(ids) + answer.usage.completion_tokens
+    expected = reference_logprobs(load_reference(folder), ids)
+    torch.testing.assert_close(
+        torch.tensor(stated[1 : len(ids)]), torch.tensor(expected), rtol=0, atol=1e-4
+    )
+
+
+def test_a_stream_is_what_comes_at_once(client: OpenAI, text: str) -> None:
+    options: dict[str, Any] = {
+        "model": "hybrid", "prompt": text, "max_tokens": 20, "temperature": 0,
+    }  # fmt: skip
+    whole = client.completions.create(**options).choices[0].text
+    chunks = [c.choices[0].text for c in client.completions.create(stream=True, **options)]
+    assert len(chunks) > 1 and "".join(chunks) == whole
+
+
+def test_chat(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="hybrid", messages=[{"role": "user", "content": "The key is 7301. What is it?"}],
+        max_tokens=8, temperature=0, logprobs=True,
+    )  # fmt: skip
+    assert answer.choices[0].message.content is not None
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_a_refusal_is_one_sentence(tmp_path: Path) -> None:
+    """Before an engine starts, and without a traceback."""
+    save_hybrid(tmp_path, "qwen3", [1, 3, 2], 40, sinks=3)
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--dtype", "float32", "--skip-tokenizer-init"],
+        capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: hybrid_attention.sinks is 3: ")

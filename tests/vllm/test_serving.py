@@ -1,0 +1,204 @@
+"""vLLM against transformers and against the plan: log-probabilities, tokens, and the cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bosch.errors import UserError
+from bosch.vllm.plan import module_plan
+from stages.artifacts import CHECKPOINTS, checkpoint_name
+from stages.train.trainer import CheckpointWriter
+from tests import vllm_planner
+from tests.hybrid_case import KV_HEADS, small_model
+from tests.vllm_case import (
+    BLOCK,
+    SIZES,
+    engine,
+    generate,
+    largest_difference,
+    load_reference,
+    random_prompts,
+    save_hybrid,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WINDOW = 40  # no multiple of a block
+COUNTS = [1, 3, 2]
+LENGTHS = (5, WINDOW - 1, WINDOW, WINDOW + 1, 100, 200)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    save_hybrid(path, "qwen3", COUNTS, WINDOW)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return load_reference(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[Any]:
+    with engine(folder, disable_log_stats=False) as running:
+        yield running
+
+
+def _agree(reference: Any, prompts: list[list[int]], outputs: list[Any]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        distance, greedy = largest_difference(reference, prompt, output)
+        assert distance < TOLERANCE and greedy, len(prompt)
+
+
+def _reported(llm: Any) -> tuple[int, int, int]:
+    """Blocks, tokens and bytes per block of the cache as the engine states them."""
+    config = llm.llm_engine.vllm_config
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    caches = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
+    held = sum({cache.data_ptr(): cache.nbytes() for cache in caches}.values())
+    blocks = config.cache_config.num_gpu_blocks
+    return blocks, config.cache_config.kv_cache_size_tokens, held // blocks
+
+
+def test_a_mixed_batch_in_chunks_equals_transformers(llm: Any, reference: Any) -> None:
+    """64 tokens a step: prompts are read in chunks, beside others that generate already."""
+    prompts = random_prompts(LENGTHS)
+    _agree(reference, prompts, generate(llm, prompts, 50))
+
+
+def test_a_cached_prefix_equals_transformers(llm: Any, reference: Any) -> None:
+    (prefix, tail, other) = random_prompts((170, 20, 25), seed=1)
+    prompts = [prefix + tail, prefix + other]
+    generate(llm, prompts[:1], 4, of_prompt=False)
+    outputs = generate(llm, prompts, 20, of_prompt=False)
+    assert all(output.num_cached_tokens >= 128 for output in outputs)
+    _agree(reference, prompts, outputs)
+
+
+def test_the_cache_is_the_plans(llm: Any) -> None:
+    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
+    in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
+    blocks, tokens, block_bytes = _reported(llm)
+    assert block_bytes == plan.block_bytes(BLOCK, 2 * SIZES["head_dim"] * 4)
+    assert blocks == 2**30 // block_bytes
+    assert tokens == plan.cache_tokens(blocks, 256, BLOCK, in_flight)
+
+
+def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
+    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
+    least = plan.blocks_per_request(256, BLOCK, 64) + 1
+    with engine(folder, num_gpu_blocks_override=least + 2, disable_log_stats=False) as llm:
+        prompts = random_prompts([30] * 8, seed=2)
+        outputs = generate(llm, prompts, 100)
+        preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        _agree(reference, prompts, outputs)
+    assert sum(preempted) > 0
+
+
+def test_the_original_holds_what_its_plan_says(tmp_path: Path) -> None:
+    small_model("qwen3", **SIZES).float().save_pretrained(tmp_path)
+    plan = module_plan([KV_HEADS] * 3, KV_HEADS, [WINDOW] * 3)
+    with engine(tmp_path) as llm:
+        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
+        blocks, tokens, block_bytes = _reported(llm)
+    assert block_bytes == plan.block_bytes(BLOCK, 2 * SIZES["head_dim"] * 4)
+    assert tokens == plan.cache_tokens(blocks, 256, BLOCK, in_flight)
+
+
+def test_the_record_is_what_the_planner_gives() -> None:
+    for case in vllm_planner.cases():
+        assert vllm_planner.by_plan(case) == vllm_planner.by_vllm(case)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({"sinks": 3}, {}, r"hybrid_attention\.sinks is 3"),
+        ({}, {"tensor_parallel_size": 2}, "layer 0 has 1 full KV heads, which 2 ranks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_loading(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], sentence: str
+) -> None:
+    save_hybrid(tmp_path, "qwen3", COUNTS, WINDOW, **changes)
+    with pytest.raises(UserError, match=sentence), engine(tmp_path, **options):
+        pass
+
+
+def test_damage_is_refused_before_loading(tmp_path: Path) -> None:
+    save_hybrid(tmp_path, "qwen3", COUNTS, WINDOW)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8])
+    with pytest.raises(UserError, match="still being written"), engine(tmp_path):
+        pass
+    weights.write_bytes(content)
+    text = config.read_text()
+    config.write_text(re.sub(r'"window_size": \d+', '"window_size": 0', text))
+    with pytest.raises(UserError, match=r"hybrid_attention\.window_size"), engine(tmp_path):
+        pass
+
+
+def test_a_checkpoint_of_the_training_stage_equals_transformers(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Written by the stage itself, in several files, after a step that changed all weights."""
+    (prompt,) = random_prompts((100,))
+    untrained, trained = load_reference(folder), load_reference(folder)
+    tokens = torch.tensor([prompt])
+    trained(tokens, labels=tokens).loss.backward()
+    torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(should_save=True), model=trained,
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+    )  # fmt: skip
+    CheckpointWriter(tmp_path, folder, torch.float32, "1MB").write(
+        1000, trained.state_dict(), trainer
+    )
+    checkpoint = tmp_path / CHECKPOINTS / checkpoint_name(1000)
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    with engine(checkpoint) as llm:
+        (output,) = generate(llm, [prompt], 20)
+    _agree(load_reference(checkpoint), [prompt], [output])
+    assert largest_difference(untrained, prompt, output)[0] > TOLERANCE
+
+
+def test_two_ranks_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are shared out while the weights load, so that each rank has as many full ones."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    save_hybrid(tmp_path, "qwen3", [2, 4, 0], WINDOW)
+    reference = load_reference(tmp_path)
+    prompts = random_prompts(LENGTHS)
+    with engine(tmp_path, tensor_parallel_size=2) as llm:
+        _agree(reference, prompts, generate(llm, prompts, 20))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_without_the_plugin_nothing_is_served(folder: Path, trusted: bool) -> None:
+    """Else vLLM would give every head of a layer the same cache and window."""
+    program = (
+        "import sys; from vllm import LLM\n"
+        "if __name__ == '__main__':\n"
+        f"    LLM(sys.argv[1], trust_remote_code={trusted}, skip_tokenizer_init=True,\n"
+        "        dtype='float32', enforce_eager=True, max_model_len=256, block_size=32)\n"
+        "    print('served')"
+    )
+    variables = {**os.environ, "VLLM_PLUGINS": "none"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env=variables, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "served" not in done.stdout
+    assert "hybrid" in done.stderr.lower()

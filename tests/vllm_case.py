@@ -1,0 +1,124 @@
+"""Small hybrid models that vLLM's CPU build can serve, and what transformers computes of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from bosch.heads import HeadMask
+from bosch.model.families import decoder_layers
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from tests.hybrid_case import KV_HEADS, VOCABULARY, small_model
+
+# The CPU build has attention kernels for these head dimensions from 32 on.
+SIZES = {"hidden_size": 256, "head_dim": 32}
+BLOCK, BATCH_TOKENS = 32, 64
+
+
+def mask_of_counts(counts: Sequence[int], heads: int = KV_HEADS, seed: int = 1) -> HeadMask:
+    """A random mask with so many full heads in each layer."""
+    generator = np.random.default_rng(seed)
+    rows = np.zeros((len(counts), heads), dtype=bool)
+    for row, count in zip(rows, counts, strict=True):
+        row[generator.permutation(heads)[:count]] = True
+    return HeadMask(rows)
+
+
+def save_hybrid(
+    folder: Path, family: str, counts: Sequence[int], window: int, sinks: int = 0, **changes: Any
+) -> Any:
+    """Save a random hybrid model of a family in float32 and return it."""
+    model = small_model(family, **{**SIZES, **changes}).float()
+    mask = mask_of_counts(counts, decoder_layers(model.config).heads)
+    hybrid = materialize(model, mask, Window(window, sinks))
+    hybrid.save_pretrained(folder)
+    return hybrid
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Any]:
+    """vLLM on a model directory, in this process, and gone afterwards."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults = {
+        "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True,
+        "max_model_len": 256, "max_num_batched_tokens": BATCH_TOKENS, "max_num_seqs": 8,
+        "block_size": BLOCK,
+    }  # fmt: skip
+    llm = LLM(str(folder), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(
+    llm: Any, prompts: Sequence[list[int]], tokens: int, of_prompt: bool = True
+) -> list[Any]:
+    """Greedy outputs with the log-probability of each generated token, and of each of the prompt.
+
+    vLLM reuses no cached prefix of a request that asks for those of its prompt.
+    """
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True,
+        prompt_logprobs=0 if of_prompt else None,
+        detokenize=False,
+    )  # fmt: skip
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return list(llm.generate(requests, parameters, use_tqdm=False))
+
+
+def load_reference(folder: Path) -> Any:
+    """The model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+    """Log-probability of each token but the first, by transformers."""
+    tokens = torch.tensor([list(ids)])
+    with torch.inference_mode():
+        logprobs = model(tokens, use_cache=False).logits[0].log_softmax(-1)
+    return logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+def stated_logprobs(output: Any) -> list[float]:
+    """Log-probability of each token that vLLM states: of the prompt but its first, then of more."""
+    entries = [*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs]
+    return [next(iter(entry.values())).logprob for entry in entries]
+
+
+def largest_difference(model: Any, prompt: list[int], output: Any) -> tuple[float, bool]:
+    """Largest distance of log-probabilities from transformers', and whether its tokens are greedy.
+
+    Held over the prompt and the tokens generated after it, which are given to transformers as
+    input: each must be its most likely one.
+    """
+    generated = list(output.outputs[0].token_ids)
+    expected = reference_logprobs(model, [*prompt, *generated])
+    stated = stated_logprobs(output)
+    expected = expected[-len(stated) :]  # without those of the prompt where none are stated
+    distance = max(abs(a - b) for a, b in zip(expected, stated, strict=True))
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
+    best = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return distance, best == generated

@@ -1,0 +1,259 @@
+"""Serve a small random hybrid model of every family with vLLM; hold it against transformers.
+
+    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/
+    .venv-vllm/bin/python -m tests.vllm_families phimoe opt     only these, on the terminal
+    .venv-vllm/bin/python -m tests.vllm_families --page         the page of what was tried already
+
+Each family has processes of its own: vLLM's transformers backend changes transformers' classes.
+What is not served is tried as the original model too, which says whose the fault is. Results are
+kept in runs/vllm_families.jsonl; without this file everything is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.files import read_json, write_json, write_text
+from bosch.journal import Journal
+from bosch.model.families import decoder_layers
+from pipeline.commands.finished import FinishedWork
+from pipeline.commands.tables import Table
+from tests.hybrid_case import FAMILY_NAMES, small_config, small_model
+from tests.vllm_case import (
+    SIZES,
+    engine,
+    generate,
+    largest_difference,
+    load_reference,
+    random_prompts,
+    save_hybrid,
+    stated_logprobs,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "serving_families.md"
+WINDOW, TOLERANCE = 16, 1e-4
+COUNTS = (1, 3, 2)
+LENGTHS = (5, WINDOW, WINDOW + 1, 100, 200)
+_PATIENCE_SECONDS = 400
+# What published checkpoints have, and vLLM's classes take for granted; attention of GraniteMoE is
+# not scaled by default, which makes log-probabilities of a random model too sharp to compare.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "ernie4_5": {"use_bias": False},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "stablelm": {"head_dim": 64},
+    "persimmon": {"head_dim": 64},
+    "granitemoe": {"attention_multiplier": 32**-0.5},
+    "granitemoeshared": {"attention_multiplier": 32**-0.5},
+    "granite_swa": {"attention_multiplier": 32**-0.5},
+    "granitemoe_swa": {"attention_multiplier": 32**-0.5},
+}
+_REFUSED = "refused: "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one model: `distance` from transformers' log-probabilities, or `reason`."""
+
+    served: bool
+    route: str = ""
+    distance: float | None = None
+    reason: str = ""
+
+
+def save_original(folder: Path, family: str) -> None:
+    """The family's small model in float32, all heads full."""
+    model = small_model(family, **_sizes(family)).float()
+    model.save_pretrained(folder)
+    # Published models name their class as vLLM does, transformers may write it in other letters.
+    registry: Any = importlib.import_module("vllm.model_executor.models").ModelRegistry
+    name = type(model).__name__
+    known = {known.lower(): known for known in registry.models}
+    write_json(
+        folder / "config.json",
+        {**read_json(folder / "config.json"), "architectures": [known.get(name.lower(), name)]},
+    )
+
+
+def save_uneven(folder: Path, family: str) -> None:
+    """Its hybrid, with another number of full heads in each layer."""
+    rows = len(decoder_layers(small_config(family, **_sizes(family))).full)
+    save_hybrid(folder, family, COUNTS[:rows], WINDOW, **_sizes(family))
+
+
+def _sizes(family: str) -> dict[str, Any]:
+    return {**SIZES, **_PUBLISHED.get(family, {})}
+
+
+def outcome(family: str, save: Callable[[Path, str], None]) -> Outcome:
+    """Save, serve and compare one model, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saved = in_process(partial(save, folder, family))
+        if isinstance(saved, str):
+            return Outcome(False, reason=saved)
+        served = in_process(partial(outputs, folder))
+        if isinstance(served, str):
+            return Outcome(False, reason=served)
+        route, answers = served
+        if any(math.isnan(number) for answer in answers for number in stated_logprobs(answer)):
+            return Outcome(False, route, reason="vLLM's log-probabilities are NaN")
+        distance = in_process(partial(_distance, folder, answers))
+    if isinstance(distance, str):
+        return Outcome(False, route, reason=distance)
+    if not math.isfinite(distance):
+        reason = "transformers' are NaN" if math.isnan(distance) else "other greedy tokens"
+        return Outcome(False, route, reason=reason)
+    if distance >= TOLERANCE:
+        return Outcome(False, route, distance, f"log-probabilities differ by {distance:.2g}")
+    return Outcome(True, route, distance)
+
+
+def outputs(folder: Path) -> tuple[str, list[Any]]:
+    """Answers of vLLM, and by which class it serves the model."""
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    # vLLM looks at a class in a new process, lest CUDA starts in this one, which ends soon.
+    registry._run_in_subprocess = lambda function: function()
+    prompts = random_prompts(LENGTHS)
+    with engine(folder) as llm:
+        answers = generate(llm, prompts, 12)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        bases = [base.__name__ for base in type(worker.get_model()).__mro__]
+    backend = any(base.startswith("Transformers") for base in bases)
+    return "transformers backend" if backend else "own class", answers
+
+
+def _distance(folder: Path, answers: Sequence[Any]) -> float:
+    return largest_distance(load_reference(folder), answers)
+
+
+def largest_distance(reference: Any, answers: Sequence[Any]) -> float:
+    """Of log-probabilities; infinite where a token is not transformers' most likely one."""
+    largest = 0.0
+    for answer in answers:
+        distance, greedy = largest_difference(reference, answer.prompt_token_ids, answer)
+        if math.isnan(distance):
+            return distance
+        largest = max(largest, distance if greedy else math.inf)
+    return largest
+
+
+def in_process(function: Callable[[], Any]) -> Any:
+    """What `function` returns in a fork of this process, or the sentence with which it failed."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_send, args=(sender, function))
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(_PATIENCE_SECONDS) else "no answer in time"
+    except EOFError:
+        process.join()
+        answer = f"the process ended with status {process.exitcode}"
+    process.kill()
+    process.join()
+    return answer
+
+
+def _send(sender: Any, function: Callable[[], Any]) -> None:
+    try:
+        sender.send(function())
+    except UserError as error:
+        sender.send(f"{_REFUSED}{error}")
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(f"{type(error).__name__}: {error}")
+    sender.close()
+    os._exit(0)
+
+
+def prepare() -> None:
+    """Import vLLM once for all forks, with settings for its CPU build."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    importlib.import_module("vllm.entrypoints.llm")  # once for all forks
+
+
+def main() -> None:
+    """Try the families named, or all of them for the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[[], *FAMILY_NAMES])
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "vllm_families.jsonl")
+    parser.add_argument("--page", action="store_true", help="try none, write the page")
+    options = parser.parse_args()
+    versions = {name: version(name) for name in ("vllm", "transformers", "torch")}
+    if not options.page:
+        prepare()
+        finished = FinishedWork(options.results)
+        for family in options.families or FAMILY_NAMES:
+            hybrid = _tried(finished, {"family": family, "form": "hybrid", **versions})
+            print(f"{family}: {hybrid}", flush=True)
+            if not hybrid.served and not hybrid.reason.startswith(_REFUSED):
+                original = _tried(finished, {"family": family, "form": "original", **versions})
+                print(f"{family}, original: {original}", flush=True)
+    if options.page or not options.families:
+        entries = Journal(options.results).read_new()
+        outcomes = {
+            (entry["key"]["family"], entry["key"]["form"]): Outcome(**entry["result"])
+            for entry in entries
+        }
+        write_text(PAGE, _page(outcomes, versions))
+
+
+def _tried(finished: FinishedWork, key: dict[str, str]) -> Outcome:
+    save = save_uneven if key["form"] == "hybrid" else save_original
+    return Outcome(**finished.once(key, lambda: asdict(outcome(key["family"], save))))
+
+
+def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) -> str:
+    names = ", ".join(f"{name} {number}" for name, number in versions.items())
+    header = ("family", "vLLM's class", "hybrid", "distance", "original")
+    lines = []
+    for family in FAMILY_NAMES:
+        hybrid, original = (outcomes.get((family, form)) for form in ("hybrid", "original"))
+        if hybrid is not None:
+            cells = _state(hybrid), _distance_text(hybrid), _state(original) if original else ""
+            lines.append((f"`{family}`", hybrid.route, *cells))
+    rest = [f"`{family}`" for family in FAMILY_NAMES if (family, "hybrid") not in outcomes]
+    return (
+        "# Families that vLLM serves\n\n"
+        f"Small random models, float32, on the CPU; full KV heads per layer {COUNTS} of 4, window "
+        f"{WINDOW}, prompts of {', '.join(map(str, LENGTHS))} tokens, 12 generated ones; {names}. "
+        "Distance: the largest between vLLM's and transformers' log-probabilities; served means "
+        f"below {TOLERANCE:g}, and every token is transformers' most likely one. The original "
+        "stands beside what is not served.\n\n"
+        "    .venv-vllm/bin/python -m tests.vllm_families\n\n"
+        + Table.of_rows("", header, lines).markdown_table()
+        + (f"\nNot tried: {', '.join(rest)}.\n" if rest else "")
+    )
+
+
+def _distance_text(outcome: Outcome) -> str:
+    return "" if outcome.distance is None else f"{outcome.distance:.1e}"
+
+
+def _state(outcome: Outcome) -> str:
+    reason = shorten(outcome.reason, 160, placeholder=" …").replace("|", "\\|")
+    return "served" if outcome.served else reason
+
+
+if __name__ == "__main__":
+    main()

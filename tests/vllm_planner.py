@@ -1,0 +1,142 @@
+"""What vLLM's own planner makes of a plan's modules; `python -m tests.vllm_planner` records it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bosch.vllm.plan import ModulePlan, module_plan
+
+RECORD = Path(__file__).parent / "data" / "vllm_planner.json"
+CACHE_BYTES = 2**37
+
+
+def cases() -> list[dict[str, Any]]:
+    """Random masks of published shapes, shapes without pattern, and models with own windows."""
+    generator = np.random.default_rng(0)
+    drawn: list[dict[str, Any]] = []
+
+    def add(counts: list[int], heads: int, windows: list[int], ranks: int, **sizes: int) -> None:
+        drawn.append(
+            {
+                "full_kv_heads_per_layer": counts, "num_key_value_heads": heads,
+                "windows": windows, "ranks": ranks, "head_dim": 128, "itemsize": 2,
+                "block_size": 16, "tokens_in_flight": 8192, "tokens": 32_768, **sizes,
+            }
+        )  # fmt: skip
+
+    for layers, heads in ((36, 8), (28, 8), (48, 4), (24, 2), (32, 32)):
+        for ratio in (0.25, 0.5, 0.6, 0.75, 0.875):
+            units = np.zeros(layers * heads, dtype=int)
+            units[generator.permutation(units.size)[: round((1 - ratio) * units.size)]] = 1
+            counts = units.reshape(layers, heads).sum(axis=1).tolist()
+            add(counts, heads, [1024] * layers, 1, tokens=int(generator.choice([4096, 131_072])))
+    for ranks in (1, 2, 4, 8):
+        counts = (8 * generator.integers(0, 3, 20) // 2 * 2).tolist()
+        counts = [min(16, 8 * (n // 8)) for n in counts]
+        add(counts, 16, [512] * 20, ranks, tokens_in_flight=2048)
+    add([8] * 12, 8, [128] * 12, 1)
+    add([0] * 12, 8, [128] * 12, 2)
+    add([4, 0, 8, 2] * 4, 8, [100, 64, 100, 100] * 4, 1, tokens=70, block_size=32)
+    add([1, 3, 2], 4, [16] * 3, 1, head_dim=32, itemsize=4, block_size=32, tokens=256,
+        tokens_in_flight=64)  # fmt: skip
+    return drawn
+
+
+def plan_of(case: dict[str, Any]) -> ModulePlan:
+    """The plan for a case."""
+    return module_plan(
+        case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"], case["ranks"]
+    )
+
+
+def by_plan(case: dict[str, Any]) -> dict[str, Any]:
+    """The figures of `ModulePlan` for a case."""
+    plan = plan_of(case)
+    bytes_per_head = 2 * case["head_dim"] * case["itemsize"]
+    block_bytes = plan.block_bytes(case["block_size"], bytes_per_head)
+    blocks = CACHE_BYTES // block_bytes
+    return {
+        "groups": sorted([group.window or 0, group.count] for group in plan.groups),
+        "block_bytes": block_bytes,
+        "request_bytes": plan.request_bytes(
+            case["tokens"], bytes_per_head, case["block_size"], case["tokens_in_flight"]
+        ),
+        "cache_tokens": plan.cache_tokens(
+            blocks, case["tokens"], case["block_size"], case["tokens_in_flight"]
+        ),
+    }  # fmt: skip
+
+
+def by_vllm(case: dict[str, Any]) -> dict[str, Any]:
+    """The same figures from vLLM's planner, for a cache of CACHE_BYTES."""
+    import torch
+    from vllm.v1.core import kv_cache_utils as planner
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+
+    plan = plan_of(case)
+    common = {
+        "block_size": case["block_size"],
+        "num_kv_heads": plan.kv_heads,
+        "head_size": case["head_dim"],
+        "dtype": {2: torch.bfloat16, 4: torch.float32}[case["itemsize"]],
+    }
+    specs = {
+        f"layers.{layer}.attn.module{module}": FullAttentionSpec(**common)
+        if window is None
+        else SlidingWindowSpec(**common, sliding_window=window)
+        for layer, windows in enumerate(plan.layers)
+        for module, window in enumerate(windows)
+    }
+    layout = KVCacheLayout.LBHNC
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, tensor_parallel_size=case["ranks"]
+        ),
+        model_config=SimpleNamespace(
+            max_model_len=case["tokens"], original_max_model_len=None,
+            hf_config=SimpleNamespace(model_type="qwen3"),
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=case["tokens_in_flight"],
+    )  # fmt: skip
+    (cache_config,) = planner.get_kv_cache_configs(config, [specs], [CACHE_BYTES])
+    groups: dict[int, int] = {}
+    for group in cache_config.kv_cache_groups:
+        window = getattr(group.kv_cache_spec, "sliding_window", None) or 0
+        groups[window] = groups.get(window, 0) + 1
+    return {
+        "groups": sorted([window, count] for window, count in groups.items()),
+        "block_bytes": planner._pool_bytes_per_block(config, cache_config.kv_cache_groups),
+        "request_bytes": planner._max_memory_usage_bytes_from_groups(
+            config, cache_config.kv_cache_groups
+        ),
+        "cache_tokens": planner.get_kv_cache_capacity(config, cache_config)[0],
+    }
+
+
+def record() -> None:
+    """Write what vLLM's planner gives for every case."""
+    import vllm
+
+    rows = [{"case": case, "planner": by_vllm(case)} for case in cases()]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    RECORD.write_text(
+        f'{{"vllm": "{vllm.__version__}", "rows": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    record()
