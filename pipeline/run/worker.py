@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bosch.errors import LostRankError, StoppedError
 from bosch.files import write_json
@@ -71,18 +71,17 @@ def _section(order: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name).model_validate(order["values"])
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run the order and end the process, with 0 only when it is done."""
     status = _run_order()
     logging.shutdown()
-    # Without the interpreter's own shutdown: threads of data loaders and process groups left by a
-    # stage that failed can hang there, and with them the whole job.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    if status:
-        os._exit(status)
-    return 0
+    # Without the interpreter's own shutdown: threads of data loaders and process groups that a
+    # failed stage left can hang there, and gloo's threads can abort a process that has done its
+    # work ("terminate called without an active exception").
+    os._exit(status)
 
 
 def _run_order() -> int:
