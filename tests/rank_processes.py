@@ -5,6 +5,7 @@ A new Python spends most of a small training on imports; a forked one starts at 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -14,10 +15,13 @@ import tempfile
 import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["stages.train.run", "stages.train.watch", "tests.training_case"])
+_CONTEXT.set_forkserver_preload(
+    ["stages.train.run", "stages.train.watch", "stages.search.run", "tests.training_case"]
+)
 _CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 _SECONDS, _SECONDS_AFTER_A_LOSS = 600.0, 60.0
 
@@ -61,6 +65,19 @@ def run_module(
     status = next((process.exitcode for process in processes if process.exitcode), 0)
     del store
     return subprocess.CompletedProcess([module, *arguments], status or 0, text, text)
+
+
+def run_order(
+    order: dict[str, Any], ranks: int = 1, environment: dict[str, str] | None = None
+) -> int:
+    """Run a stage on so many ranks, as `pipeline.run.launch` does, and return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "order.json")
+        file.write_text(json.dumps(order))
+        arguments = ["--process", "pipeline.run.worker", str(file)]
+        done = run_module("pipeline", arguments, ranks, environment)
+        print(done.stdout, *(reason.read_text() for reason in Path(folder).glob("failure.*.json")))
+        return done.returncode
 
 
 def _start_server() -> None:

@@ -1,9 +1,8 @@
-"""A search one of whose processes dies where the environment says so, and what it needs before."""
+"""A search one of whose processes dies where the environment says so."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +11,6 @@ from typing import Any
 from bosch.objective.evaluation_log import EvaluationLog
 from stages.context import StageConfig
 from stages.search.run import run
-
-VERSION = 1
-
-
-def prepare(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
-    """The prepared data that the environment names."""
-    source = Path(os.environ["PREPARED"]) / "calibration"
-    shutil.copytree(source, work_dir / "calibration", dirs_exist_ok=True)
-    return {}
 
 
 def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:

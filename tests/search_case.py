@@ -53,7 +53,7 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
 def order(
     config: StageConfig, inputs: dict[str, Path], work: Path, function: str
 ) -> dict[str, Any]:
-    """What `pipeline.run.worker` is to do for a search."""
+    """What `pipeline.run.worker` is to do for a stage that needs no section but its own."""
 
     def typed(section: Any) -> dict[str, Any]:
         return {
@@ -62,7 +62,7 @@ def order(
         }
 
     return {
-        "stage": "search",
+        "stage": function.split(".")[1],
         "function": function,
         "section": typed(config.section),
         "model": typed(config.model),

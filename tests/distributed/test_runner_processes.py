@@ -30,7 +30,7 @@ def test_two_processes_of_one_stage(case: Case) -> None:
     assert not (case.output("search") / "calls.1.txt").exists()
 
 
-@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1)])
+@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1), ("kill", 1)])
 def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
     done = case.call(
         "run",
@@ -42,7 +42,8 @@ def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status:
     )
     assert done.returncode == status
     assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("error: train: ")
+    reason = "its process was killed (signal 9)" if kind == "kill" else ""
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: train: {reason}")
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from bosch.heads import HeadMaskFile
-from pipeline.recipe.processes import World
 from pipeline.run.elastic import first_reason
 from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
-from pipeline.run.launch import launch
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
 from stages.search import run as search
+from tests.rank_processes import run_order
 from tests.search_case import WINDOW, order, write_inputs
 
-ROOT = Path(__file__).resolve().parents[2]
 SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
 _KILLED_AT = 9
 
@@ -37,46 +30,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def recipe_of(folder: Path, base: Path) -> Path:
-    """A recipe whose search runs on two processes."""
-    (base / "tokenizer.json").write_text("{}")
-    (folder / "corpus.txt").write_text("some text")
-    content = {
-        "seed": 5,
-        "model": {"path": str(base), "dtype": "float32"},
-        "prepare": {
-            "sequence_length": 128,
-            "train_tokens": 128,
-            "sources": [{"name": "a", "kind": "text", "path": str(folder / "corpus.txt")}],
-            "calibration": {"length": 256, "examples": 6},
-        },
-        "search": SEARCH.model_dump(mode="json"),
-        "runtime": {
-            "output_root": str(folder / "runs"), "processes": 2, "eval_batch_size": 2,
-        },
-    }  # fmt: skip
-    file = folder / "two.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
-
-
-def command_line(recipe: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m pipeline run RECIPE --until search`, with the stages of tests/rank_stages.py."""
-    code = (
-        "import sys; from dataclasses import replace; from pipeline.cli import main;"
-        "from pipeline.run.graph import STAGES;"
-        "table = [replace(s, function=f'tests.rank_stages:{s.name}') for s in STAGES[:2]];"
-        "sys.exit(main(sys.argv[1:], table))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, "run", str(recipe), "--until", "search"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
     base, prepared = write_inputs(tmp_path)
     config = StageConfig(
@@ -85,24 +38,21 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
         seed=5,
         runtime=Runtime(eval_batch_size=2),
     )
-    alone, recipe = tmp_path / "alone", recipe_of(tmp_path, base)
-    alone.mkdir()
-    search.run(config, {"prepare": prepared}, alone)
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder in (alone, shared):
+        folder.mkdir()
+    inputs = {"prepare": prepared}
+    search.run(config, inputs, alone)
 
-    killed = command_line(recipe, PREPARED=str(prepared), KILL_AT=str(_KILLED_AT))
-    assert killed.returncode == 1
-    (entry,) = [line for line in killed.stderr.splitlines() if line.startswith("error:")]
-    assert entry.startswith("error: search: its process was killed (signal 9)")
-    assert "Traceback" not in killed.stderr
-    (log,) = (tmp_path / "runs" / "work" / "search").glob("*/evaluations.jsonl")
+    two = order(config, inputs, shared, "tests.rank_stages:search")
+    assert run_order(two, 2, {"KILL_AT": str(_KILLED_AT)}) in (-signal.SIGKILL, LOST_RANK_STATUS)
+    log = shared / "evaluations.jsonl"
     assert len(log.read_text().splitlines()) in (_KILLED_AT - 1, _KILLED_AT)
-    assert not (log.parent / "head_mask.json").exists()
+    assert not (shared / "head_mask.json").exists()
     with log.open("a") as file:
         file.write('{"mask": "3x4')
 
-    resumed = command_line(recipe, PREPARED=str(prepared))
-    assert resumed.returncode == 0, resumed.stderr
-    shared = tmp_path / "runs" / "two" / "search"
+    assert run_order(two, 2) == 0
     assert "going on from" in (shared / "stage.log").read_text()
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (alone, shared)]
     assert masks[0] == masks[1]
@@ -128,7 +78,7 @@ def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monk
         folder.mkdir()
     inputs = {"prepare": prepared}
     search.run(config, inputs, folders[0])
-    launch(order(config, inputs, folders[1], "stages.search.run:run"), World(processes_per_node=2))
+    assert run_order(order(config, inputs, folders[1], "stages.search.run:run"), 2) == 0
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
     assert masks[0] == masks[1]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]

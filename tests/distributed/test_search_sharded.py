@@ -13,16 +13,13 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
 from bosch.model import tensor_parallel as sharding
 from bosch.ranks import Ranks
-from pipeline.recipe.processes import World
-from pipeline.run.launch import launch
 from stages.configs import ModelConfig, Runtime, SearchConfig
 from stages.context import StageConfig
 from stages.search import run as search
 from tests.hybrid_case import KV_HEADS, small_model
+from tests.rank_processes import run_order
 from tests.search_case import WINDOW, order, write_inputs
 from tests.sharded_case import FAMILIES, alone
-
-TWO = World(processes_per_node=2)
 
 
 def config_of(base: Path, **runtime) -> StageConfig:
@@ -51,7 +48,8 @@ def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_pa
         small_model(family).save_pretrained(folder)
     work = tmp_path / "work"
     work.mkdir()
-    launch(order(config_of(inputs["qwen3"]), inputs, work, "tests.sharded_case:families"), TWO)
+    families = order(config_of(inputs["qwen3"]), inputs, work, "tests.sharded_case:families")
+    assert run_order(families, 2) == 0
     results = json.loads((work / "found.json").read_text())
     for family, folder in inputs.items():
         result, expected = results[family], alone(folder)
@@ -80,7 +78,7 @@ def test_a_sharded_search_ends_with_the_mask_of_one_process(tmp_path, monkeypatc
         folder.mkdir()
     search.run(config_of(base), inputs, folders[0])
     sharded = config_of(base, search_parallel="tensor")
-    launch(order(sharded, inputs, folders[1], "stages.search.run:run"), TWO)
+    assert run_order(order(sharded, inputs, folders[1], "stages.search.run:run"), 2) == 0
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
     assert masks[0] == masks[1]
     assert "sharded over 2 processes" in (folders[1] / "stage.log").read_text()
