@@ -11,6 +11,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The models are so small that more threads only wait; and processes of another number of threads
+# round differently.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # In a background job of a shell SIGINT is ignored, and what tests start would inherit that.

@@ -22,9 +22,7 @@ check() {
 check "$bin/ruff" check .
 check "$bin/ruff" format --check .
 check "$bin/mypy"
-# One test file a core: the models are so small that more threads would only wait. In the order of
-# pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
-cores=$(nproc) # before OMP_NUM_THREADS is set, which nproc heeds
-export OMP_NUM_THREADS=1
-check "$bin/python" -m pytest -q -n "$cores" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+# One test file a core. In the order of pyproject's testpaths: by number of tests, files of few slow
+# ones would run last and alone.
+check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 exit $failed

@@ -9,12 +9,14 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,6 +80,62 @@ def run_order(
         done = run_module("pipeline", arguments, ranks, environment)
         print(done.stdout, *(reason.read_text() for reason in Path(folder).glob("failure.*.json")))
         return done.returncode
+
+
+def start_pipeline(arguments: list[str], output: Path) -> Any:
+    """The command line in a process group of its own, and its stages forked from it."""
+    _start_server()
+    environment = {**os.environ, **_CPU_ALONE}
+    process = _CONTEXT.Process(target=_run_pipeline, args=(arguments, environment, str(output)))
+    process.start()
+    return process
+
+
+def _run_pipeline(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    from pipeline.run import launch
+
+    os.setsid()
+    launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=_ForkedStage, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    _run("pipeline", arguments, environment, output)
+
+
+class _ForkedStage:
+    """What `pipeline.run.launch` needs of a Popen, for a process that is forked."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self.pid = os.fork()
+        self._status: int | None = None
+        if not self.pid:
+            status = 1
+            try:
+                os.environ.clear()
+                os.environ.update(env)
+                sys.argv = command[1:]
+                runpy.run_path(command[1], run_name="__main__")
+                status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+            finally:
+                os._exit(status)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 def _start_server() -> None:

@@ -27,6 +27,7 @@ from bosch.objective.objective import Objective
 from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
+from tests.rank_processes import start_pipeline
 
 RECIPE = "recipes/quickstart.yaml"
 SMALL = [
@@ -54,27 +55,22 @@ SMALL = [
 ]
 
 
-def start(root: Path, *options: str, processes: int = 1) -> subprocess.Popen[str]:
-    """The command a user types, in a process group of its own.
+def finish(root: Path, *options: str) -> str:
+    """The command a user types.
 
-    One thread each: how many there are decides the last bits of a matrix product.
+    One thread: how many there are decides the last bits of a matrix product.
     """
-    return subprocess.Popen(
+    done = subprocess.run(
         ["launch/torchrun.sh", RECIPE, *SMALL, f"runtime.output_root={root}", *options],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(processes)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        timeout=600,
     )
-
-
-def finish(root: Path, *options: str, processes: int = 1) -> str:
-    child = start(root, *options, processes=processes)
-    text, _ = child.communicate(timeout=600)
-    assert child.returncode == 0, text[-3000:]
-    return text
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
 
 
 def results(root: Path) -> dict[str, Any]:
@@ -119,33 +115,18 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    arguments = ["run", RECIPE, *SMALL, f"runtime.output_root={tmp_path}"]
     rng = random.Random(20)
-    for seconds in [rng.uniform(8, 24) for _ in range(2)]:
-        child = start(tmp_path)
-        try:
-            child.communicate(timeout=seconds)
-            break  # finished before the kill
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-    finish(tmp_path)
+    for seconds in [*(rng.uniform(4, 20) for _ in range(3)), None]:
+        run = start_pipeline(arguments, tmp_path / "log")
+        run.join(seconds)
+        if run.exitcode is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.join()
+        else:
+            break  # finished, perhaps before the next kill
+    assert run.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
     assert results(tmp_path) == results(undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_processes_end_where_one_does(undisturbed: Path, tmp_path: Path) -> None:
-    """Search and scores to the bit; in training, gradients are summed in another order."""
-    finish(tmp_path, processes=2)
-    one, two = results(undisturbed), results(tmp_path)
-    assert two["mask"] == one["mask"]
-    assert two["losses"] == pytest.approx(one["losses"], rel=5e-3)
-    for name in ("original", "intr", "hybrid"):
-        assert two["scores"][name] == one["scores"][name]
-    processes = {"prepare": 1, "search": 2, "train": 2, "original": 2, "evaluate": 2}
-    for stage, count in processes.items():
-        manifest = json.loads((tmp_path / "quickstart" / stage / "manifest.json").read_text())
-        assert manifest["processes"] == count
 
 
 @pytest.mark.slow

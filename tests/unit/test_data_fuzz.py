@@ -4,8 +4,8 @@
     FUZZ_SECONDS=600 FUZZ_SEED=7 pytest -s tests/unit/test_data_fuzz.py
 
 A small input of each kind is changed in a few bytes, cut, or has a piece repeated, with the seed
-and the number that a failure names. A child process reads the batch, so that a crash inside a
-library (a segmentation fault, an endless loop, all memory) fails the test and does not end it.
+and the number that a failure names. A child process reads them, so that a crash inside a library
+(a segmentation fault, an endless loop, all memory) fails the test and does not end it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from bosch.errors import UserError
 from data_prep.filters import Filters
@@ -32,7 +31,7 @@ from data_prep.text import TextFile
 from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "2"))  # for each kind
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))  # for each kind
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _MEMORY = 3 * 2**30
 _SLOWEST = 10.0  # seconds of processor time for one input
@@ -110,13 +109,12 @@ def read_all(folder: Path, kind: str, tokenizer: str) -> None:
 
 def read_cases(folder: Path, kind: str, tokenizer: str, progress: Path) -> None:
     """Read damaged inputs until the time is over; `progress` holds the number of the case."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     deadline = time.monotonic() + SECONDS
     number = 0
     while time.monotonic() < deadline or number < 20:
         file, content = damaged_file(folder, kind, number)
         whole = file.read_bytes()
-        progress.write_text(str(number))
+        progress.write_text(f"{kind}, seed {SEED}, case {number}")
         file.write_bytes(content)
         started = time.process_time()
         try:
@@ -126,30 +124,34 @@ def read_cases(folder: Path, kind: str, tokenizer: str, progress: Path) -> None:
         assert time.process_time() - started < _SLOWEST, f"case {number} takes too long"
         file.write_bytes(whole)
         number += 1
-    progress.write_text(f"{number} cases")
+    print(f"{kind}: {number} cases", flush=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_damaged_input_is_read_or_refused(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "input"
-    folder.mkdir()
-    write_input(folder, kind)
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    read_all(folder, kind, str(tmp_path / "tokenizer"))
-    progress = tmp_path / "case"
-    arguments = [str(folder), kind, str(tmp_path / "tokenizer"), str(progress)]
+def test_damaged_input_is_read_or_refused(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
+    for kind in KINDS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_input(folder, kind)
+        read_all(folder, kind, str(tokenizer))
     child = subprocess.run(
-        [sys.executable, "-m", "tests.unit.test_data_fuzz", *arguments],
+        [sys.executable, "-m", "tests.unit.test_data_fuzz", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "USE_TORCH": "0"},
         capture_output=True,
         text=True,
-        timeout=60 + 20 * SECONDS,
+        timeout=(60 + 20 * SECONDS) * len(KINDS),
     )
-    where = f"{kind}, seed {SEED}, case {progress.read_text() if progress.exists() else 'none'}"
+    progress = tmp_path / "case"
+    where = progress.read_text() if progress.exists() else "before the first case"
     assert child.returncode == 0, f"{where}:\n{child.stderr[-3000:]}"
-    print(f"\n{kind}: {progress.read_text()}")
+    assert child.stdout.count(" cases\n") == len(KINDS)
+    print(child.stdout)
 
 
 if __name__ == "__main__":
-    read_cases(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    base = Path(sys.argv[1])
+    for one in KINDS:
+        read_cases(base / one, one, str(base / "tokenizer"), base / "case")
