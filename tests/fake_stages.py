@@ -28,9 +28,9 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         helper = subprocess.Popen(["sleep", "60"])
         (Path(os.environ["FAKE_MARK"]) / "helper").write_text(str(helper.pid))
     if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
-        (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
         if os.environ.get("FAKE_SAVE") == name:
             signal.signal(signal.SIGUSR1, _save_and_stop)
+        (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
         time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
     if os.environ.get("FAKE_FAIL") == f"{name}=user":
         raise UserError("the corpus at x is empty; name another")
@@ -54,10 +54,6 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             "world": os.environ.get("WORLD_SIZE", "1"),
         }
         (work_dir / "output.json").write_text(json.dumps(content))
-        if name == "evaluate":
-            missing = json.loads(os.environ.get("FAKE_MISSING", "{}"))
-            scores = {"checkpoints": {}, "missing": missing}
-            (work_dir / "scores.json").write_text(json.dumps(scores))
         if name == "evaluate":
             missing = json.loads(os.environ.get("FAKE_MISSING", "{}"))
             scores = {"checkpoints": {}, "missing": missing}

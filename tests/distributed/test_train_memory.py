@@ -77,5 +77,6 @@ def test_fsdp_loads_with_little_more_than_one_bf16_model_per_node(
     ranks = [json.loads((tmp_path / f"load.{rank}.json").read_text()) for rank in (0, 1)]
     bf16 = 2 * ranks[0]["parameters"]
     assert all(rank["kept"] > 0.9 * bf16 for rank in ranks)  # half of the model in float32
-    one_weight = 4 * config.hidden_size * config.intermediate_size  # in float32, on each rank
-    assert sum(rank["peak"] - rank["kept"] for rank in ranks) < 1.2 * bf16 + 2 * one_weight
+    # On each rank a weight in float32, and what malloc keeps of those before.
+    one_weight = 4 * config.hidden_size * config.intermediate_size
+    assert sum(rank["peak"] - rank["kept"] for rank in ranks) < 1.2 * bf16 + 2 * 3 * one_weight
