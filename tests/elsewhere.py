@@ -1,4 +1,4 @@
-"""Run a piece of Python elsewhere than in the checkout, by default where there is no bosch."""
+"""Run pieces of Python elsewhere: in other directories, or where there is no bosch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 _REPORT = """
 import json, sys
 def report(value):
@@ -25,17 +28,66 @@ sys.meta_path.insert(0, Blocker())
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 """
+# Has imported what takes longest of all that transformers needs; forks for each piece of code.
+_SERVER = """
+import json, os, sys, traceback
+import scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, name in ((1, "output"), (2, "errors")):
+                os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT), number)
+            os.environ.update(order["environment"])
+            os.chdir(order["cwd"])
+            sys.path[:0] = order["path"]
+            exec(compile(order["code"], "<code>", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@once
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _SERVER],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(code: str, cwd: Path = ROOT, bosch: bool = True, **environment: str) -> str:
+    """What a Python that has imported neither transformers nor bosch prints; it must not fail.
+
+    `bosch`: whether the checkout is in its path.
+    """
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        order = {
+            "code": code, "cwd": str(cwd), "output": str(output),
+            "errors": str(errors), "environment": environment,
+            "path": [str(ROOT)] if bosch else [],
+        }  # fmt: skip
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", errors.read_text()
+        return output.read_text()
 
 
 def run_elsewhere(code: str, cwd: Path, *, cache: Path, blocked: bool = True) -> list[Any]:
     """Run `code` in the directory `cwd`; what it calls `report` with. `blocked`: without bosch."""
-    environment = dict(os.environ, HF_MODULES_CACHE=str(cache), OMP_NUM_THREADS="1")
-    if not blocked:
-        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _REPORT + (_WITHOUT_BOSCH if blocked else "") + code],
-        cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = (cwd / "report.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    code = _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
+    run_python(code, cwd, bosch=not blocked, HF_MODULES_CACHE=str(cache))
+    return [json.loads(line) for line in (cwd / "report.jsonl").read_text().splitlines()]

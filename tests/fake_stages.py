@@ -63,5 +63,5 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
 
 def _save_and_stop(signum: int, frame: object) -> None:
     """As training does, which takes longer to save than a runner waits after Ctrl-C."""
-    time.sleep(12)
+    time.sleep(4)
     raise StoppedError("saved")

@@ -11,22 +11,19 @@ import pytest
 import bosch
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from tests.elsewhere import ROOT, run_python
 from tests.hybrid_case import random_mask, small_model
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-
-
 def test_masks_and_errors_need_no_torch() -> None:
-    done = _python(
+    code = (
         "import sys, bosch\n"
         "from bosch.errors import UserError\n"
         "from bosch.heads import HeadMask\n"
         "bosch.Window(4), bosch.HeadMask, bosch.swa_budget\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
     )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -41,19 +38,19 @@ _LOAD = "print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)"
 
 
 def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
-    done = _python(
+    shown = run_python(
         f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
         "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
         f"from transformers import AutoModelForCausalLM; {_LOAD}\n"
         "import sys; other = 'transformers.models.llama.modeling_llama'\n"
         "print('another family' if other in sys.modules else 'this family alone')"
     )
-    assert done.stdout.split("\n")[:3] == ["7", "HybridQwen3ForCausalLM", "this family alone"]
+    assert shown.splitlines() == ["7", "HybridQwen3ForCausalLM", "this family alone"]
 
 
 def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> None:
     """A plain load must never run full attention under another name."""
-    done = _python(
+    shown = run_python(
         f"from transformers import AutoModelForCausalLM; path = {str(hybrid_dir)!r}\n"
         "try:\n"
         "    AutoModelForCausalLM.from_pretrained(path)\n"
@@ -61,7 +58,7 @@ def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> No
         "    print('trust_remote_code=True' in str(error))\n"
         f"import bosch; {_LOAD}"
     )
-    assert done.stdout.split()[-2:] == ["True", "HybridQwen3ForCausalLM"], done.stderr
+    assert shown.split()[-2:] == ["True", "HybridQwen3ForCausalLM"]
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
@@ -73,11 +70,11 @@ def test_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", ["PreTrainedModel", "Qwen3Config", "Trainer", "pipeline"])
 def test_bosch_first_then_anything_of_transformers(name: str) -> None:
     """Registration must not import transformers' models while transformers itself is loading."""
-    done = _python(
+    shown = run_python(
         f"import bosch; from transformers import {name}, AutoConfig\n"
         "print(type(AutoConfig.for_model('hybrid_qwen3')).__name__)"
     )
-    assert done.stdout.split() == ["HybridQwen3Config"], done.stderr
+    assert shown.split() == ["HybridQwen3Config"]
 
 
 def test_a_config_is_unpickled_in_a_process_that_has_made_none() -> None:
