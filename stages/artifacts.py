@@ -138,7 +138,10 @@ class Summary(Record):
 
 
 class Manifest(Summary):
-    """manifest.json, which the runner writes beside every stage's output."""
+    """manifest.json, which the runner writes beside every stage's output.
+
+    `gpus`: GPUs that the stage ran on; None where an older run did not say.
+    """
 
     FILE = "manifest.json"
 
@@ -148,7 +151,13 @@ class Manifest(Summary):
     git_commit: str | None = None
     python: str | None = None
     processes: int | None = None
+    gpus: int | None = None
     packages: dict[str, str] = {}
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of the stage times its GPUs; None where these are not known."""
+        return None if self.gpus is None else self.seconds * self.gpus / 3600
 
 
 class Statistics(Summary):

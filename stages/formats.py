@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -15,6 +18,16 @@ def format_score(value: float | None) -> str:
 def format_share(value: float) -> str:
     """A share in [0, 1] as a percentage, without a decimal where it is whole."""
     return f"{100 * value:.1f}".removesuffix(".0") + " %"
+
+
+def format_path(text: str) -> str:
+    """A path below the checkout relative to it, as recipes write it; any other text as it is."""
+    return str(Path(text).relative_to(_CHECKOUT)) if text.startswith(f"{_CHECKOUT}/") else text
+
+
+def format_money(value: float, currency: str) -> str:
+    """An amount with two decimals: `1,234.50 USD`."""
+    return f"{value:,.2f} {currency}"
 
 
 def format_bytes(value: float) -> str:

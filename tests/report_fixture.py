@@ -42,6 +42,7 @@ SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0, "original": 1234.0,
     "evaluate": 4321.0,
 }  # fmt: skip
+GPUS = {"prepare": 0, "materialize": 1}
 TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
 LENGTHS = [512, 1024, 2048]
 SAMPLES = 200
@@ -86,6 +87,7 @@ def publish(
             "packages": {"torch": "2.13.0", "numpy": "2.0.0"},
             "created": "2026-01-02T03:04:05+00:00",
             "seconds": SECONDS[stage],
+            "gpus": GPUS.get(stage, 8),
             "config": {},
         }
         write_json(folder / "manifest.json", manifest)
@@ -93,7 +95,7 @@ def publish(
     return inputs
 
 
-def config(inputs: dict[str, Path], title: str | None = None) -> StageConfig:
+def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
     """The report's configuration for a recipe with the stages in `inputs`."""
     sections = {
         "prepare": PrepareConfig(
@@ -108,7 +110,7 @@ def config(inputs: dict[str, Path], title: str | None = None) -> StageConfig:
         "evaluate": EvaluateConfig(needle=NeedleEvaluation(lengths=LENGTHS, samples=SAMPLES)),
     }
     return StageConfig(
-        section=ReportConfig(title=title),
+        section=ReportConfig(**section),
         model=ModelConfig(path="recipes/tiny/base<model>"),
         seed=17,
         runtime=Runtime(),

@@ -76,8 +76,8 @@ class Table:
                     f"{escape(group.heading)}</th></tr>"
                 )
             for first, *rest in group.rows:
-                cells = "".join(f"<td>{_marked_up(cell)}</td>" for cell in rest)
-                rows.append(f'<tr><th scope="row">{_marked_up(first)}</th>{cells}</tr>')
+                cells = "".join(f"<td>{marked_up(cell)}</td>" for cell in rest)
+                rows.append(f'<tr><th scope="row">{marked_up(first)}</th>{cells}</tr>')
         return (
             f'<div class="scroll"><table><caption>{escape(self.title)}</caption><thead><tr>{head}'
             f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -109,7 +109,8 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _marked_up(text: str) -> str:
+def marked_up(text: str) -> str:
+    """A cell's text as markup."""
     for (beginning, end), tag in zip(_MARKS, ("strong", "u"), strict=True):
         if text.startswith(beginning) and text.endswith(end):
             inner = text.removeprefix(beginning).removesuffix(end)

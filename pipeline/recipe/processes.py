@@ -26,6 +26,11 @@ class World:
     def size(self) -> int:
         return self.nodes * self.processes_per_node
 
+    @property
+    def used_gpus(self) -> int:
+        """GPUs that the processes use, one each; 0 where there are none."""
+        return self.nodes * min(self.processes_per_node, self.gpus)
+
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     """NVIDIA GPUs this process may use, found without importing torch."""

@@ -53,6 +53,11 @@ class Stage:
     pool: str | None = None
 
     @property
+    def computes(self) -> bool:
+        """Whether the stage runs a model, on GPUs where there are some."""
+        return self.distributed or self.model == "weights"
+
+    @property
     def version(self) -> int:
         """The VERSION of the stage's module, read from its source: importing would cost seconds."""
         module = self.function.partition(":")[0]

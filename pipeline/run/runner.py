@@ -207,6 +207,7 @@ class Runner:
             "config": node.section.model_dump(mode="json"),
             "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
             "processes": self._world(node).size,
+            "gpus": self._world(node).used_gpus if node.stage.computes else 0,
             "host": socket.gethostname(),
             "python": platform.python_version(),
             "packages": installed_versions(_PACKAGES),

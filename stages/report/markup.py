@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+_SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 
 
 def section(heading: str, lead: str, inner: str) -> str:
@@ -42,13 +48,20 @@ def legend(rows: Iterable[Sequence[str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def tile(name: str, value: str, more: str, unit: str = "", colour: str = "") -> str:
-    """One headline number."""
+def link(target: str, text: str) -> str:
+    """A text that leads to a place on the page or in a file beside it; plain without a target."""
+    return f'<a href="{escape(target)}">{escape(text)}</a>' if target else escape(text)
+
+
+def tile(
+    name: str, value: str, more: str, unit: str = "", colour: str = "", target: str = ""
+) -> str:
+    """One headline number, which leads to `target`."""
     key = f'<i class="key" style="background:var(--{colour})"></i>' if colour else ""
     small = f" <small>{escape(unit)}</small>" if unit else ""
     return (
         f'<div class="tile"><div class="name">{key}{escape(name)}</div>'
-        f'<div class="value">{escape(value)}{small}</div>'
+        f'<div class="value">{link(target, value)}{small}</div>'
         f'<div class="more">{escape(more)}</div></div>'
     )
 
@@ -86,19 +99,40 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts"><tbody>{body}</tbody></table>'
 
 
-def details(heading: str, inner: str) -> str:
-    """A section that opens on a click; print shows it open."""
-    return f'<details class="card"><summary>{escape(heading)}</summary>{inner}</details>'
+def details(heading: str, inner: str, name: str = "") -> str:
+    """A section that opens on a click, or by a link to `name`; print shows it open."""
+    own = f' id="{escape(name)}"' if name else ""
+    return f'<details class="card"{own}><summary>{escape(heading)}</summary>{inner}</details>'
+
+
+def filtered(task: str = "", length: str = "") -> str:
+    """Attributes of what the page's filter shows only for its task or length."""
+    named = {"task": task, "length": length}
+    return "".join(f' data-{name}="{escape(text)}"' for name, text in named.items() if text)
+
+
+def filter_bar(choices: Mapping[str, Sequence[str]]) -> str:
+    """Menus for what `filtered` names, each with its choices; hidden where scripts do not run."""
+    menus = []
+    for name, texts in choices.items():
+        if len(texts) > 1:
+            options = "".join(f"<option>{escape(text)}</option>" for text in texts)
+            menus.append(
+                f'<label>{escape(name)} <select name="{escape(name)}"><option value="">all</option>'
+                f"{options}</select></label>"
+            )
+    return f'<form class="filter card" hidden>{"".join(menus)}</form>' if menus else ""
 
 
 def page(title: str, style: str, header: str, body: str, footer: str) -> str:
-    """The whole document; its policy forbids the browser to load anything from outside."""
+    """The whole document; its policy forbids all but what it holds, the one script included."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f"content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src 'sha256-{_SCRIPT_HASH}'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style></head>"
         f"<body><main><header>{header}</header>{body}<footer>{escape(footer)}</footer>"
-        "</main></body></html>\n"
+        f"</main><script>{_SCRIPT}</script></body></html>\n"
     )

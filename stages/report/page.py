@@ -8,16 +8,19 @@ from html import escape
 from bosch.model.cache_size import CacheSize
 from bosch.vllm.plan import served_caches
 from stages.artifacts import HYBRID, ORIGINAL
+from stages.configs import ReportConfig
 from stages.formats import (
     format_bytes,
     format_count,
     format_length,
+    format_money,
     format_score,
+    format_seconds,
     format_share,
 )
 from stages.report import figures, markup
 from stages.report.charts import STYLE
-from stages.report.predictions import predictions_section
+from stages.report.predictions import anchor, predictions_section
 from stages.report.provenance import Provenance, provenance_section
 from stages.report.results import NeedleScores, Results
 from stages.report.scores_section import (
@@ -34,7 +37,7 @@ NO_EVALUATE = "Evaluation is not part of this recipe."
 NO_NEEDLE = "This recipe's evaluation has no needle tasks."
 
 
-def render(results: Results, provenance: Provenance) -> str:
+def render(results: Results, provenance: Provenance, section: ReportConfig) -> str:
     """The self-contained page."""
     sections = [
         verdict_section(results),
@@ -48,8 +51,8 @@ def render(results: Results, provenance: Provenance) -> str:
         positions_section(results),
         _memory_section(results),
         _data_section(results),
-        predictions_section(results),
-        _time_section(results),
+        predictions_section(results.predictions),
+        _time_section(results, section),
         provenance_section(provenance),
     ]
     header = f"<h1>{escape(provenance.title)}</h1><p>{escape(provenance.subtitle)}</p>"
@@ -107,7 +110,8 @@ def _score_tile(
         more += f", 95 % interval {low} to {high}"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
-    return markup.tile(name, format_score(scores.average), more, "of 100", colour)
+    average = format_score(scores.average)
+    return markup.tile(name, average, more, "of 100", colour, f"#{anchor(scores.name)}")
 
 
 def _change(points: float) -> str:
@@ -234,10 +238,42 @@ def _data_section(results: Results) -> str:
     return markup.section("Training data", lead, markup.card(picture))
 
 
-def _time_section(results: Results) -> str:
+def _time_section(results: Results, section: ReportConfig) -> str:
+    heading = "Time and cost"
     lead = "Wall time of each stage. Stages that are cached are not run again."
     seconds = results.stage_seconds
     if not seconds:
-        return markup.section("Time", lead, markup.absent("No stage recorded its time."))
+        return markup.section(heading, lead, markup.absent("No stage recorded its time."))
     picture = figures.responsive(partial(figures.stage_times, seconds), "time")
-    return markup.section("Time", lead, markup.card(picture))
+    if results.total_gpu_hours:
+        cost = markup.card(cost_table(results, section.gpu_hour_price, section.currency))
+    else:
+        cost = markup.absent("No stage recorded that it ran on a GPU: there are no GPU hours.")
+    return markup.section(heading, lead, markup.card(picture) + cost)
+
+
+def cost_table(results: Results, price: float | None, currency: str) -> str:
+    """GPU hours of each stage, wall time by its GPUs, and what they cost at `price` an hour."""
+    hours, seconds = results.gpu_hours, dict(results.stage_seconds)
+    counts = {stage: manifest.gpus for stage, manifest in results.manifests.items()}
+    rows = [
+        (stage, format_seconds(seconds[stage]), _count(counts[stage]), *_cost(hours[stage], price))
+        for stage in seconds
+    ]
+    total = results.total_gpu_hours
+    rows.append(("together", format_seconds(sum(seconds.values())), "", *_cost(total, price)))
+    if price is None:
+        return markup.table("GPU hours", ("stage", "wall time", "GPUs", "GPU hours"), rows)
+    caption = f"GPU hours, at {format_money(price, currency)} each"
+    return markup.table(caption, ("stage", "wall time", "GPUs", "GPU hours", currency), rows)
+
+
+def _count(gpus: int | None) -> str:
+    return "not recorded" if gpus is None else str(gpus)
+
+
+def _cost(hours: float | None, price: float | None) -> list[str]:
+    cells = ["–" if hours is None else f"{hours:,.2f}"]
+    if price is not None:
+        cells.append("–" if hours is None else f"{hours * price:,.2f}")
+    return cells

@@ -10,6 +10,7 @@ from typing import Any
 from stages.artifacts import ORIGINAL, STAGES, Manifest
 from stages.configs import ReportConfig
 from stages.context import StageConfig
+from stages.formats import format_path
 from stages.report import markup
 from stages.report.results import Results
 
@@ -60,15 +61,15 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for index, inner in enumerate(value):
             yield from flatten(inner, f"{path}.{index}")
     elif isinstance(value, list):
-        yield path, ", ".join(str(item) for item in value) or "none"
+        yield path, ", ".join(format_path(str(item)) for item in value) or "none"
     elif isinstance(value, int) and not isinstance(value, bool):
         yield path, f"{value:,}" if value >= 10_000 else str(value)
     else:
-        yield path, "none" if value is None or value == {} else str(value)
+        yield path, "none" if value is None or value == {} else format_path(str(value))
 
 
 def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
-    rows = [("Model", config.model.path), ("Seed", str(config.seed))]
+    rows = [("Model", format_path(config.model.path)), ("Seed", str(config.seed))]
     rows.append(("Parameters", f"{results.parameters:,}"))
     if results.corpus is not None:
         for name, value in flatten(results.corpus):
@@ -92,6 +93,7 @@ def _origin_of(manifest: Manifest) -> str:
         "created": manifest.created,
         "Python": manifest.python,
         "processes:": manifest.processes,
+        "GPUs:": manifest.gpus,
     }
     return ", ".join([*facts, *(f"{name} {value}" for name, value in named.items() if value)])
 

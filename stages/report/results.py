@@ -138,6 +138,16 @@ class Results:
         """Wall time of each stage, in the order of the pipeline."""
         return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]
 
+    @property
+    def gpu_hours(self) -> dict[str, float | None]:
+        """GPU hours of each stage; None where its run did not say on how many GPUs it was."""
+        return {stage: manifest.gpu_hours for stage, manifest in self.manifests.items()}
+
+    @property
+    def total_gpu_hours(self) -> float:
+        """GPU hours of all stages that say so."""
+        return sum(hours or 0.0 for hours in self.gpu_hours.values())
+
 
 def load_results(inputs: Mapping[str, Path]) -> Results:
     """Read the published directories in `inputs`.

@@ -16,7 +16,7 @@ from stages.report.provenance import collect_provenance
 from stages.report.results import load_results
 from stages.report.terminal import print_summary, summarize
 
-VERSION = 4
+VERSION = 5
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ def run(
     results = load_results(inputs)
     provenance = collect_provenance(config, results)
     page = work_dir / PAGE
-    write_text(page, render(results, provenance))
-    summary = summarize(results, provenance.title)
+    write_text(page, render(results, provenance, config.section))
+    summary = summarize(results, provenance.title, config.section)
     write_json(work_dir / Summary.FILE, summary)
-    print_summary(results, provenance.title)
+    print_summary(results, provenance.title, config.section)
     logger.info("report written: %s bytes of HTML", f"{page.stat().st_size:,}")
     return summary

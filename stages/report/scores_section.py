@@ -93,25 +93,42 @@ def scores_section(results: Results, why_none: str) -> str:
         return markup.section(heading, lead, markup.absent(why_none))
     models = [*results.needle, *results.rivals]
     cards = [markup.card(score_table(scores)) for scores in models]
-    return markup.section(heading, lead, markup.grid(cards))
+    return markup.section(heading, lead, _filter_bar(results) + markup.grid(cards))
+
+
+def _filter_bar(results: Results) -> str:
+    """Menus of all tasks and lengths that have a score."""
+    suites = results.scores.checkpoints.values() if results.scores is not None else ()
+    tables = [table.tasks for tables in suites for table in tables.values()]
+    lengths = {length for tasks in tables for by in tasks.values() for length in by if length}
+    return markup.filter_bar(
+        {
+            "task": list(dict.fromkeys(task for tasks in tables for task in tasks)),
+            "length": [format_length(length) for length in sorted(lengths)],
+        }
+    )
 
 
 def score_table(scores: NeedleScores) -> str:
     """Tasks by lengths of one checkpoint, each cell tinted by its score."""
     suite = scores.suite
     lengths = sorted({length for by in suite.tasks.values() for length in by})
-    head = "".join(f'<th scope="col">{format_length(length)}</th>' for length in lengths)
+    texts = [format_length(length) for length in lengths]
+    head = "".join(f'<th scope="col"{markup.filtered(length=at)}>{at}</th>' for at in texts)
     rows = [
         _score_row(
             task,
             [by.get(at) for at in lengths],
             links=[anchor(scores.name, "needle", task, at) for at in lengths],
+            lengths=texts,
+            is_task=True,
         )
         for task, by in suite.tasks.items()
     ]
     if suite.by_length:
         means = [suite.by_length.get(length) for length in lengths]
-        rows.append(_score_row("all tasks", means, "total"))
+        links = [anchor(scores.name)] * len(lengths)
+        rows.append(_score_row("all tasks", means, "total", links, texts))
     caption = f"{escape(scores.label)} <span>average {format_score(scores.average)}</span>"
     return (
         f'<div class="scroll"><table><caption>{caption}</caption><thead><tr>'
@@ -120,24 +137,33 @@ def score_table(scores: NeedleScores) -> str:
 
 
 def _score_row(
-    name: str, scores: Sequence[MeanScore | None], css: str = "", links: Sequence[str] = ()
+    name: str,
+    scores: Sequence[MeanScore | None],
+    css: str = "",
+    links: Sequence[str] = (),
+    lengths: Sequence[str] = (),
+    *,
+    is_task: bool = False,
 ) -> str:
-    """A row of scores, each of which leads to its samples where `links` names them."""
-    cells = "".join(map(_cell, scores, links or [""] * len(scores)))
-    return f'<tr class="{css}"><th scope="row">{escape(name)}</th>{cells}</tr>'
+    """A row of scores, each of which leads to its samples at `links`.
+
+    The page's filter hides the row of a task, and cells of `lengths`.
+    """
+    cells = "".join(map(_cell, scores, links, lengths or [""] * len(scores)))
+    shown = markup.filtered(task=name) if is_task else ""
+    return f'<tr class="{css}"{shown}><th scope="row">{escape(name)}</th>{cells}</tr>'
 
 
-def _cell(score: MeanScore | None, link: str) -> str:
+def _cell(score: MeanScore | None, target: str, length: str) -> str:
+    shown = markup.filtered(length=length)
     if score is None:
-        return f'<td class="score" style="--share:0">{format_score(None)}</td>'
+        return f'<td class="score"{shown} style="--share:0">{format_score(None)}</td>'
     against = score.against_original
     mark = f"{_SAME} " if against is not None and not against.is_distinguishable else ""
     interval = f"{format_score(score.low)}–{format_score(score.high)}"
-    value = f"{mark}{format_score(score.score)}"
-    if link:
-        value = f'<a href="#{escape(link)}">{value}</a>'
+    value = markup.link(f"#{target}", f"{mark}{format_score(score.score)}")
     return (
-        f'<td class="score" style="--share:{score.score / 100:.3f}">{value}'
+        f'<td class="score"{shown} style="--share:{score.score / 100:.3f}">{value}'
         f"<small>{interval}</small></td>"
     )
 
@@ -163,12 +189,15 @@ def harness_section(results: Results) -> str:
                 task,
                 [suite.tasks.get(task, {}).get(0) for suite in suites.values()],
                 links=[anchor(name, "harness", task, 0) for name in suites],
+                is_task=True,
             )
             for task in first.tasks
         ]
+        links = [anchor(name) for name in suites]
         for name, group in first.groups.items():
             label = f"{name} ({len(group.tasks)} of {group.of} tasks)"
-            rows.append(_score_row(label, [s.groups.get(name) for s in suites.values()], "total"))
+            means = [suite.groups.get(name) for suite in suites.values()]
+            rows.append(_score_row(label, means, "total", links))
         table = (
             f'<div class="scroll"><table><thead><tr><th scope="col">task</th>{head}</tr></thead>'
             f"<tbody>{''.join(rows)}</tbody></table></div>"

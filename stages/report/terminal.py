@@ -9,15 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from stages.artifacts import STAGES
-from stages.formats import format_bytes, format_count, format_score, format_seconds
+from stages.configs import ReportConfig
+from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.report.results import Results
 from stages.report.scores_section import verdict
 
 ABSENT = "not part of this recipe"
 
 
-def summarize(results: Results, title: str) -> dict[str, Any]:
+def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, Any]:
     """Headline numbers; null where the recipe has no such stage. Scores in points of 100."""
+    price, gpu_hours = section.gpu_hour_price, results.total_gpu_hours
     original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
     trained, search, cache = results.trained, results.search, results.cache
     return {
@@ -39,17 +41,23 @@ def summarize(results: Results, title: str) -> dict[str, Any]:
             "window_bytes": cache.windows,
         },
         "stage_seconds": dict(results.stage_seconds),
+        "gpu_hours": results.gpu_hours,
+        "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
         "absent_stages": [stage for stage in STAGES if stage not in results.present],
     }
 
 
-def print_summary(results: Results, title: str) -> None:
+def print_summary(results: Results, title: str, section: ReportConfig) -> None:
     """Print the headline table."""
     table = Table(title=Text(title), title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
     for name, value in _rows(results):
         table.add_row(name, value)
+    if results.total_gpu_hours:
+        price, hours = section.gpu_hour_price, results.total_gpu_hours
+        cost = "" if price is None else f", {format_money(price * hours, section.currency)}"
+        table.add_row("GPU hours", f"{hours:,.2f}{cost}")
     Console().print(table)
     sentence = verdict(results)
     if sentence is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -16,6 +19,7 @@ from bosch.search.evaluator import Phase
 from bosch.window import Window
 from pipeline.run import graph
 from stages.artifacts import STAGES, Scores
+from stages.configs import EvaluateConfig
 from stages.report import run as report
 from stages.report.figures import cache_lengths
 from stages.report.results import load_results
@@ -57,9 +61,11 @@ def parse(page: str) -> Outline:
     return outline
 
 
-def make(root: Path, without: tuple[str, ...] = (), **shape: int) -> tuple[str, dict[str, Path]]:
+def make(
+    root: Path, without: tuple[str, ...] = (), section: dict[str, Any] | None = None, **shape: int
+) -> tuple[str, dict[str, Path]]:
     inputs = report_fixture.publish(root, without=without, **shape)
-    report.run(report_fixture.config(inputs), inputs, root / "report")
+    report.run(report_fixture.config(inputs, **section or {}), inputs, root / "report")
     return (root / "report" / "index.html").read_text(encoding="utf-8"), inputs
 
 
@@ -73,10 +79,14 @@ def test_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
     outline = parse(page)
     for tag, attributes in outline.tags:
-        assert tag not in ("script", "link", "iframe", "img", "object")
+        assert tag not in ("link", "iframe", "img", "object")
         assert not {"src", "xlink:href"} & attributes.keys()
         assert (attributes.get("href") or "#").startswith("#")
     assert not re.search(r"https?://|@import|url\(", page)
+    # The policy lets run the one script that is on the page.
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
 
 
 def test_every_picture_is_named_for_those_who_do_not_see_it(tmp_path: Path) -> None:
@@ -106,7 +116,10 @@ def test_head_mask_shows_each_head_as_in_the_file(tmp_path: Path) -> None:
 def test_headline_numbers_are_the_stages_own(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
     tiles = dict(
-        re.findall(r'class="name">(?:<i[^>]*></i>)?([^<]+)</div><div class="value">([^<]+)', page)
+        re.findall(
+            r'class="name">(?:<i[^>]*></i>)?([^<]+)</div><div class="value">(?:<a[^>]*>)?([^<]+)',
+            page,
+        )
     )
     assert tiles["Original model"].strip() == "97.5"
     assert tiles["Hybrid, untrained"].strip() == "31.0"
@@ -170,10 +183,61 @@ def test_the_first_picture_ranks_search_and_rivals(tmp_path: Path) -> None:
 def test_every_score_leads_to_its_samples(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
     links = set(re.findall(r'href="#(samples-[^"]+)"', page))
-    assert len(links) == 5 * len(report_fixture.TASKS) * len(report_fixture.LENGTHS)
-    assert links == set(re.findall(r'<h4 id="([^"]+)"', page))
+    assert len(links) == 5 * len(report_fixture.TASKS) * len(report_fixture.LENGTHS) + 5
+    cells = re.findall(r'<h4 id="([^"]+)"', page)
+    assert links == {*cells, *re.findall(r'<details class="card" id="([^"]+)"', page)}
+    # In the score tables no number but the intervals is without a link.
+    numbers = re.findall(r'<td class="score"[^>]*>(.*?)<small>', page)
+    assert len(numbers) == 5 * (len(report_fixture.TASKS) + 1) * len(report_fixture.LENGTHS)
+    assert all(number.startswith('<a href="#samples-') for number in numbers)
     assert "What is &lt;it&gt;?" in page and "output 62 of hybrid" in page
     assert "Loss by position" in page
+
+
+def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(tmp_path: Path) -> None:
+    page, inputs = make(tmp_path / "hours")
+    text = " ".join(parse(page).text)
+    assert "GPU hours" in text and "USD" not in text.partition("Provenance")[0]
+    summary = json.loads((tmp_path / "hours" / "report" / "summary.json").read_text())
+    assert summary["gpu_hours"]["search"] == pytest.approx(187 * 8 / 3600)
+    assert summary["gpu_hours"]["prepare"] == 0 and summary["cost"] is None
+    page, _ = make(tmp_path / "price", section={"gpu_hour_price": 2.5, "currency": "EUR"})
+    rows = dict(re.findall(r'<th scope="row">(\w+)</th>(<td>[^\n]*?)</tr>', page))
+    seconds = sum(s * report_fixture.GPUS.get(n, 8) for n, s in report_fixture.SECONDS.items())
+    hours, cost = seconds / 3600, 2.5 * seconds / 3600
+    assert rows["together"].endswith(f"<td>{hours:,.2f}</td><td>{cost:,.2f}</td>")
+    assert "GPU hours, at 2.50 EUR each" in page
+    for folder in inputs.values():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["gpus"]
+        report_fixture.write_json(folder / "manifest.json", manifest)
+    report.run(report_fixture.config(inputs), inputs, tmp_path / "older")
+    assert "there are no GPU hours" in (tmp_path / "older" / "index.html").read_text()
+
+
+def test_what_the_filter_hides_names_its_task_and_length(tmp_path: Path) -> None:
+    page, _ = make(tmp_path)
+    outline = parse(page)
+    menus = [attributes["name"] for tag, attributes in outline.tags if tag == "select"]
+    assert menus == ["task", "length"]
+    [form] = [attributes for tag, attributes in outline.tags if tag == "form"]
+    assert "hidden" in form  # until the script shows it
+    assert {a["data-task"] for _, a in outline.tags if "data-task" in a} == {*report_fixture.TASKS}
+    assert {a["data-length"] for _, a in outline.tags if "data-length" in a} == {"512", "1k", "2k"}
+
+
+def test_paths_below_the_checkout_are_shown_as_recipes_write_them(tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path)
+    root = Path(__file__).resolve().parents[2]
+    config = report_fixture.config(inputs)
+    model = config.model.model_copy(update={"path": str(root / "recipes" / "base")})
+    evaluate = EvaluateConfig(harness={"tasks": ["gsm8k"], "data_dir": str(root / "recipes/data")})
+    sections = {**config.upstream, "evaluate": evaluate}
+    report.run(replace(config, model=model, upstream=sections), inputs, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert str(root) not in page
+    assert "model.path</th><td>recipes/base<" in page
+    assert "evaluate.harness.data_dir</th><td>recipes/data<" in page
 
 
 def test_search_notes_and_provenance_are_shown_escaped(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,22 @@ def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) ->
     output = json.loads((case.output("train") / "output.json").read_text())
     assert set(output["inputs"]) == {"prepare", "materialize"}
     assert output["upstream"] == ["materialize", "prepare", "search"]
+
+
+def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
+    # The fake table starts no stage on several processes; train alone keeps its own if asked.
+    loaded = replace(
+        load_recipe(case.file, env={}), world=World(nodes=2, processes_per_node=8, gpus=8)
+    )
+    assert loaded.world.used_gpus == 16
+    assert World(processes_per_node=4, gpus=8).used_gpus == 4
+    assert World(processes_per_node=4).used_gpus == 0
+    Runner(loaded, Choice(until="train"), fake_table(distributed=True), in_process).run()
+    gpus = {
+        name: json.loads((case.output(name) / "manifest.json").read_text())["gpus"]
+        for name in ("prepare", "materialize", "train")
+    }
+    assert gpus == {"prepare": 0, "materialize": 1, "train": 16}
 
 
 def test_manifests_hold_what_made_the_output(case: Case) -> None:
