@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import Scores, SearchSummary
+from stages.artifacts import SAMPLES, Scores, SearchSummary
 from stages.configs import SearchConfig
 from stages.context import StageConfig
+from stages.evaluate.tables import write_samples
 
 VERSION = 1
 
@@ -80,3 +81,11 @@ def _write_scores(folder: Path, averages: Mapping[str, float]) -> None:
         for name, value in averages.items()
     }
     Scores.model_validate({"checkpoints": checkpoints, "corpus": {}}).write(folder)
+    place = {"suite": "needle", "task": "vt", "length": 512}
+    write_samples(
+        folder / SAMPLES,
+        (
+            {"checkpoint": name, **place, "index": 0, "score": 0.5, "output": f"says {name}"}
+            for name in averages
+        ),
+    )

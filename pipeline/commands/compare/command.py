@@ -19,6 +19,7 @@ from pipeline.commands import options as shared_options
 from pipeline.commands.compare.comparison import Combination, Comparison, Result, read_result
 from pipeline.commands.compare.page import score_tables, write_comparison
 from pipeline.commands.compare.paper import paper_scores
+from pipeline.commands.compare.tasks import write_predictions
 from pipeline.commands.options import METHODS, Methods, Ratios, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.checks import find_faults
@@ -110,6 +111,7 @@ def run_comparison(
         left.done += bool(pending[combination])
         if loaded.world.node_rank == 0:
             results[combination] = read_result(runner)
+            write_predictions(comparison, combination)
             if ran or len(results) == len(combinations):
                 write_comparison(comparison)
     return comparison

@@ -26,7 +26,7 @@ _GROUPS = {
 }
 _OTHERS = "Not in the paper"
 
-Models = Literal["untrained", "trained"]
+Models = Literal["original", "untrained", "trained"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class TaskRow:
     low: float
     high: float
 
+    @property
+    def place(self) -> tuple[Models, str, str, int]:
+        """Which models, suite, task and length."""
+        return self.models, self.suite, self.task, self.length
+
 
 @dataclass(frozen=True)
 class Result:
@@ -88,6 +93,7 @@ class Result:
     trained: Mapping[str, Score]
     tasks: Sequence[TaskRow]
     trained_tokens: int | None
+    original_tasks: Sequence[TaskRow] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,18 @@ class Comparison:
             result
             for combination, result in self.results.items()
             if (combination.method, combination.ratio) == (method, ratio)
+        ]
+
+    def task_rows(
+        self, method: str, ratio: float, place: tuple[Models, str, str, int]
+    ) -> list[tuple[Combination, TaskRow]]:
+        """Scores of all seeds of one method at one ratio in (models, suite, task, length)."""
+        return [
+            (combination, row)
+            for combination, result in self.results.items()
+            if (combination.method, combination.ratio) == (method, ratio)
+            for row in result.tasks
+            if row.place == place
         ]
 
     @property
@@ -177,6 +195,7 @@ def read_result(runner: Runner) -> Result:
             *(_task_rows("trained", scores.checkpoints[trained]) if trained else ()),
         ],
         trained_tokens=checkpoint_tokens(trained) if trained else None,
+        original_tasks=list(_task_rows("original", scores.checkpoints[ORIGINAL])),
     )
 
 

@@ -22,8 +22,9 @@ from pipeline.commands.compare.comparison import (
     label_of,
 )
 from pipeline.commands.compare.plots import score_plot
+from pipeline.commands.compare.tasks import marked, tasks_section
 from pipeline.commands.plots import save
-from pipeline.commands.tables import Group, Table, best, second_best
+from pipeline.commands.tables import Group, Table
 from stages.report import figures, markup
 from stages.report.charts import STYLE
 
@@ -86,7 +87,7 @@ def _score_table(
     paper = comparison.paper if (models, suite) == ("untrained", "needle") else {}
     for ratio in comparison.ratios:
         values = {m: comparison.values(m, ratio, models, suite) for m in comparison.methods}
-        columns.append(_marked(values))
+        columns.append(marked(values))
     header, rows_of = ["Method"], {method: [label_of(method)] for method in comparison.methods}
     original_row = ["Original"]
     for ratio, column in zip(comparison.ratios, columns, strict=True):
@@ -115,23 +116,6 @@ def _paper_text(scores: Mapping[str, float], method: str) -> str:
     return f"{scores[method]:.1f}" if method in scores else "–"
 
 
-def _marked(values: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """Texts of a column, the best and second best marked; equal scores share a place."""
-    means = {method: round(statistics.fmean(v), 1) for method, v in values.items() if v}
-    places = sorted(set(means.values()), reverse=True) if len(means) > 1 else []
-    texts = {method: _mean_text(v) for method, v in values.items()}
-    for mark, place in zip((best, second_best), places, strict=False):
-        texts |= {m: mark(texts[m]) for m, mean in means.items() if mean == place}
-    return texts
-
-
-def _mean_text(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    mean = f"{statistics.fmean(values):.1f}"
-    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
-
-
 _ABOUT = (
     "Scores are averages on held-out samples, in points of 100; ± is the standard deviation over "
     "seeds of the search. In each column the best score is bold and the second best underlined."
@@ -156,6 +140,7 @@ def page(comparison: Comparison) -> str:
         body += markup.section(f"{suite} average", _about(comparison), markup.grid(cards))
     tables = "".join(markup.card(table.html()) for table in score_tables(comparison))
     body += markup.section("Tables", "As in BOSCH, Tables 1 and 2.", tables)
+    body += tasks_section(comparison)
     costs = markup.card(_cost_table(comparison).html())
     body += markup.section("Calibration scores and costs", _COSTS, costs)
     header = (
