@@ -1,0 +1,218 @@
+"""The report and the comparison in headless Chromium: clicked, in every look, offline."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.commands.compare.comparison import Combination, Comparison, Result, Score, TaskRow
+from pipeline.commands.compare.page import page
+from pipeline.commands.compare.tasks import write_predictions
+from stages.report import run as report
+from tests import report_fixture
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)",
+)
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
+)  # fmt: skip
+TASKS, LENGTHS = report_fixture.TASKS, ["512", "1k", "2k"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, Service(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The two pages, made of the report's fixture."""
+    root = tmp_path_factory.mktemp("pages")
+    inputs = report_fixture.publish(root)
+    config = report_fixture.config(inputs, gpu_hour_price=2.0)
+    report.run(config, inputs, root / "report")
+    folder = root / "compare"
+    compared = _comparison(folder)
+    for combination in compared.combinations:
+        (folder / combination.folder).mkdir(parents=True)
+        for stage in ("original", "evaluate"):
+            (folder / combination.folder / stage).symlink_to(inputs[stage])
+        write_predictions(compared, combination)
+    (folder / "compare.html").write_text(page(compared), encoding="utf-8")
+    return {"report": root / "report" / "index.html", "compare": folder / "compare.html"}
+
+
+def _comparison(folder: Path) -> Comparison:
+    rows = [
+        TaskRow("untrained", "needle", task, length, 31.0, 28.0, 34.0)
+        for task in TASKS
+        for length in report_fixture.LENGTHS
+    ]
+    originals = [replace(row, models="original", score=97.5) for row in rows]
+    combinations = tuple(
+        Combination(method, 0.75, seed, seed == 0)
+        for method, seed in (("intr", 0), ("bosch", 0), ("bosch", 1))
+    )
+    results = {
+        one: Result(
+            {"evaluate": "e" * 64}, 0.9, -0.4, {}, [], {"needle": Score(97.5, 1.0)},
+            {"needle": Score(31.0, 1.0)}, {}, rows, None, originals,
+        )
+        for one in combinations
+    }  # fmt: skip
+    return Comparison("tiny", "base", folder, combinations, False, results)
+
+
+def _shown(browser: Any, selector: str) -> list[Any]:
+    """The elements that are neither hidden nor in what is closed."""
+    script = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
+    return browser.execute_script(script, selector)
+
+
+def _choose(browser: Any, name: str, text: str) -> None:
+    from selenium.webdriver.support.select import Select
+
+    Select(browser.find_element("name", name)).select_by_visible_text(text)
+
+
+def _overflow(browser: Any) -> int:
+    return browser.execute_script(
+        "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
+
+
+def _emulate(browser: Any, **media: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": media.get("scheme", "light")}]
+    command = {"media": media.get("media", ""), "features": features}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", command)
+
+
+def _size(browser: Any, width: int) -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600},
+    )
+
+
+def _open(browser: Any, path: Path) -> None:
+    _size(browser, 1280)
+    _emulate(browser)
+    browser.get("about:blank")
+    browser.get(path.as_uri())
+
+
+def test_filters_show_one_task_and_one_length(browser: Any, pages: dict[str, Path]) -> None:
+    _open(browser, pages["report"])
+    cells = len(_shown(browser, "td.score"))
+    assert cells == 5 * (len(TASKS) + 1) * len(LENGTHS)
+    _choose(browser, "length", "1k")
+    assert len(_shown(browser, "td.score")) == 5 * (len(TASKS) + 1)
+    _choose(browser, "task", TASKS[1])
+    assert len(_shown(browser, "td.score")) == 5 * 2  # the task's and that of all tasks
+    assert {row.get_attribute("data-task") for row in _shown(browser, "tr[data-task]")} == {
+        TASKS[1]
+    }
+    _choose(browser, "length", "all")
+    _choose(browser, "task", "all")
+    assert len(_shown(browser, "td.score")) == cells
+
+    _open(browser, pages["compare"])
+    assert len(_shown(browser, "tr[data-task]")) == len(TASKS) * len(LENGTHS)
+    _choose(browser, "length", "2k")
+    assert len(_shown(browser, "tr[data-task]")) == len(TASKS)
+
+
+def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path]) -> None:
+    _open(browser, pages["report"])
+    assert not _shown(browser, ".samples")
+    link = browser.find_element("css selector", f'a[href="#samples-hybrid-needle-{TASKS[0]}-1024"]')
+    link.click()
+    [heading] = _shown(browser, f'[id="samples-hybrid-needle-{TASKS[0]}-1024"]')
+    top = browser.execute_script("return arguments[0].getBoundingClientRect().top", heading)
+    assert -1 <= top < 900
+    assert "output 62 of hybrid" in heading.find_element("xpath", "..").text
+    # A tile's average leads to all samples of its model.
+    browser.find_element("css selector", '.tile a[href="#samples-original"]').click()
+    assert _shown(browser, '[id="samples-original"][open]')
+
+    _open(browser, pages["compare"])
+    places = browser.find_elements("css selector", "td.score a")
+    targets = [place.get_attribute("href") for place in places]
+    # For each row the original, INTR, and BOSCH's two seeds.
+    assert len(targets) == 4 * len(TASKS) * len(LENGTHS)
+    chosen = next(place for place in places if "bosch-0.75-seed-1" in place.get_attribute("href"))
+    chosen.click()
+    assert "predictions-" in browser.current_url
+    [heading] = _shown(browser, f'[id="{browser.current_url.partition("#")[2]}"]')
+    assert "output 62 of hybrid" in heading.find_element("xpath", "..").text
+
+
+def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> None:
+    for path in pages.values():
+        _open(browser, path)
+        colours = {}
+        for scheme in ("light", "dark"):
+            _emulate(browser, scheme=scheme)
+            style = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+            colours[scheme] = browser.execute_script(style)
+        assert all(a != b for a, b in zip(colours["light"], colours["dark"], strict=True))
+        for width in (1280, 768, 390):
+            _size(browser, width)
+            assert _overflow(browser) <= 0, (path.name, width)
+        _size(browser, 1280)
+        _emulate(browser, media="print")
+        # Paper has all that is closed on the screen, and no menus.
+        assert not _shown(browser, ".filter")
+        assert bool(_shown(browser, ".samples")) == bool(
+            browser.find_elements("css selector", ".samples")
+        )
+        paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+        assert len(paper["data"]) > 10_000
+
+
+def test_without_scripts_everything_is_visible(browser: Any, pages: dict[str, Path]) -> None:
+    try:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+        _open(browser, pages["report"])
+        cells = browser.find_elements("css selector", "td.score")
+        assert len(cells) == 5 * (len(TASKS) + 1) * len(LENGTHS)
+        assert all(cell.is_displayed() for cell in cells[::7])
+        assert not browser.find_element("css selector", ".filter").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_nothing_is_fetched_and_nothing_refused(browser: Any, pages: dict[str, Path]) -> None:
+    browser.get_log("performance")
+    browser.get_log("browser")
+    for path in pages.values():
+        _open(browser, path)
+    requests = [
+        entry["message"]
+        for entry in browser.get_log("performance")
+        if '"Network.requestWillBeSent"' in entry["message"]
+    ]
+    assert len(requests) == len(pages)
+    assert not any('"url":"http' in request for request in requests)
+    assert browser.get_log("browser") == []  # the page's policy would say here what it refused
