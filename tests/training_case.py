@@ -5,6 +5,7 @@ python -m tests.training_case CASE WORK '{"train": {...}, "runtime": {...}}'
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -14,6 +15,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
@@ -36,6 +39,13 @@ TRAIN = {
     "checkpoint_tokens": [3 * 4 * SEQUENCE_LENGTH, 10 * 4 * SEQUENCE_LENGTH],
     "mixed_precision": "no",
 }
+
+DEEPSPEED = pytest.param(
+    "deepspeed",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+    ),
+)
 
 
 def make_case(directory: Path, dtype: str = "float32") -> Path:
@@ -73,7 +83,10 @@ def make_case(directory: Path, dtype: str = "float32") -> Path:
 
 
 def stage_config(
-    train: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, seed: int = 7
+    train: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
+    seed: int = 7,
+    max_shard_size: str = "5GB",
 ) -> StageConfig:
     """The small run, with changes."""
     return StageConfig(
@@ -81,7 +94,7 @@ def stage_config(
         model=ModelConfig(path="unused"),
         seed=seed,
         runtime=Runtime(**{"micro_batch_size": 2, "save_every_steps": 2, **(runtime or {})}),
-        upstream={"materialize": MaterializeConfig()},
+        upstream={"materialize": MaterializeConfig(max_shard_size=max_shard_size)},
     )
 
 
@@ -130,10 +143,15 @@ def _kill_self_at(step: int) -> None:
     PretrainingTrainer.log = log_and_die  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if "KILL_AT_STEP" in os.environ and os.environ.get("RANK", "0") == os.environ.get(
         "KILL_RANK", "0"
     ):
         _kill_self_at(int(os.environ["KILL_AT_STEP"]))
     train_here(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,16 +12,17 @@ from safetensors.torch import load_file, save_file
 from bosch.errors import RunError
 
 
-def average_into(target: Path, others: Sequence[Path]) -> None:
-    """Replace the weights of the model directory `target` by the mean of its own and `others`'.
+def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
+    """Replace the weights in `files` by their mean with those in `others`, in files of their names.
 
-    All are checkpoints of one training, so their files hold the same tensors. Sums are float32, in
-    the memory of one file; floating-point tensors alone are averaged.
+    `others` are model directories. All are checkpoints of one training, so their files hold the
+    same tensors. Sums are float32, in the memory of one file; floating-point tensors alone are
+    averaged.
 
     Raises:
         RunError: the files do not hold the same tensors.
     """
-    for file in sorted(target.glob("*.safetensors")):
+    for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
         own = load_file(file)

@@ -23,6 +23,7 @@ from stages.artifacts import (
 )
 from stages.configs import MaterializeConfig, TrainConfig
 from stages.context import StageConfig
+from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.metrics import MetricsLog, check_wandb
@@ -30,7 +31,7 @@ from stages.train.model import attention_backend, load_for_training, saved_dtype
 from stages.train.parallel import check_sharding_possible, layout, leave, world_size
 from stages.train.schedule import make_schedule
 from stages.train.storage import RestartPoints, check_layout, restart_step
-from stages.train.trainer import CheckpointWriter, PretrainingTrainer, training_arguments
+from stages.train.trainer import PretrainingTrainer, training_arguments
 from stages.train.watch import make_needle_watch
 
 VERSION = 4

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from bosch.errors import RunError
-from bosch.files import replace
-from stages.artifacts import CHECKPOINTS, METRICS, checkpoint_name
+from stages.artifacts import METRICS
 from stages.configs import Runtime, TrainConfig
-from stages.materialize.model_card import note_training
-from stages.train.average import average_into
+from stages.train.checkpoint import CheckpointWriter
 from stages.train.distillation import TeacherLoss
 from stages.train.metrics import MetricsLog, Speed
 from stages.train.parallel import check_sharding_runs, layout, sharding_arguments, world_size
@@ -32,12 +29,8 @@ from stages.train.sharded_load import shard_and_fill, shard_teacher
 from stages.train.speed import Stopwatch, peak_flops, peak_memory, step_flops
 from stages.train.spikes import SpikeRule
 from stages.train.stopping import Decision, RestartTimer
-from stages.train.storage import (
-    RestartPoints,
-    copy_companions,
-    disk_errors,
-)
-from stages.train.trainable import first_adapters, is_adapter, merged, saved_name
+from stages.train.storage import RestartPoints, disk_errors
+from stages.train.trainable import first_adapters, saved_name
 from stages.train.watch import NeedleWatch
 
 logger = logging.getLogger(__name__)
@@ -266,7 +259,7 @@ class PretrainingTrainer(Trainer):
         for tokens, at_step in self.schedule.checkpoint_steps.items():
             if at_step == step:
                 averaged = self._averaged_with(tokens) if step == self.schedule.steps else []
-                self._checkpoint_writer.write(tokens, self._full_state_dict(), self, averaged)
+                self._write_checkpoint(tokens, averaged)
                 if self.args.should_save:
                     self._restarts.record_checkpoint(tokens)
         if not self.decision.restart_point or step == self.schedule.steps:
@@ -281,6 +274,16 @@ class PretrainingTrainer(Trainer):
             with disk_errors("a restart point", self._restarts.directory):
                 self._restarts.publish(written, step, layout(self.runtime))
         self.accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
+        model = self.accelerator.unwrap_model(self.model)
+        # DeepSpeed keeps small parameters whole between steps, and expects so after this.
+        sharded = self.model_wrapped.optimizer if self.is_deepspeed_enabled else None
+        if sharded is not None:
+            sharded.checkpoint_event_prologue()
+        self._checkpoint_writer.write(tokens, model, averaged, self._train_config.lora)
+        if sharded is not None:
+            sharded.checkpoint_event_epilogue()
 
     def _averaged_with(self, tokens: int) -> list[int]:
         """Token counts of the checkpoints with which the final one, of `tokens`, is averaged."""
@@ -304,72 +307,6 @@ class PretrainingTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_model(self.model, str(Path(resume_from_checkpoint) / _WEIGHTS), strict=True)
-
-    def _full_state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights on the first process; a collective call when the model is sharded."""
-        if self.is_deepspeed_enabled:
-            return self.accelerator.get_state_dict(self.model_wrapped)
-        state = self.model.state_dict()
-        lora = self._train_config.lora
-        if not self.is_fsdp_enabled:
-            return state if lora is None else merged(state, lora)
-        # One weight after the other, in the precision they are saved in: the whole model in float32
-        # is twice what the first process has room for.
-        gathered = {}
-        for name, shard in state.items():
-            whole = shard.full_tensor()
-            if self.args.should_save:
-                saved = whole if is_adapter(name) else self._checkpoint_writer.saved(whole)
-                gathered[name] = saved.cpu()
-            del whole
-        return merged(gathered, lora) if lora is not None and gathered else gathered
-
-
-class CheckpointWriter:
-    """Writes `checkpoints/tokens-<n>`: a directory like the one training started from."""
-
-    def __init__(
-        self, work_dir: Path, model_dir: Path, dtype: torch.dtype, max_shard_size: str
-    ) -> None:
-        self._directory = work_dir / CHECKPOINTS
-        self._model_dir = model_dir
-        self._dtype = dtype
-        self._max_shard_size = max_shard_size
-
-    def saved(self, value: torch.Tensor) -> torch.Tensor:
-        """A weight in the precision it is saved in."""
-        return value.detach().to(self._dtype) if value.is_floating_point() else value
-
-    def write(
-        self,
-        tokens: int,
-        state: dict[str, torch.Tensor],
-        trainer: Trainer,
-        averaged: Sequence[int] = (),
-    ) -> None:
-        """Save `state` in the starting model's precision; only the first process writes.
-
-        Its mean with the checkpoints of the token counts `averaged` takes its place.
-        """
-        if not trainer.args.should_save:
-            return
-        writing = self._directory / "writing"
-        with disk_errors(f"checkpoint {checkpoint_name(tokens)}", self._directory.parent):
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            saved = {
-                name: self.saved(value)
-                for name, value in state.items()
-                if name not in model.all_tied_weights_keys  # converted apart, they would be two
-            }
-            model.save_pretrained(writing, state_dict=saved, max_shard_size=self._max_shard_size)
-            earlier = [self._directory / checkpoint_name(count) for count in averaged]
-            if earlier:
-                average_into(writing, earlier)
-            copy_companions(self._model_dir, writing)
-            note_training(writing, tokens, averaged=1 + len(earlier))
-            replace(writing, self._directory / checkpoint_name(tokens))
 
 
 class _EndOfStep(TrainerCallback):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training_case import make_case, metrics, train_here, train_in_processes
-
-SHARDINGS = [
-    "none",
-    "fsdp",
-    pytest.param(
-        "deepspeed",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-        ),
-    ),
-]
+from tests.training_case import DEEPSPEED, make_case, metrics, train_here, train_in_processes
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +29,19 @@ def losses(work_dir: Path) -> list[float]:
     return [record["loss"] for record in metrics(work_dir)]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", ["none", "fsdp", DEEPSPEED])
 def test_two_processes_train_like_one_and_resume(
     case: Path, alone: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """Documents of uneven length make the count of predicted tokens differ between processes."""
+    """Documents of uneven length make the count of predicted tokens differ between processes.
+
+    Checkpoints have three files, which the ranks write in turn, with the bits of whole weights.
+    """
     changes: dict[str, Any] = {
+        "module": "tests.checked_checkpoints",
         "train": {"document_masking": True},
         "runtime": {"sharding": sharding, "micro_batch_size": 1, "save_every_steps": 4},
+        "max_shard_size": "40KB",  # a layer
     }
     killed = train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes)
     assert killed.returncode != 0
@@ -60,7 +54,20 @@ def test_two_processes_train_like_one_and_resume(
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
     assert not (tmp_path / "restart").exists()
     for tokens in (384, 1280):
-        ours = load_file(tmp_path / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
+        checkpoint = tmp_path / "checkpoints" / f"tokens-{tokens}"
+        index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+        assert files == [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+        counts = [int((tmp_path / f"files-{tokens}.{rank}").read_text()) for rank in (0, 1)]
+        assert counts == [2, 1]
+        ours = {}
+        for file in files:
+            ours |= load_file(checkpoint / file)
+        whole = load_file(tmp_path / f"expected-{tokens}" / "model.safetensors")
+        assert ours.keys() == index["weight_map"].keys() == whole.keys()
+        assert all(torch.equal(value, whole[name]) for name, value in ours.items())
+        elements = sum(value.numel() for value in whole.values())
+        assert index["metadata"] == {"total_parameters": elements, "total_size": 4 * elements}
         theirs = load_file(alone / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401
 from bosch.errors import RunError, StoppedError, UserError
 from stages.configs import TrainConfig
+from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
 from stages.train.metrics import MetricsLog
 from stages.train.schedule import make_schedule
 from stages.train.storage import RestartPoints, restart_step
-from stages.train.trainer import CheckpointWriter
 from tests.training_case import (
     SEQUENCE_LENGTH,
     TRAIN,

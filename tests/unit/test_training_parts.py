@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bosch.errors import RunError, UserError
 from bosch.journal import Journal
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from stages.configs import Runtime, TrainConfig
+from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel
+from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.metrics import MetricsLog
 from stages.train.model import (
@@ -26,6 +31,7 @@ from stages.train.model import (
 )
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.storage import RestartPoints, check_layout, disk_errors, restart_step
+from tests.hybrid_case import random_mask, small_model
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
 
@@ -282,3 +288,22 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
     weights = saved_weights(model_dir, config.model)
     assert weights.keys() == whole.state_dict().keys()
     assert {value.dtype for value in weights.values()} == {saved_dtype(model_dir)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
+    tmp_path: Path, family: str
+) -> None:
+    """Experts too, whose weights are one in the model and many in the files."""
+    model = materialize(small_model(family), random_mask(), Window(8))
+    start = tmp_path / "start"
+    model.save_pretrained(start)
+    (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
+    CheckpointWriter(tmp_path, start, torch.float32, "40KB").write(1000, model)
+    written = tmp_path / "checkpoints" / "tokens-1000"
+    names = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
+    expected = load_file(start / "model.safetensors")
+    assert names.keys() == expected.keys() and len(set(names.values())) > 1
+    for file in set(names.values()):
+        for name, value in load_file(written / file).items():
+            assert names[name] == file and torch.equal(value, expected[name])

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 from bosch.errors import UserError
 from bosch.vllm.plan import module_plan
 from stages.artifacts import CHECKPOINTS, checkpoint_name
-from stages.train.trainer import CheckpointWriter
+from stages.train.checkpoint import CheckpointWriter
 from tests import vllm_planner
 from tests.hybrid_case import KV_HEADS, small_model
 from tests.vllm_case import (
@@ -160,13 +159,7 @@ def test_a_checkpoint_of_the_training_stage_equals_transformers(
     tokens = torch.tensor([prompt])
     trained(tokens, labels=tokens).loss.backward()
     torch.optim.SGD(trained.parameters(), lr=0.1).step()
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(should_save=True), model=trained,
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-    )  # fmt: skip
-    CheckpointWriter(tmp_path, folder, torch.float32, "1MB").write(
-        1000, trained.state_dict(), trainer
-    )
+    CheckpointWriter(tmp_path, folder, torch.float32, "1MB").write(1000, trained)
     checkpoint = tmp_path / CHECKPOINTS / checkpoint_name(1000)
     assert len(list(checkpoint.glob("*.safetensors"))) > 1
     with engine(checkpoint) as llm:

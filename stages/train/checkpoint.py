@@ -1,0 +1,193 @@
+"""Checkpoints of the whole model, written by all processes together.
+
+The weights are gathered one by one in groups of about a file each, every group on the process that
+writes it, so that each process has a file of the checkpoint in memory and not the model.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import convert_file_size_to_int
+
+from bosch.files import replace, sync, write_json
+from bosch.model.tensor_parallel import whole_weight
+from stages.artifacts import CHECKPOINTS, checkpoint_name
+from stages.configs import LoraConfig
+from stages.materialize.model_card import note_training
+from stages.train.average import average_into
+from stages.train.storage import copy_companions, disk_errors
+from stages.train.trainable import is_adapter, merged
+
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+class CheckpointWriter:
+    """Writes `checkpoints/tokens-<n>`: a directory like the one training started from."""
+
+    def __init__(
+        self, work_dir: Path, model_dir: Path, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        self._directory = work_dir / CHECKPOINTS
+        self._model_dir = model_dir
+        self._dtype = dtype
+        self._max_shard_size = max_shard_size
+
+    def write(
+        self, tokens: int, model: Any, averaged: Sequence[int] = (), lora: LoraConfig | None = None
+    ) -> None:
+        """Save `model` in the starting model's precision; every process calls it.
+
+        A process waits for the others until each has written one file at most. The mean with the
+        checkpoints of the token counts `averaged` takes the place of the weights.
+        """
+        writing = self._directory / "writing"
+        first = _rank() == 0
+        with disk_errors(f"checkpoint {checkpoint_name(tokens)}", self._directory.parent):
+            if first:
+                shutil.rmtree(writing, ignore_errors=True)
+                writing.mkdir(parents=True)
+            _wait()
+            sizes = self._write_weights(model, writing, lora)
+            _wait()
+            if first:
+                _name_files(writing, sizes)
+            if averaged:
+                _wait()
+                earlier = [self._directory / checkpoint_name(count) for count in averaged]
+                files = sorted(writing.glob("*.safetensors"))
+                average_into(files[_rank() :: _processes()], earlier)
+                _wait()
+            if first:
+                copy_companions(self._model_dir, writing)
+                note_training(writing, tokens, averaged=1 + len(averaged))
+                replace(writing, self._directory / checkpoint_name(tokens))
+
+    def _write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
+        """Write each group's files on its process, in turn; returns counts for the index."""
+        left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+        state = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if name not in left_out
+        }
+        groups = self._groups(state)
+        for number in range(0, len(groups), _processes()):
+            own: dict[str, Tensor] = {}
+            for owner, names in enumerate(groups[number : number + _processes()]):
+                for name in names:
+                    with _gathered(state[name]) as whole:
+                        if owner == _rank():
+                            own[name] = self._saved(name, whole)
+            if own:
+                own = own if lora is None else merged(own, lora)
+                self._write_group(model, own, writing / f"part-{number + _rank():05d}")
+        weights = [value for name, value in state.items() if not is_adapter(name)]
+        return {
+            "total_parameters": sum(map(_count, weights)),
+            "total_size": sum(map(self._bytes, weights)),
+        }
+
+    def _groups(self, state: dict[str, Tensor]) -> list[list[str]]:
+        """Names in groups of at most `max_shard_size`, a layer or what is in none never parted.
+
+        transformers makes several saved weights of some together, but of one layer's only, and an
+        adapter is merged into its own.
+        """
+        layers: dict[str, list[str]] = {}
+        for name in state:
+            match = _LAYER.match(name)
+            layers.setdefault(match[0] if match else "", []).append(name)
+        most = convert_file_size_to_int(self._max_shard_size)
+        groups: list[list[str]] = [[]]
+        room = most
+        for names in layers.values():
+            size = sum(self._bytes(state[name]) for name in names if not is_adapter(name))
+            if groups[-1] and size > room:
+                groups.append([])
+                room = most
+            groups[-1] += names
+            room -= size
+        return groups
+
+    def _saved(self, name: str, value: Tensor) -> Tensor:
+        """A weight in the precision it is saved in, an adapter as it is, in memory of its own."""
+        changed = value.is_floating_point() and not is_adapter(name)
+        return value.detach().to("cpu", self._dtype if changed else value.dtype, copy=True)
+
+    def _bytes(self, value: Tensor) -> int:
+        dtype = self._dtype if value.is_floating_point() else value.dtype
+        return _count(value) * dtype.itemsize
+
+    def _write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
+        """As `save_pretrained` does, which on all processes but the first writes nothing."""
+        saved = revert_weight_conversion(model, weights)
+        files = split_torch_state_dict_into_shards(
+            saved,
+            max_shard_size=self._max_shard_size,
+            filename_pattern=stem.name + "{suffix}.safetensors",
+        ).filename_to_tensors
+        for file, names in files.items():
+            path = stem.parent / file
+            content = {name: saved[name].contiguous() for name in names}
+            save_file(content, path, metadata={"format": "pt"})
+            sync(path)
+
+
+def _name_files(writing: Path, sizes: dict[str, int]) -> None:
+    """Give the parts transformers' names, and write the index of several."""
+    parts = sorted(writing.glob("part-*.safetensors"))
+    if len(parts) == 1:
+        parts[0].rename(writing / SAFE_WEIGHTS_NAME)
+        return
+    stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
+    weight_map = {}
+    for number, part in enumerate(parts, start=1):
+        file = writing / f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        part.rename(file)
+        with safe_open(file, framework="pt") as opened:
+            weight_map |= dict.fromkeys(opened.keys(), file.name)
+    write_json(writing / SAFE_WEIGHTS_INDEX_NAME, {"metadata": sizes, "weight_map": weight_map})
+
+
+@contextmanager
+def _gathered(value: Any) -> Iterator[Tensor]:
+    """All of a weight that FSDP or DeepSpeed shards; every process must ask for it."""
+    if not hasattr(value, "ds_id"):
+        yield whole_weight(value.detach())
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([value]):
+        yield value
+
+
+def _count(value: Any) -> int:
+    """Elements of the whole weight; DeepSpeed leaves none of them in the parameter."""
+    return int(getattr(value, "ds_numel", value.numel()))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()

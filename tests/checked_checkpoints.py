@@ -1,0 +1,47 @@
+"""Trains like `tests.training_case`; beside each checkpoint, its weights by other means.
+
+python -m tests.checked_checkpoints CASE WORK '{"runtime": {...}}' leaves in WORK, for each
+checkpoint, `expected-<tokens>`, gathered by torch or DeepSpeed as a whole and written by
+transformers, and the number of files that each rank wrote: `files-<tokens>.<rank>`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from stages.train.checkpoint import CheckpointWriter
+from stages.train.trainer import PretrainingTrainer
+from tests.training_case import main
+
+
+def write_checkpoint(self: PretrainingTrainer, tokens: int, averaged: list[int]) -> None:
+    """Both, and the counts."""
+    if self.is_deepspeed_enabled:
+        state = self.model_wrapped._zero3_consolidated_16bit_state_dict()
+    else:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
+    work_dir = self._restarts.directory.parent
+    if self.args.should_save:
+        state.pop("lm_head.weight")  # tied
+        self.model.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
+    written.clear()
+    write(self, tokens, averaged)
+    (work_dir / f"files-{tokens}.{dist.get_rank()}").write_text(str(len(written)))
+
+
+def write_group(self: CheckpointWriter, *args: Any) -> None:
+    """Count it."""
+    written.append(args)
+    group(self, *args)
+
+
+if __name__ == "__main__":
+    written: list[Any] = []
+    write, group = PretrainingTrainer._write_checkpoint, CheckpointWriter._write_group
+    PretrainingTrainer._write_checkpoint = write_checkpoint  # type: ignore[method-assign]
+    CheckpointWriter._write_group = write_group  # type: ignore[method-assign]
+    main()
