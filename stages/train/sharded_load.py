@@ -52,13 +52,9 @@ def _fill(
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             dist.broadcast(whole, 0)
-            _own_shard(parameter).copy_(_same_shard(parameter, whole))
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().copy_(_same_shard(parameter, whole))
     weights.clear()
-
-
-def _own_shard(parameter: Any) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
 
 
 def _same_shard(parameter: Any, whole: Tensor) -> Tensor:
