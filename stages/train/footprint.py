@@ -90,8 +90,8 @@ def training_memory(
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = number if sharded else 4
     optimizer = optimizer_bytes(trained, shards)
-    if runtime.sharding == "deepspeed" and mixed_precision:
-        optimizer += number * count / shards  # bf16 weights beside the master copy
+    if runtime.sharding == "deepspeed":
+        optimizer += number * count / shards  # weights to compute with, beside the master copy
     saved = tokens * _saved_by_a_layer(shape, number, residual, train.liger)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (number * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)

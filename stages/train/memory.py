@@ -90,14 +90,24 @@ def restart_disk_bytes(parameters: int, trained: int) -> int:
 
 
 def load_host_bytes(
-    parameters: int, saved_bytes: int, sharding: str, processes: int, on_gpu: bool
+    parameters: int,
+    saved_bytes: int,
+    computed_bytes: int,
+    sharding: str,
+    processes: int,
+    on_gpu: bool,
 ) -> int:
     """Host memory of a node while the model is loaded, with `processes` on the node.
 
-    Under FSDP the first process alone reads the weights, in `saved_bytes` each. Without sharding
-    they go to the GPUs one by one, from files that all processes share. Otherwise every process has
-    them in float32. A teacher is loaded before the model, in no more bytes.
+    Sharded, the first process alone reads the weights, in `saved_bytes` each, and sends them one by
+    one; DeepSpeed then has a copy of its shards in `computed_bytes`, the precision of training, in
+    the host's memory. What the processes keep on the CPU, float32 shards and DeepSpeed's second
+    copy, is not counted. Without sharding the weights go to the GPUs one by one, from files that
+    all processes share; on the CPU every process keeps them in float32. A teacher is loaded before
+    the model, in no more bytes.
     """
-    if sharding == "fsdp" or (sharding == "none" and on_gpu):
-        return saved_bytes * parameters
-    return _FLOAT32 * parameters * processes
+    if sharding == "none" and not on_gpu:
+        return _FLOAT32 * parameters * processes
+    if sharding == "deepspeed":
+        return max(saved_bytes, computed_bytes) * parameters
+    return saved_bytes * parameters

@@ -176,7 +176,8 @@ def _train(
     checkpoints = len(checkpoint_steps(train))
     number = _BYTES[recipe.materialize.dtype]
     saved = float(checkpoints * shape.parameters * number)
-    host = load_host_bytes(shape.parameters, number, runtime.sharding, local, on_gpu)
+    computed = 2 if train.mixed_precision == "bf16" else 4
+    host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     restart = float(restart_disk_bytes(shape.parameters, trained_parameters(shape, train)))
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
