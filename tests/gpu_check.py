@@ -6,6 +6,7 @@ python -m tests.gpu_check PAGE
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # Needs no GPU, and shows that the parts above would start.
 DRY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Tests, collected", ("pytest", "-q", "--collect-only", "tests/gpu")),
+    ("Tests, collected", ("pytest", "-qq", "--collect-only", "tests/gpu")),
     ("Training of a small shape", ("tests.benchmarks.gpu_training", "--small")),
 )
 
@@ -50,6 +51,7 @@ def run_check(arguments: tuple[str, ...]) -> tuple[int, str]:
     """Exit status and output of a module of this Python."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments], cwd=ROOT, check=False,
+        env={**os.environ, "TQDM_DISABLE": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout

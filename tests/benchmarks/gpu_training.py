@@ -93,7 +93,8 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     utilisation = [step.mfu for step in steady if step.mfu is not None]
     print(f"MFU: {statistics.median(utilisation):.1%}" if utilisation else "MFU: no known GPU")
     peak = steps[-1].memory or 0
-    print(f"peak: {peak / 2**30:.2f} GiB measured, {memory.peak / 2**30:.2f} GiB planned")
+    held = "measured" if torch.cuda.is_available() else "measured of the whole process"
+    print(f"peak: {peak / 2**30:.2f} GiB {held}, {memory.peak / 2**30:.2f} GiB planned")
     print(json.dumps({name: round(size / 2**30, 3) for name, size in memory.breakdown.items()}))
 
 
