@@ -6,8 +6,6 @@ import re
 
 # C0 and C1 without tab and line feed: a terminal obeys them. Lone surrogates have no UTF-8.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
 _LONG_WORD = re.compile(r"\S{501,}")
 _LONG_LINE = re.compile(r"[^\n]{5001,}")
 
