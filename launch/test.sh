@@ -14,6 +14,7 @@ fi
 launch/setup.sh test
 bin="$root/.venv/bin"
 
+export PYTHONDONTWRITEBYTECODE="" # what the tests import is compiled once
 failed=0
 check() {
     echo "== $*"

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pipeline.run import launch
+
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -92,8 +94,6 @@ def start_pipeline(arguments: list[str], output: Path) -> Any:
 
 
 def _run_pipeline(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    from pipeline.run import launch
-
     os.setsid()
     launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=_ForkedStage, TimeoutExpired=subprocess.TimeoutExpired
