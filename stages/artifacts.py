@@ -42,11 +42,12 @@ TRACES = {"score": "trace_score.svg", "log_likelihood": "trace_log_likelihood.sv
 MODEL, CHECKPOINTS, TENSORBOARD = "model", "checkpoints", "tensorboard"
 METRICS, SAMPLES, PAGE = "metrics.jsonl", "samples.jsonl", "index.html"
 
-# Names of the models that are evaluated, beside checkpoint_name(tokens) and those of the rivals,
-# which are their methods'.
+# Names of the models that are evaluated, beside checkpoint_name(tokens), window_name(size) and
+# those of the rivals, which are their methods'.
 ORIGINAL, HYBRID = "original", "hybrid"
 _RUN_AGAIN = "run its stage again with --force"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
+_WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
 
 
 def checkpoint_name(tokens: int) -> str:
@@ -60,6 +61,17 @@ def checkpoint_tokens(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def window_name(size: int, method: str | None = None) -> str:
+    """Name of an untrained hybrid at another window: of the search's mask, or of a rival's."""
+    return f"window-{size}" if method is None else f"{method}-window-{size}"
+
+
+def named_window(name: str) -> tuple[str | None, int] | None:
+    """Method (None: the search's) and window of `window_name`; None for a name of another form."""
+    match = _WINDOW.fullmatch(name)
+    return (match[1], int(match[2])) if match and match[1] in (None, *METHODS) else None
+
+
 def checkpoint_folders(train: Path) -> dict[str, Path]:
     """The checkpoints below a train stage's folder by name, in the order of training."""
     folders = [path for path in (train / CHECKPOINTS).iterdir() if checkpoint_tokens(path.name)]
@@ -68,8 +80,11 @@ def checkpoint_folders(train: Path) -> dict[str, Path]:
 
 
 def _evaluated_name(name: str) -> str:
-    if name not in (ORIGINAL, HYBRID, *METHODS) and checkpoint_tokens(name) is None:
-        raise ValueError(f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n> and the methods")
+    formed = checkpoint_tokens(name) is not None or named_window(name) is not None
+    if name not in (ORIGINAL, HYBRID, *METHODS) and not formed:
+        raise ValueError(
+            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, window-<n> and the methods"
+        )
     return name
 
 

@@ -443,6 +443,14 @@ class EvaluateConfig(Section):
         )
     )
 
+    windows: Annotated[list[Count], AfterValidator(different)] = Field(
+        default=[],
+        description=(
+            "Window sizes at which the search's mask and those of the rivals are scored too, "
+            "untrained, like [256, 512, 2k, 4k]; the search's own is the hybrid's."
+        ),
+    )
+
     @property
     def suites(self) -> dict[str, Section | None]:
         """The sections of the suites by name, None where the recipe leaves one out."""

@@ -53,6 +53,10 @@ AVERAGES = {
     HYBRID: 31.0,
     "tokens-1000000": 78.5,
     "tokens-4000000": 96.0,
+    "window-64": 20.0,
+    "window-256": 60.0,
+    "intr-window-64": 8.0,
+    "intr-window-256": 40.0,
 }
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
 
@@ -69,8 +73,8 @@ def publish(
         "search": lambda folder: _search(folder, layers, heads, rng),
         "materialize": lambda folder: _materialize(folder, layers, heads),
         "train": lambda folder: _train(folder, rng),
-        "original": lambda folder: _evaluate(folder, ORIGINAL),
-        "evaluate": lambda folder: _evaluate(folder, *evaluated),
+        "original": lambda folder: evaluate(folder, ORIGINAL),
+        "evaluate": lambda folder: evaluate(folder, *evaluated),
     }
     inputs = {}
     for stage, write in writers.items():
@@ -230,7 +234,8 @@ def _train(folder: Path, rng: random.Random) -> None:
     Journal(folder / METRICS).append(*lines)
 
 
-def _evaluate(folder: Path, *models: str) -> None:
+def evaluate(folder: Path, *models: str) -> None:
+    """Write scores.json and samples.jsonl of these of the `AVERAGES`."""
     answers = {name: _answers(AVERAGES[name]) for name in models}
     checkpoints = {
         name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}

@@ -1,8 +1,10 @@
-"""Rivals of the search: masks of rules and rankings at its ratio and window, to be scored too."""
+"""Untrained hybrids beside the search's: of rules and rankings, and at other windows."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
@@ -13,7 +15,7 @@ from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.runs import unsearched_mask
-from stages.artifacts import CALIBRATION
+from stages.artifacts import CALIBRATION, window_name
 from stages.configs import EvaluateConfig, SearchConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, digest_of
@@ -46,6 +48,20 @@ def rivals(config: StageConfig[EvaluateConfig], prepared: Path, work_dir: Path) 
         Evaluated(file.method, config.model, _identity(config.model_identity, file), file)
         for file in masks[0]
     ]
+
+
+def other_windows(
+    config: StageConfig[EvaluateConfig], masks: Mapping[str | None, HeadMaskFile]
+) -> list[Evaluated]:
+    """The masks (by method, None: the search's) at `evaluate.windows` but their own (BOSCH C.3)."""
+    models = []
+    for method, mask in masks.items():
+        for size in config.section.windows:
+            if size != mask.window_size:
+                file = replace(mask, window_size=size)
+                identity = _identity(config.model_identity, file)
+                models.append(Evaluated(window_name(size, method), config.model, identity, file))
+    return models
 
 
 def _masks(

@@ -1,4 +1,4 @@
-"""Scores of the untrained hybrid and every checkpoint, beside those of the original model."""
+"""Scores of untrained hybrids and every checkpoint, beside those of the original model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.heads import HeadMaskFile
 from data_prep.calibration import CalibrationNeedles
 from data_prep.tokenizer import TokenizerSpec
 from stages.artifacts import (
     CALIBRATION,
+    HEAD_MASK,
     HYBRID,
     MODEL,
     TOKENIZER,
@@ -19,7 +21,7 @@ from stages.configs import EvaluateConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, stored_identity
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.rivals import rivals
+from stages.evaluate.rivals import other_windows, rivals
 
 VERSION = 3
 
@@ -40,6 +42,10 @@ def run(
         folders |= checkpoint_folders(inputs["train"])
     prepared = inputs["prepare"]
     models = rivals(config, prepared, work_dir)
+    if config.section.windows:
+        masks = {model.name: model.mask for model in models if model.mask is not None}
+        searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
+        models += other_windows(config, {None: searched, **masks})
     models += [
         Evaluated(
             name,

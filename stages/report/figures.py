@@ -76,6 +76,45 @@ def standing(
     return plot.canvas.svg(name, f"{suite} average by model", f"{spoken}.")
 
 
+class WindowCurve(NamedTuple):
+    """Averages of one mask over window sizes: (tokens, average, ends of its interval)."""
+
+    label: str
+    css: str
+    points: Sequence[tuple[int, float, float, float]]
+
+
+def window_curves(
+    curves: Sequence[WindowCurve], original: float | None, width: float, name: str
+) -> str:
+    """Needle average over the window size, a curve for each mask; the original's is a line."""
+    sizes = sorted({size for curve in curves for size, *_ in curve.points})
+    right = 20 + 7.2 * max(len(curve.label) for curve in curves)
+    reach = (sizes[0], sizes[-1])
+    plot = Plot.make(width, 300, reach, (0, 109), log_x=True, right=right, top=12)
+    plot.y_axis([0, 25, 50, 75, 100], "Needle average (points)", format_count)
+    plot.x_axis(sizes, "Window (tokens, log)", lambda value: format_length(int(value)))
+    if original is not None:
+        ends = [(sizes[0], original), (sizes[-1], original)]
+        plot.canvas.line(plot.points(ends), "line original")
+        text = f"original {format_score(original)}"
+        plot.canvas.text(plot.x.start + 11, plot.y(original) - 8, text, "mark original-text")
+    for label, css, points in curves:
+        plot.canvas.line(plot.points([(x, y) for x, y, *_ in points]), f"line {css}")
+        for x, y, low, high in points:
+            plot.canvas.line(plot.points([(x, low), (x, high)]), f"line {css}")
+            interval = f"{format_score(low)} to {format_score(high)}"
+            tip = f"{label}, W = {x:,}: {format_score(y)}, interval {interval}"
+            plot.canvas.circle(plot.x(x), plot.y(y), 3.5, f"dot {css}", tip)
+        last_x, last_y, *_ = points[-1]
+        plot.canvas.text(plot.x(last_x) + 10, plot.y(last_y) + 4, label, "mark")
+    spoken = "; ".join(
+        f"{label} " + ", ".join(f"{format_score(y)} at {x:,}" for x, y, *_ in points)
+        for label, _, points in curves
+    )
+    return plot.canvas.svg(name, "Needle average over the window size", f"{spoken}.")
+
+
 def recovery(needle: Sequence[NeedleScores], width: float, name: str) -> str:
     """Needle average over training tokens: the hybrid's checkpoints, and the original as a line."""
     curve = sorted((one.tokens, one.average) for one in needle if one.tokens is not None)

@@ -29,6 +29,7 @@ from stages.report.scores_section import (
     scores_section,
     standing_section,
     verdict_section,
+    windows_section,
 )
 from stages.report.search_section import mask_section, search_section
 
@@ -47,6 +48,7 @@ def render(results: Results, provenance: Provenance, section: ReportConfig) -> s
         search_section(results),
         _recovery_section(results),
         scores_section(results, _why_no_score(results, trained=False)),
+        windows_section(results),
         harness_section(results),
         positions_section(results),
         _memory_section(results),

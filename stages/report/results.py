@@ -27,6 +27,7 @@ from stages.artifacts import (
     SuiteScores,
     TrainingStep,
     checkpoint_tokens,
+    named_window,
     read_metrics,
     read_samples,
 )
@@ -58,6 +59,10 @@ def label_of(name: str) -> str:
         return "Hybrid, untrained"
     if name in METHODS:
         return f"{METHODS[name].label}, untrained"
+    windowed = named_window(name)
+    if windowed is not None:
+        method, size = windowed
+        return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
     return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
 
 
@@ -116,6 +121,7 @@ class Results:
     training: list[TrainingStep] | None
     needle: list[NeedleScores] | None
     rivals: list[NeedleScores]
+    windows: list[NeedleScores]
     scores: Scores | None
     corpus: dict[str, Any] | None
     statistics: dict[str, Any]
@@ -172,6 +178,7 @@ def load_results(inputs: Mapping[str, Path]) -> Results:
         training=read_metrics(inputs["train"]) if "train" in inputs else None,
         needle=_needle(scores) or None if scores else None,
         rivals=_rivals(scores) if scores else [],
+        windows=_windows(scores) if scores else [],
         scores=scores,
         corpus=scores.corpus if scores else None,
         predictions=collect_predictions(
@@ -195,7 +202,7 @@ def _needle(scores: Scores) -> list[NeedleScores]:
     models = [
         NeedleScores(name, suites["needle"])
         for name, suites in scores.checkpoints.items()
-        if "needle" in suites and name not in METHODS
+        if "needle" in suites and name not in METHODS and named_window(name) is None
     ]
     return sorted(models, key=lambda model: -1 if model.tokens is None else model.tokens)
 
@@ -208,3 +215,12 @@ def _rivals(scores: Scores) -> list[NeedleScores]:
         if "needle" in suites and name in METHODS
     ]
     return sorted(models, key=lambda model: model.average)
+
+
+def _windows(scores: Scores) -> list[NeedleScores]:
+    """The untrained hybrids at other windows than the search's."""
+    return [
+        NeedleScores(name, suites["needle"])
+        for name, suites in scores.checkpoints.items()
+        if "needle" in suites and named_window(name) is not None
+    ]

@@ -7,7 +7,14 @@ from functools import partial
 from html import escape
 
 from bosch.search.methods import METHODS
-from stages.artifacts import HYBRID, ORIGINAL, Against, MeanScore, SuiteScores
+from stages.artifacts import (
+    HYBRID,
+    ORIGINAL,
+    Against,
+    MeanScore,
+    SuiteScores,
+    named_window,
+)
 from stages.formats import format_length, format_score, format_share
 from stages.report import figures, markup
 from stages.report.predictions import anchor
@@ -77,9 +84,7 @@ def standing_section(results: Results) -> str:
 
 
 def _bar(label: str, css: str, suite: SuiteScores) -> figures.ScoreBar:
-    low = suite.average if suite.low is None else suite.low
-    high = suite.average if suite.high is None else suite.high
-    return figures.ScoreBar(label, css, suite.average, low, high)
+    return figures.ScoreBar(label, css, *_interval(suite))
 
 
 def scores_section(results: Results, why_none: str) -> str:
@@ -94,6 +99,45 @@ def scores_section(results: Results, why_none: str) -> str:
     models = [*results.needle, *results.rivals]
     cards = [markup.card(score_table(scores)) for scores in models]
     return markup.section(heading, lead, _filter_bar(results) + markup.grid(cards))
+
+
+def windows_section(results: Results) -> str:
+    """The masks at other windows: a curve for each, and all scores; empty without them."""
+    hybrid = results.checkpoint(HYBRID)
+    if not results.windows or hybrid is None:
+        return ""
+    searched = results.search.mask
+    curves = {None: {searched.window_size: hybrid.suite}} | {
+        rival.name: {searched.window_size: rival.suite} for rival in results.rivals
+    }
+    for model in results.windows:
+        method, size = named_window(model.name) or (None, 0)
+        curves[method][size] = model.suite
+    lines = [
+        figures.WindowCurve(
+            METHODS[method or searched.method].label,
+            "rival" if method else "untrained",
+            [(size, *_interval(suite)) for size, suite in sorted(by_size.items())],
+        )
+        for method, by_size in curves.items()
+    ]
+    original = results.checkpoint(ORIGINAL)
+    average = original.average if original is not None else None
+    picture = figures.responsive(partial(figures.window_curves, lines, average), "windows")
+    lead = (
+        f"The masks found at W = {searched.window_size:,} at other windows, untrained (BOSCH C.3): "
+        "needle averages with 95 % intervals."
+    )
+    tables = markup.grid(markup.card(score_table(scores)) for scores in results.windows)
+    inner = markup.card(picture) + markup.details("Scores by task and length", tables)
+    return markup.section("Window sizes", lead, inner)
+
+
+def _interval(suite: SuiteScores) -> tuple[float, float, float]:
+    """The average and the ends of its interval."""
+    low = suite.average if suite.low is None else suite.low
+    high = suite.average if suite.high is None else suite.high
+    return suite.average, low, high
 
 
 def _filter_bar(results: Results) -> str:

@@ -29,6 +29,11 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
             "original": original.average if original else None,
             "hybrid": hybrid.average if hybrid else None,
             "rivals": {rival.name: rival.average for rival in results.rivals},
+            **(
+                {"windows": {model.name: model.average for model in results.windows}}
+                if results.windows
+                else {}
+            ),
             "trained": trained.average if trained else None,
             "trained_tokens": trained.tokens if trained else None,
         },

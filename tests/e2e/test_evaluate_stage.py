@@ -55,6 +55,8 @@ def stages(tmp_path_factory):
     mask = HeadMask.from_swa_kv_heads([[0, 1], [1]], 2)
     hybrid = materialize(load_model(model, dtype="float32"), mask, Window(32, 1))
     hybrid.save_pretrained(folder / "materialize" / "model")
+    file = HeadMaskFile.of(mask, Window(32, 1), model="model", method="bosch", swa_ratio=0.75)
+    file.save(folder / "materialize" / "model" / "head_mask.json")
     (folder / "original").mkdir()
     original.run(_config(SECTION, model), {}, folder / "original")
     return folder
@@ -121,7 +123,7 @@ def test_every_sample_is_kept(evaluated):
 
 def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, tmp_path):
     """Of the search's ratio and window; their masks are kept."""
-    section = SECTION.model_copy(update={"rivals": ["intr", "dcam"]})
+    section = SECTION.model_copy(update={"rivals": ["intr", "dcam"], "windows": [32, 512]})
     search = SearchConfig(method="bosch", swa_ratio=0.75, window_size=32, sinks=1)
     config = replace(
         _config(section, stages / "model"),
@@ -133,7 +135,8 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     work.mkdir()
     evaluate.run(config, _inputs(stages), work)
     scores = Scores.read(work)
-    assert list(scores.checkpoints)[:4] == ["original", "intr", "dcam", "hybrid"]
+    windows = ["window-512", "intr-window-512", "dcam-window-512"]
+    assert list(scores.checkpoints)[:7] == ["original", "intr", "dcam", *windows, "hybrid"]
     model = load_model(stages / "model", dtype="float32")
     prepare_for_search(model)
     objective = Objective(
@@ -150,6 +153,10 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     # The materialized hybrid happens to have the rule's mask.
     assert HeadMaskFile.load(work / "rivals" / "intr.json").swa_kv_heads == [[0, 1], [1]]
     assert outputs["intr"] == outputs["hybrid"]
+    # A window longer than the samples leaves the original model.
+    answers = [r["output"] for r in read_samples(stages / "original")]
+    assert outputs["intr"] != answers
+    assert [outputs[name] for name in windows] == [answers] * 3
     # Another run finds the answers.
     again = tmp_path / "again"
     again.mkdir()

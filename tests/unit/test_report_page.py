@@ -180,6 +180,30 @@ def test_the_first_picture_ranks_search_and_rivals(tmp_path: Path) -> None:
     assert "12.0" not in wide_picture(page, "recovery")
 
 
+def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
+    assert "Window sizes" not in make(tmp_path / "none")[0]
+    inputs = report_fixture.publish(tmp_path)
+    report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
+    report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    picture = wide_picture(page, "windows")
+    dots = re.findall(r'class="dot (\w+)"[^>]*><title>([^:]+): ([\d.]+), interval', picture)
+    assert dots == [
+        ("untrained", "BOSCH, W = 64", "20.0"),
+        ("untrained", "BOSCH, W = 128", "31.0"),
+        ("untrained", "BOSCH, W = 256", "60.0"),
+        ("rival", "INTR, W = 64", "8.0"),
+        ("rival", "INTR, W = 128", "12.0"),
+        ("rival", "INTR, W = 256", "40.0"),
+    ]
+    assert "INTR, untrained, W = 256" in page
+    # They are neither points of the recovery nor rivals in the first picture.
+    assert "60.0" not in wide_picture(page, "recovery") + wide_picture(page, "standing")
+    assert set(re.findall(r'href="#(samples-[^"]+)"', page)) <= set(
+        re.findall(r'id="(samples-[^"]+)"', page)
+    )
+
+
 def test_every_score_leads_to_its_samples(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
     links = set(re.findall(r'href="#(samples-[^"]+)"', page))

@@ -200,7 +200,7 @@ def _recipe_of(
     changes = {
         "name": f"{recipe.name}/compare/{combination.folder}",
         # A comparison has every method as a combination of its own.
-        "evaluate": evaluate.model_copy(update={"rivals": []}),
+        "evaluate": evaluate.model_copy(update={"rivals": [], "windows": []}),
         "search": _search_of(recipe.search, combination),
         "train": recipe.train if options.with_training else None,
     }

@@ -201,7 +201,8 @@ def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
     needle, search = recipe.evaluate.needle, recipe.search
     checkpoints = len(checkpoint_steps(recipe.train)) if recipe.train is not None else 0
     rivals = len(recipe.evaluate.rivals)
-    models = {"original": 1, "evaluate": 1 + rivals + checkpoints}
+    windows = len({*recipe.evaluate.windows} - {search.window_size})
+    models = {"original": 1, "evaluate": (1 + rivals) * (1 + windows) + checkpoints}
     if needle is None:
         return [Cost(stage, 0, 1e6, []) for stage in models]
     each = needle.samples * len(needle.tasks)
@@ -221,6 +222,7 @@ def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
         "evaluate": [
             f"{samples:,} samples for the hybrid and each of {checkpoints} checkpoints"
             + (f" and {rivals} rivals" if rivals else "")
+            + (f", the untrained ones at {windows} more windows" if windows else "")
         ],
     }
     activations = ActivationSizes.of(shape, number).plain_pass(rows * longest)
