@@ -29,14 +29,14 @@ def test_samples_are_made_at_half_the_speed_of_tokenising(tmp_path: Path) -> Non
     making = tokenising = 0.0
     for task in TASKS:
         folder = SampleFolder(tmp_path, task, LENGTH, NEW_TOKENS[task], 42, corpus, tokenizer)
-        began = time.perf_counter()
+        began = time.process_time()
         folder.make(SAMPLES)
-        per_task = time.perf_counter() - began
+        per_task = time.process_time() - began
         texts = [tokenizer.decode(sample.ids) for sample in folder.read(range(SAMPLES))]
-        began = time.perf_counter()
+        began = time.process_time()
         for text in texts:
             encode_prompt(tokenizer, text)
-        once = time.perf_counter() - began
+        once = time.process_time() - began
         making, tokenising = making + per_task, tokenising + once
         ratio = once / per_task
         print(f"{task}: made in {per_task:.1f} s, tokenised once in {once:.1f} s, {ratio:.2f}")
