@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,6 +244,9 @@ def _load(manager: Any, name: str, section: HarnessEvaluation) -> dict[str, Any]
         spec["custom_dataset"] = lambda **_: _datasets(files)
     if section.num_fewshot is not None:
         spec["num_fewshot"] = section.num_fewshot
+    # Advice that is none to whoever runs a recipe.
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     # As a group of one, so that the harness puts what is named here over the task's own settings.
     tasks: dict[str, Any] = manager.load([{"group": f"{name}_here", "task": [spec]}])["tasks"]
     for task in tasks.values():
