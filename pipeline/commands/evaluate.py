@@ -154,7 +154,9 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
     }
     lock = runner.store.lock("evaluation", digest)
     with hold(lock, f"{runner.name}: this evaluation", runner.name, wait=True):
-        runner.launcher(order, runner.loaded.world)
+        # Starting a process that finds all done takes many times as long as looking here.
+        if SelectedScores.finished(work) is None:
+            runner.launcher(order, runner.loaded.world)
         scores = SelectedScores.read(work)
     place = runner.store.root / runner.name / "evaluation"
     make_folder(place)

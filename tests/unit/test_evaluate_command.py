@@ -109,6 +109,19 @@ def test_checkpoints_of_a_running_training(
     assert list(launches.orders[1]["inputs"]) == ["hybrid"]
 
 
+def test_what_is_finished_starts_no_process(case: Case, launches: Launches) -> None:
+    folder = _publish(case, "materialize", "model") / "model"
+    assert run(case) == run(case) == 0
+    assert len(launches.orders) == 1
+    # A damaged result, and another model at the same place, are evaluated.
+    (Path(launches.orders[0]["work_dir"]) / "scores.json").write_text("{")
+    assert run(case) == 0
+    assert len(launches.orders) == 2
+    (folder / "config.json").write_text('{"changed": true}')
+    assert run(case) == 0
+    assert len(launches.orders) == 3
+
+
 def test_a_task_without_a_score_shows_in_the_exit_status(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:

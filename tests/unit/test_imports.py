@@ -160,6 +160,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     code = (
         "import sys, pipeline.cli, pipeline.run.runner\n"
         "import pipeline.commands.plan.command, pipeline.commands.run, pipeline.commands.status\n"
+        "import pipeline.commands.evaluate\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pyarrow', 'accelerate'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )
