@@ -92,7 +92,8 @@ def training_memory(
     optimizer = optimizer_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
         optimizer += number * count / shards  # weights to compute with, beside the master copy
-    saved = tokens * _saved_by_a_layer(shape, number, residual, train.liger)
+    frozen = train.freeze == "attention_only"
+    saved = tokens * _saved_by_a_layer(shape, number, residual, train.liger, frozen)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (number * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.gradient_checkpointing:
@@ -159,22 +160,26 @@ def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
     return shape.parameters if whole else trained_in_layers(shape, train)
 
 
-def _saved_by_a_layer(shape: DecoderShape, number: int, residual: int, liger: bool) -> float:
+def _saved_by_a_layer(
+    shape: DecoderShape, number: int, residual: int, liger: bool, frozen: bool
+) -> float:
     """Bytes per token that autograd keeps of one decoder layer, as for Qwen3.
 
     Each norm keeps its input in float32, besides its result as it is and as the next maps take it;
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
     keeps gate, up, their activation and product. Liger's norms and MLP keep their inputs only.
+    Where norms and MLP are `frozen`, what only their weights' gradients take is not kept: a norm's
+    result before its weight, and the inputs of the MLP's maps.
     """
     if liger:
         norms = 2 * (residual + number)
         heads = 4 * number * shape.query_size + 3 * number * shape.key_value_size
         mlp = 3 * number
     else:
-        norms = 2 * (4 + 2 * number)
+        norms = 2 * 4 + (1 if frozen else 4) * number
         if residual > number:  # the results in float32 too, and a copy for each map
-            norms = 2 * (4 + residual) + 5 * number
+            norms = 2 * 4 + (3 if frozen else 5) * number + (0 if frozen else 2) * residual
         heads = (4 + 4 * number) * shape.query_size + (4 + 3 * number) * shape.key_value_size
-        mlp = 4 * number
+        mlp = (3 if frozen else 4) * number
     dispatched = 3 * number * shape.hidden * shape.experts_per_token  # copies for each expert
     return float(norms * shape.hidden + heads + mlp * shape.active_width + dispatched)
