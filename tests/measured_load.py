@@ -14,6 +14,9 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
+from pipeline.commands.measure.memory import memory_meter
 from stages.train import run
 from stages.train.sharded_load import shard_and_fill
 from stages.train.storage import RestartPoints
@@ -21,17 +24,6 @@ from stages.train.trainable import saved_name
 from tests.training_case import stage_config
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
-
-
-def _begin() -> int:
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-    return _resident("VmRSS")
 
 
 if __name__ == "__main__":
@@ -45,15 +37,17 @@ if __name__ == "__main__":
 
     def load_from_here(*args: object, **options: object) -> object:
         global before
-        before = _begin()
+        gc.collect()
+        meter.restart()
+        before = meter.now()
         return load(*args, **options)  # type: ignore[arg-type]
 
-    before = 0
+    meter, before = memory_meter(torch.device("cpu")), 0
     run.load_for_training = load_from_here  # type: ignore[assignment]
     trainer = run.build_trainer(config, inputs, work_dir, RestartPoints(work_dir, config.section))
     if config.runtime.sharding == "fsdp":
         shard_and_fill(trainer.accelerator, trainer.model, trainer.read_weights(), saved_name)
     gc.collect()
-    held = {"peak": _resident("VmHWM") - before, "kept": _resident("VmRSS") - before}
+    held = {"peak": meter.peak() - before, "kept": meter.now() - before}
     held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
     (work_dir / f"load.{os.environ['RANK']}.json").write_text(json.dumps(held))

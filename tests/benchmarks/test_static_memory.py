@@ -53,10 +53,10 @@ def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> No
 
 
 def _measure(method: str, length: int) -> int:
-    import resource
-
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from pipeline.commands.measure.memory import memory_meter
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -72,9 +72,10 @@ def _measure(method: str, length: int) -> int:
         score(model, CalibrationSet.from_records([(ids, 4)]), 1024)
 
     scored(64)  # what is loaded once is no part of it
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    meter = memory_meter(torch.device("cpu"))
+    before = meter.peak()
     scored(length)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return meter.peak() - before
 
 
 if __name__ == "__main__":
