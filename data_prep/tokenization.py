@@ -289,5 +289,6 @@ def read_shard(path: Path) -> tuple[Block, int]:
     tokens, text_bytes = np.load(path / _DOCUMENTS).T
     is_used = tokens > 0
     offsets = np.concatenate([[0], np.cumsum(tokens[is_used])])
-    ids = np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else np.empty(0, np.int32)
+    # A plain array over the map: a slice of a memmap is a memmap, and costs ten times as much.
+    ids = np.asarray(np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else (), np.int32)
     return Block(ids, offsets, int((~is_used).sum())), int(text_bytes.sum())
