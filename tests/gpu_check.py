@@ -60,6 +60,7 @@ def run_check(arguments: tuple[str, ...]) -> tuple[int, str]:
 def main(page: Path) -> int:
     """Write the page; 0 when every check passed, 3 when there is no GPU to check."""
     on_gpu = torch.cuda.is_available()
+    page.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"# GPU check, {datetime.date.today()}", machine()]
     if not on_gpu:
         parts.append("There is no GPU: only what needs none was run, and nothing is shown.")
