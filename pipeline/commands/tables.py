@@ -8,9 +8,11 @@ from html import escape
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+_WIDEST = 100_000
 # Beginning and end of a marked text in Markdown, and its style on the terminal.
 _MARKS = {("**", "**"): "bold", ("<u>", "</u>"): "underline"}
 
@@ -99,7 +101,13 @@ class Table:
                 table.add_row(Text(group.heading, style="italic dim"))
             for row in group.rows:
                 table.add_row(*map(_styled, row))
-        Console().print(table)
+        console = Console()
+        if not console.is_terminal:
+            # In a log nothing is cut off; rich takes a file for 80 characters wide.
+            unbounded = console.options.update(max_width=_WIDEST)
+            width = Measurement.get(console, unbounded, table).maximum
+            console = Console(width=max(width, console.width))
+        console.print(table)
 
     def _is_number(self, column: int) -> bool:
         return self.text_columns is not None and column >= self.text_columns

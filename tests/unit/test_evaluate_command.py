@@ -12,6 +12,7 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.commands import evaluate
+from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
 from pipeline.run.runner import Choice, Runner
@@ -107,6 +108,14 @@ def test_checkpoints_of_a_running_training(
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
     assert run(case, checkpoints=["hybrid"]) == 0
     assert list(launches.orders[1]["inputs"]) == ["hybrid"]
+
+
+def test_a_table_in_a_log_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"tokens-{number}000000000" for number in range(1, 9)]
+    rows = [["niah_single_1 at 4k", *["≈ 90.0 (69.9–97.2)"] * len(names)]]
+    Table.of_rows("needle", ["task", *names], rows).print()
+    out = capsys.readouterr().out
+    assert "…" not in out and out.count("≈ 90.0 (69.9–97.2)") == len(names)
 
 
 def test_what_is_finished_starts_no_process(case: Case, launches: Launches) -> None:
