@@ -17,7 +17,7 @@ from stages.train.trainer import PretrainingTrainer
 from tests.training_case import main
 
 
-def write_checkpoint(self: PretrainingTrainer, tokens: int, averaged: list[int]) -> None:
+def checked_checkpoint(self: PretrainingTrainer, tokens: int, averaged: list[int]) -> None:
     """Both, and the counts."""
     if self.is_deepspeed_enabled:
         state = self.model_wrapped._zero3_consolidated_16bit_state_dict()
@@ -33,7 +33,7 @@ def write_checkpoint(self: PretrainingTrainer, tokens: int, averaged: list[int])
     (work_dir / f"files-{tokens}.{dist.get_rank()}").write_text(str(len(written)))
 
 
-def write_group(self: CheckpointWriter, *args: Any) -> None:
+def counted_group(self: CheckpointWriter, *args: Any) -> None:
     """Count it."""
     written.append(args)
     group(self, *args)
@@ -41,7 +41,7 @@ def write_group(self: CheckpointWriter, *args: Any) -> None:
 
 if __name__ == "__main__":
     written: list[Any] = []
-    write, group = PretrainingTrainer._write_checkpoint, CheckpointWriter._write_group
-    PretrainingTrainer._write_checkpoint = write_checkpoint  # type: ignore[method-assign]
-    CheckpointWriter._write_group = write_group  # type: ignore[method-assign]
+    write, group = PretrainingTrainer.write_checkpoint, CheckpointWriter.write_group
+    PretrainingTrainer.write_checkpoint = checked_checkpoint  # type: ignore[method-assign]
+    CheckpointWriter.write_group = counted_group  # type: ignore[method-assign]
     main()

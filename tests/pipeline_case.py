@@ -109,7 +109,7 @@ class Case:
     def command(self, *arguments: str, distributed: bool = False) -> list[str]:
         code = (
             "import sys; from pipeline.cli import main; from pipeline.run import launch;"
-            "from tests.pipeline_case import fake_table; launch._GRACE_SECONDS = 2;"
+            "from tests.pipeline_case import fake_table; launch.GRACE_SECONDS = 2;"
             f"sys.exit(main(sys.argv[1:], fake_table({distributed})))"
         )
         name, *rest = arguments

@@ -33,7 +33,7 @@ Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]
 PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Names the work directory in the environment of a stage's processes and of all their children.
 _MARK = "BOSCH_WORK_DIR"
-_GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
 _ALMOST_FULL_BYTES = 1024**2
 
 
@@ -132,7 +132,7 @@ def _children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subpro
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(_GRACE_SECONDS)
+                child.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

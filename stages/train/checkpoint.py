@@ -94,7 +94,7 @@ class CheckpointWriter:
                             own[name] = self._saved(name, whole)
             if own:
                 own = own if lora is None else merged(own, lora)
-                self._write_group(model, own, writing / f"part-{number + _rank():05d}")
+                self.write_group(model, own, writing / f"part-{number + _rank():05d}")
         weights = [value for name, value in state.items() if not is_adapter(name)]
         return {
             "total_parameters": sum(map(_count, weights)),
@@ -132,8 +132,11 @@ class CheckpointWriter:
         dtype = self._dtype if value.is_floating_point() else value.dtype
         return _count(value) * dtype.itemsize
 
-    def _write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
-        """As `save_pretrained` does, which on all processes but the first writes nothing."""
+    def write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
+        """Write `weights` as files whose names begin with `stem`, as `save_pretrained` would.
+
+        That writes nothing on all processes but the first.
+        """
         saved = revert_weight_conversion(model, weights)
         files = split_torch_state_dict_into_shards(
             saved,

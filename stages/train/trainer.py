@@ -259,7 +259,7 @@ class PretrainingTrainer(Trainer):
         for tokens, at_step in self.schedule.checkpoint_steps.items():
             if at_step == step:
                 averaged = self._averaged_with(tokens) if step == self.schedule.steps else []
-                self._write_checkpoint(tokens, averaged)
+                self.write_checkpoint(tokens, averaged)
                 if self.args.should_save:
                     self._restarts.record_checkpoint(tokens)
         if not self.decision.restart_point or step == self.schedule.steps:
@@ -275,7 +275,8 @@ class PretrainingTrainer(Trainer):
                 self._restarts.publish(written, step, layout(self.runtime))
         self.accelerator.wait_for_everyone()
 
-    def _write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
+    def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
+        """Write `tokens-<tokens>`, averaged with those of the token counts `averaged`."""
         model = self.accelerator.unwrap_model(self.model)
         # DeepSpeed keeps small parameters whole between steps, and expects so after this.
         sharded = self.model_wrapped.optimizer if self.is_deepspeed_enabled else None

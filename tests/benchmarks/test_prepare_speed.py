@@ -26,6 +26,7 @@ from data_prep.packing import pack, write_dataset
 from data_prep.sources import Source
 from data_prep.tokenization import tokenise_source
 from data_prep.tokenizer import WINDOW, Encoder, TokenizerSpec
+from pipeline.commands.measure.memory import memory_meter
 from tests.tiny_data import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -112,8 +113,6 @@ def _measure(file: Path) -> int:
     import tempfile
 
     import torch
-
-    from pipeline.commands.measure.memory import memory_meter
 
     encoder_and_libraries = _encoder()
     encoder_and_libraries(["warm"])

@@ -20,6 +20,7 @@ import pytest
 
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.methods import METHODS
+from pipeline.commands.measure.memory import memory_meter
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +56,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> No
 def _measure(method: str, length: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from pipeline.commands.measure.memory import memory_meter
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
