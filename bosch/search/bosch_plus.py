@@ -6,8 +6,11 @@ to have that unit full. Each gradient is taken over another share of the calibra
 1. Elimination. From every head full, the units of least worth slide in up to 8 steps, with a fresh
    gradient before each: a unit whose substitutes are gone is worth more than it was.
    Where the budget allows little else, exchanges follow before the mask is measured.
-2. Corners. A second start keeps the units of greatest worth with every head full and with every
-   head sliding, taken together. The better one of both starts is the first best mask.
+2. Gates and corners. Where the budget is small but pays for a second start, gates are learned by
+   4 gradients at masks on budget (`bosch.search.gates`): where answers need heads composed, these
+   tell more than gradients where most heads are full. A larger budget has another start: it keeps
+   the units of greatest worth with every head full and with every head sliding, taken together.
+   The search goes on from the best start.
 3. Exchanges. From a mask, full units of little worth are exchanged for sliding ones of great worth,
    in steps that halve, with a fresh gradient before each; the mask at the end is measured.
 4. Swaps and kicks. Single swaps from the best mask so far, the most promising first; or some units
@@ -34,6 +37,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
+from bosch.search.gates import Gates, largest, scaled
 from bosch.search.methods import plus_budget
 from bosch.search.settings import SearchSettings
 
@@ -47,6 +51,9 @@ _STEPS = 8
 _ELIMINATION_SHARE = 0.4
 # Gradients for exchanges that follow the elimination where the budget allows little else.
 _FIRST_EXCHANGES = 2
+# Gradients for learned gates, and the largest share of the budget for them and their mask.
+_GATES = 4
+_GATES_SHARE = 0.55
 # Largest relative difference at which two gradients are taken to say the same of a unit.
 _AGREEMENT = 0.5
 _FRUITLESS = 50
@@ -123,20 +130,35 @@ class _Search:
         self._failures = np.zeros(self.num_units)
 
     def start(self) -> None:
-        """Measure the mask of the elimination, and that of the corners where it is another one."""
+        """Measure the masks of learned gates, of the elimination and of the corners."""
         logger.info(
             "bosch_plus: %d of %d units stay full, %.0f passes to spend",
             self.full_units, self.num_units, self.left,
         )  # fmt: skip
         everything = np.ones(self.num_units, dtype=np.bool_)
         at_full = self._gradient(everything)
+        self._measure_gates()
         bits = self._eliminated(everything, self._for_elimination)
         if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradient_cost:
             bits = self._exchanged(bits, max(1, self.full_units // 4))
         self._measure(bits, "start")
         if self.left >= 1 + self.gradient_cost:
             at_sliding = self._gradient(~everything)
-            self._measure(self._largest(_scaled(at_full) + _scaled(at_sliding)), "start")
+            self._measure(self._largest(scaled(at_full) + scaled(at_sliding)), "start")
+
+    def _measure_gates(self) -> None:
+        """Measure the mask of learned gates, where the budget is small but pays for both starts.
+
+        A budget of two whole eliminations or more is better spent on the moves that follow one.
+        """
+        cost = self.gradient_cost
+        too_small = _GATES_SHARE * self.left < 1 + _GATES * cost
+        if too_small or self.left >= 2 * (1 + _STEPS * cost):
+            return
+        gates = Gates(self.num_units, self.full_units, self._rng)
+        for _ in range(_GATES):
+            gates.learn(self._gradient(gates.drawn()))
+        self._measure(gates.mask(), "start", "gates")
 
     @property
     def _for_elimination(self) -> float:
@@ -235,9 +257,7 @@ class _Search:
 
     def _largest(self, worth: Worth) -> Bits:
         """The mask that keeps the units of greatest worth full."""
-        bits = np.zeros(self.num_units, dtype=np.bool_)
-        bits[np.argsort(-worth, kind="stable")[: self.full_units]] = True
-        return bits
+        return largest(worth, self.full_units)
 
     def _measure(self, bits: Bits, phase: Phase, subproblem: str = "gradients") -> bool:
         """Whether the mask is the best so far, and keep it if it is."""
@@ -375,12 +395,6 @@ class _RunningWorth:
         self._count = np.where(agree, self._count, 0) + 1
         self._mean = np.where(agree, self._mean + (worth - self._mean) / self._count, worth)
         return self._mean
-
-
-def _scaled(gradient: Worth) -> Worth:
-    """The gradient with a largest entry of 1."""
-    largest = float(np.abs(gradient).max())
-    return gradient / largest if largest > 0 else gradient
 
 
 def _exchange(bits: Bits, losses: Units, gains: Units) -> Bits:

@@ -8,18 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from bosch.budget import swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator
+from bosch.search.gates import Gates
 from bosch.search.methods import plus_budget
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.subproblem import optimise_layers
-
-_STEP, _NOISE = 0.5, 0.5
 
 
 def one_plus_one(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -92,11 +90,8 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Gates learned by gradient at an exact ratio, the largest of which stay full.
 
-    After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, a
-    multiplier holds the expected number of full units at the budget, and ascent on the answers'
-    log-likelihood moves the logits. A head mask is binary, so each step draws a mask from the
-    logits and takes the gradient there (straight through). Spends kappa L / 10 evaluations, each
-    gradient at its cost. Raises UserError for a scorer without gradients.
+    By `bosch.search.gates`, which names the sources. Spends kappa L / 10 evaluations, each gradient
+    at its cost. Raises UserError for a scorer without gradients.
     """
     if not evaluator.has_gradients:
         raise UserError("search.method: learned_gates needs a scorer with gradients of gates")
@@ -104,26 +99,12 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     shape = evaluator.shape
     units = shape[0] * shape[1]
     full_units = units - swa_budget(units, settings.swa_ratio)
-    rng = np.random.default_rng(settings.seed)
-    logits = np.zeros(units)
+    gates = Gates(units, full_units, np.random.default_rng(settings.seed))
     left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_passes, 0
     while left > 0 and step < 100 * SHARES:
-        drawn = _largest(logits + _NOISE * rng.gumbel(size=units), full_units)
-        mask = HeadMask(drawn.reshape(shape))
+        mask = HeadMask(gates.drawn().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
-        values = np.array(gradient.values).reshape(-1)
-        largest = float(np.abs(values).max())
-        if largest > 0:
-            logits = logits + _STEP * values / largest
-        # The multiplier: at an exact ratio the logits' mean is of no consequence.
-        logits = logits - logits.mean()
+        gates.learn(np.array(gradient.values).reshape(-1))
         left -= gradient.full_forward_equivalents
         step += 1
-    mask = HeadMask(_largest(logits, full_units).reshape(shape))
-    return final_result(evaluator, settings, mask, anchors)
-
-
-def _largest(values: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.bool_]:
-    bits = np.zeros(len(values), dtype=np.bool_)
-    bits[np.argsort(-values, kind="stable")[:count]] = True
-    return bits
+    return final_result(evaluator, settings, HeadMask(gates.mask().reshape(shape)), anchors)
