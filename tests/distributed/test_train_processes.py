@@ -74,6 +74,23 @@ def test_two_processes_train_like_one_and_resume(
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
 
 
+def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
+    done = train_in_processes(
+        case, tmp_path, 2, module="tests.checked_checkpoints", max_shard_size="40KB",
+        train={"averaged_checkpoints": 2}, runtime={"sharding": "fsdp"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    final = tmp_path / "checkpoints" / "tokens-1280"
+    files = sorted(final.glob("*.safetensors"))
+    assert len(files) == 3
+    first, last = (load_file(tmp_path / f"expected-{n}" / "model.safetensors") for n in (384, 1280))
+    for file in files:
+        for name, value in load_file(file).items():
+            torch.testing.assert_close(value, (first.pop(name) + last[name]) / 2, msg=name)
+    assert not first
+    assert "mean of the last 2 checkpoints" in (final / "README.md").read_text()
+
+
 def test_bf16_losses_are_not_rounded_under_fsdp(case: Path, tmp_path: Path) -> None:
     """bf16 keeps 8 bits: a loss or a token count that passed through it would show."""
     changes: dict[str, Any] = {
