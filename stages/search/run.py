@@ -39,7 +39,7 @@ from stages.search.processes import join_process_group
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9
+VERSION = 10
 
 
 def run(
