@@ -149,11 +149,13 @@ class _Search:
     def _measure_gates(self) -> None:
         """Measure the mask of learned gates, where the budget is small but pays for both starts.
 
-        A budget of one and a half eliminations or more is better spent on the moves after one.
+        A budget of two whole eliminations or more is better spent on the moves that follow one, and
+        masks of very few full units show few of them together.
         """
         cost = self.gradient_cost
         too_small = _GATES_SHARE * self.left < 1 + _GATES * cost
-        if too_small or self.left >= 1.5 * (1 + _STEPS * cost):
+        is_large = self.left >= 2 * (1 + _STEPS * cost)
+        if too_small or is_large or self.full_units < _GATES:
             return
         gates = Gates(self.num_units, self.full_units, self._rng)
         for _ in range(_GATES):
