@@ -54,6 +54,8 @@ _FIRST_EXCHANGES = 2
 # Gradients for learned gates, and the largest share of the budget for them and their mask.
 _GATES = 4
 _GATES_SHARE = 0.55
+# Full units below which no gates are learned: masks of so few show hardly any of them together.
+_FEWEST_FULL = 4
 # Largest relative difference at which two gradients are taken to say the same of a unit.
 _AGREEMENT = 0.5
 _FRUITLESS = 50
@@ -149,13 +151,12 @@ class _Search:
     def _measure_gates(self) -> None:
         """Measure the mask of learned gates, where the budget is small but pays for both starts.
 
-        A budget of two whole eliminations or more is better spent on the moves that follow one, and
-        masks of very few full units show few of them together.
+        A budget of two whole eliminations or more is better spent on the moves that follow one.
         """
         cost = self.gradient_cost
         too_small = _GATES_SHARE * self.left < 1 + _GATES * cost
         is_large = self.left >= 2 * (1 + _STEPS * cost)
-        if too_small or is_large or self.full_units < _GATES:
+        if too_small or is_large or self.full_units < _FEWEST_FULL:
             return
         gates = Gates(self.num_units, self.full_units, self._rng)
         for _ in range(_GATES):

@@ -262,6 +262,13 @@ def test_a_start_learns_gates_at_masks_on_budget():
         assert any(p.phase == "start" and p.subproblem == "gates" for p in evaluator.trace)
 
 
+@pytest.mark.parametrize(("ratio", "learned"), [(0.958, False), (0.91, True)])
+def test_no_gates_are_learned_for_fewer_than_four_full_units(ratio, learned):
+    """2 and 4 of 48 units, with a budget that pays for both starts."""
+    _, evaluator = exact(KnownOnBudget(6, 8, 0), ratio, budget=21)
+    assert any(p.subproblem == "gates" for p in evaluator.trace) == learned
+
+
 def test_nothing_to_search_for_is_said():
     flat = Layered(2, 4, 0)
     flat.costs, flat.pairs = flat.costs * 0, flat.pairs * 0
