@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -421,3 +421,9 @@ def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
     """The answers below a stage's folder: checkpoint, suite, task, length, index, score, output."""
     with (folder / SAMPLES).open(encoding="utf-8") as file:
         yield from map(json.loads, file)
+
+
+def write_samples(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write answers where `read_samples` reads them."""
+    with (folder / SAMPLES).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

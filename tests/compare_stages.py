@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import SAMPLES, Scores, SearchSummary
+from stages.artifacts import Scores, SearchSummary, write_samples
 from stages.configs import SearchConfig
 from stages.context import StageConfig
-from stages.evaluate.tables import write_samples
 
 VERSION = 1
 
@@ -83,7 +82,7 @@ def _write_scores(folder: Path, averages: Mapping[str, float]) -> None:
     Scores.model_validate({"checkpoints": checkpoints, "corpus": {}}).write(folder)
     place = {"suite": "needle", "task": "vt", "length": 512}
     write_samples(
-        folder / SAMPLES,
+        folder,
         (
             {"checkpoint": name, **place, "index": 0, "score": 0.5, "output": f"says {name}"}
             for name in averages

@@ -12,7 +12,7 @@ from data_prep.essays import pydoc_topics
 
 
 @lru_cache
-def _bpe() -> str:
+def _bpe(vocabulary: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -22,19 +22,21 @@ def _bpe() -> str:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=vocabulary,
         special_tokens=["<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(list(pydoc_topics().values())[:10], trainer)
+    topics = list(pydoc_topics().values())
+    tokenizer.train_from_iterator(topics[:10] if vocabulary <= 512 else topics, trainer)
     return tokenizer.to_str()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 512 tokens with single digits and an end-of-text token."""
+def tiny_tokenizer(vocabulary: int = 512) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of so many tokens with single digits and an end-of-text token."""
+    backend = Tokenizer.from_str(_bpe(vocabulary))
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_bpe()), eos_token="<|end|>", pad_token="<|end|>"
+        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>"
     )
 
 

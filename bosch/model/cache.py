@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
     LinearAttentionLayer,
 )
 
@@ -202,8 +203,31 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         self.length = max(0, left)
         self._evict()
 
+    def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
+        """Rows that begin with `padding` [B] empty slots and hold this one sequence from there on.
+
+        Each ends at slot `length`. All tokens of the sequence must be here (past recording).
+        """
+        rows = HybridCacheLayer(self.layout)
+        rows.lazy_initialization(self.full_keys, self.full_values)  # type: ignore[arg-type]
+        rows.length = length
+        for name in self.tensor_names[:4]:
+            setattr(rows, name, _padded_rows(getattr(self, name), padding, length))
+        if self.layout.window.sinks and length > self.layout.window.past:
+            for kind in ("keys", "values"):
+                sinks = getattr(self, f"recent_{kind}")[:, :, : self.layout.window.sinks]
+                setattr(rows, f"sink_{kind}", sinks.expand(len(padding), -1, -1, -1))
+        rows._evict()
+        return rows
+
     def reset(self) -> None:
         self._clear()
+
+
+def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
+    """[B, H, length, D] of states [1, H, T, D]: row i begins `padding[i]` slots late."""
+    slots = torch.arange(length, device=states.device) - padding[:, None]  # [B, length]
+    return states[0][:, slots.clamp_min(0)].transpose(0, 1).contiguous()
 
 
 def _owned(states: Tensor | None) -> Tensor:
@@ -295,6 +319,36 @@ class HybridCache(Cache):
     def num_bytes(self) -> int:
         """Bytes held by all layers."""
         return held_bytes(self)
+
+
+def keeps_every_token(cache: Cache) -> bool:
+    """Whether a cache holds keys and values of every token, also after a pass, and nothing else."""
+    layers: Iterable[Any] = cache.layers
+    return all(
+        layer.record_past if type(layer) is HybridCacheLayer else type(layer) is DynamicLayer
+        for layer in layers
+    )
+
+
+def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
+    """A cache of rows that begin with `padding` [B] empty slots and hold the sequence of `cache`.
+
+    Every row ends at slot `length`, as that of a batch whose prompts begin alike and are padded on
+    the left: row i holds the first `length - padding[i]` tokens. `cache` holds one sequence, all of
+    whose tokens are there (`keeps_every_token`).
+    """
+    rows: list[Any] = []
+    layers: Iterable[Any] = cache.layers
+    for layer in layers:
+        if isinstance(layer, HybridCacheLayer):
+            rows.append(layer.padded_rows(padding, length))
+        else:
+            row = DynamicLayer()  # type: ignore[no-untyped-call]
+            row.lazy_initialization(layer.keys, layer.values)
+            row.keys = _padded_rows(layer.keys, padding, length)
+            row.values = _padded_rows(layer.values, padding, length)
+            rows.append(row)
+    return Cache(layers=rows)
 
 
 def held_bytes(cache: Cache) -> int:

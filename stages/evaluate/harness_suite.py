@@ -12,7 +12,8 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from data_prep.text import read_utf8
 from stages.configs import HarnessEvaluation
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, digest_of
 from stages.evaluate.generation import Question, generate
+from stages.evaluate.shared_prompt import SharedPrompt
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
 _LONGBENCH = "longbench_"
 # Documents that the harness answers at once; each chunk is on disk before the next begins.
-_CHUNK = 64
+CHUNK = 64
+# With this seed lm-eval draws a task's worked examples, one document after the other.
+_FEWSHOT_SEED = 1234
 _SPLITS = ("train", "validation", "test", "dev")
 # The first of these that a task has is its score.
 _METRICS = ("acc_norm", "acc", "exact_match", "f1", "score")
@@ -52,6 +56,7 @@ class HarnessSuite:
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
+    _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
 
     @property
     def subtasks(self) -> list[Subtask]:
@@ -70,7 +75,7 @@ class HarnessSuite:
         manager = task_manager(self.section.task_names)
         for name in self.section.task_names:
             try:
-                tasks = _load(manager, name, self.section)
+                tasks = load_tasks(manager, name, self.section)
             except UserError:
                 raise
             except Exception as error:  # whatever a task's own data and code raise
@@ -114,12 +119,29 @@ class HarnessSuite:
                     split: hashlib.sha256(path.read_bytes()).hexdigest()
                     for split, path in local_files(name, self.section.data_dir).items()
                 },
-                "shots": task.config.num_fewshot,
+                "shots": [task.config.num_fewshot, _FEWSHOT_SEED],
                 "version": installed_versions(["lm-eval"]),
                 "max_length": self.section.max_length,
                 "tokenizer": tokenizer_digest(self.tokenizer),
             }
         )
+
+    def requests(self, subtask: Subtask) -> dict[int, list[Any]]:
+        """What the harness asks about each document when one process runs them all, in order.
+
+        A document's worked examples depend on those drawn before, so all are drawn together, and
+        the harness's `evaluate` must not draw them again.
+        """
+        if subtask not in self._requests:
+            task = self._tasks[subtask]
+            task.set_fewshot_seed(_FEWSHOT_SEED)
+            task.build_all_requests(limit=self.samples(subtask))
+            task.build_all_requests = lambda **_: None
+            requests: dict[int, list[Any]] = {}
+            for request in task.instances:
+                requests.setdefault(request.doc_id, []).append(request)
+            self._requests[subtask] = requests
+        return self._requests[subtask]
 
     def _longbench_answers(
         self, subtask: Subtask, indices: Sequence[int], loaded: Any
@@ -150,16 +172,20 @@ class HarnessSuite:
     ) -> Iterator[list[dict[str, Any]]]:
         """Records of the answers to the documents at `indices`, a chunk at a time."""
         from lm_eval.evaluator import evaluate
-        from lm_eval.models.huggingface import HFLM
 
-        lm = HFLM(pretrained=loaded, tokenizer=self.tokenizer, batch_size=self.batch_size)
-        # The ranks have their own documents here; the harness must not split them again.
-        lm._rank, lm._world_size = 0, 1
-        for start in range(0, len(indices), _CHUNK):
-            chunk = list(indices[start : start + _CHUNK])
+        lm = language_model(loaded, self.tokenizer, self.batch_size)
+        task = self._tasks[subtask]
+        requests = self.requests(subtask)
+        for start in range(0, len(indices), CHUNK):
+            chunk = list(indices[start : start + CHUNK])
+            task._instances = [
+                _numbered(request, number)
+                for number, index in enumerate(chunk)
+                for request in requests[index]
+            ]
             result = evaluate(
                 lm,
-                {"tasks": {subtask.task: self._tasks[subtask]}},
+                {"tasks": {subtask.task: task}},
                 samples={subtask.task: chunk},
                 bootstrap_iters=0,
             )
@@ -167,6 +193,31 @@ class HarnessSuite:
             for logged in result["samples"][subtask.task]:
                 by_document.setdefault(logged["doc_id"], []).append(logged)
             yield [record_of(index, by_document[index]) for index in chunk]
+
+
+def _numbered(request: Any, number: int) -> Any:
+    """The request as that of document `number` of those that are asked together, unanswered."""
+    place = (request.task_name, number, request.repeats)
+    return replace(request, metadata=place, resps=[], filtered_resps={})
+
+
+def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
+    """The harness's interface to a loaded model; what prompts begin with is computed once."""
+    from lm_eval.models.huggingface import HFLM
+
+    shared = SharedPrompt(loaded)
+
+    class Model(HFLM):  # type: ignore[misc]
+        def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
+            cache = shared.cache(context, kwargs["attention_mask"])
+            if cache is not None:
+                kwargs["past_key_values"] = cache
+            return super()._model_generate(context, *args, **kwargs)
+
+    lm = Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
+    # The ranks have their own documents here; the harness must not split them again.
+    lm._rank, lm._world_size = 0, 1
+    return lm
 
 
 def record_of(index: int, logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -229,7 +280,7 @@ def whole_index() -> Any:
     return TaskManager()
 
 
-def _load(manager: Any, name: str, section: HarnessEvaluation) -> dict[str, Any]:
+def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> dict[str, Any]:
     """The harness's task, on local data where there is some; for a group all that it holds."""
     if name not in manager.all_tasks:
         raise UserError(
@@ -252,6 +303,14 @@ def _load(manager: Any, name: str, section: HarnessEvaluation) -> dict[str, Any]
     for task in tasks.values():
         if not len(task.eval_docs):
             raise ValueError("it has no documents")
+        shots = task.config.num_fewshot or 0
+        examples = sum(1 for _ in islice(task.fewshot_docs() or (), shots)) if shots else 0
+        if examples < shots:
+            split = task.fewshot_cfg.split or "train"
+            raise ValueError(
+                f"its {shots} worked examples come from {split}.jsonl, which has {examples}; add "
+                "it, or set num_fewshot"
+            )
     return tasks
 
 
@@ -276,12 +335,16 @@ def local_files(name: str, data_dir: str | None) -> dict[str, Path]:
 
 
 def _datasets(files: Mapping[str, Path]) -> dict[str, Any]:
+    """A dataset for each split; one without a file is empty, for a task may do without it."""
     from datasets import Dataset
 
-    return {
+    there = {
         split: Dataset.from_list([_with_both_names(record) for record in read_records(path)])
         for split, path in files.items()
     }
+    columns = next(iter(there.values())).column_names
+    empty = Dataset.from_dict({name: [] for name in columns})
+    return {split: there.get(split, empty) for split in _SPLITS}
 
 
 def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:

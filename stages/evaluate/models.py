@@ -24,7 +24,7 @@ from data_prep.ruler_base import Corpus
 from data_prep.sentences import sentences_identity
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.words import words_identity
-from stages.artifacts import ORIGINAL, SAMPLES, Scores, read_samples
+from stages.artifacts import ORIGINAL, SAMPLES, Scores, read_samples, write_samples
 from stages.configs import EvaluateConfig, ModelConfig, Runtime
 from stages.context import StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, Suite
@@ -36,7 +36,7 @@ from stages.evaluate.position_suite import (
     position_losses,
     position_table,
 )
-from stages.evaluate.tables import subtask_scores, suite_records, suite_table, write_samples
+from stages.evaluate.tables import subtask_scores, suite_records, suite_table
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _tables(
 ) -> dict[str, Any]:
     """Write samples.jsonl; returns every model's tables, those of `original` first."""
     write_samples(
-        work_dir / SAMPLES,
+        work_dir,
         (
             record
             for model in models

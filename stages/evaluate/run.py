@@ -23,7 +23,7 @@ from stages.evaluate.answers import Evaluated, stored_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
 
-VERSION = 3
+VERSION = 4
 
 
 def run(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bosch.analysis.bootstrap import Interval
@@ -136,10 +134,3 @@ def _points(interval: Interval) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def write_samples(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """All answers as JSONL."""
-    with path.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record) + "\n")

@@ -13,7 +13,7 @@ from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.models import evaluate_models
 
-VERSION = 2
+VERSION = 3
 
 
 def run(

@@ -10,10 +10,14 @@ import torch
 
 from bosch.errors import UserError
 from bosch.model.loading import load_model
+from bosch.progress import progress
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from stages.artifacts import Scores, read_samples
-from stages.configs import EvaluateConfig, ModelConfig, Runtime
+from stages.configs import EvaluateConfig, HarnessEvaluation, ModelConfig, Runtime
 from stages.context import StageConfig
 from stages.evaluate import harness_suite
+from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.position_suite import edges, position_table, token_losses
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
@@ -89,6 +93,42 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     assert again.checkpoints == scores.checkpoints
 
 
+def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch):
+    """Worked examples are drawn for all documents in order, whichever are asked together."""
+    from lm_eval.evaluator import simple_evaluate
+
+    section = HarnessEvaluation(**_harness(folder, "gsm8k"))
+    model = load_model(folder / "model", dtype="float32")
+    tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
+    manager = harness_suite.task_manager(["gsm8k"])
+    [task] = harness_suite.load_tasks(manager, "gsm8k", section).values()
+    lm = harness_suite.language_model(model, tokenizer, 2)
+    alone = simple_evaluate(lm, tasks=[task], bootstrap_iters=0)["samples"]["gsm8k"]
+    prompts = {one["doc_id"]: one["arguments"][0][0] for one in alone}
+    assert len(set(prompts.values())) == 4
+    assert {prompt.count("Answer:") for prompt in prompts.values()} == {6}
+    outputs = {
+        one["doc_id"]: one["filtered_resps"][0] for one in alone if one["filter"] == "strict-match"
+    }
+
+    monkeypatch.setattr(harness_suite, "CHUNK", 1)
+    answers = AnswerFolder(tmp_path / "answers", None, 0)
+    found = {}
+    for rank in (1, 0):
+        suite = HarnessSuite(section, tokenizer, answers, rank, 2, 2)
+        suite.prepare()
+        [subtask] = suite.subtasks
+        assert {
+            number: request.args[0] for number, [request] in suite.requests(subtask).items()
+        } == prompts
+        evaluated = Evaluated("original", ModelConfig(path=str(folder / "model")))
+        with progress(4, "evaluation", "samples") as bar:
+            suite.run(evaluated, model, bar)
+        found = answers.read(evaluated, subtask)
+        assert set(found) == ({1, 3} if rank else {0, 1, 2, 3})
+    assert {number: record["output"] for number, record in found.items()} == outputs
+
+
 def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
     small = harness_suite.task_manager(["gsm8k"])
     monkeypatch.setattr(harness_suite, "whole_index", lambda: small)
@@ -104,6 +144,17 @@ def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
     scores = _run(folder, tmp_path / "work", harness=section)
     assert scores.checkpoints["original"] == {}
     assert "line 2: not JSON" in scores.missing["harness"]["longbench_trec"]
+
+
+def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
+    _write(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
+    manager = harness_suite.task_manager(["gsm8k"])
+    section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / "data"), "hub": False}
+    with pytest.raises(ValueError, match=r"its 5 worked examples come from train.jsonl, which has"):
+        harness_suite.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
+    zero = HarnessEvaluation(**section, num_fewshot=0)
+    [task] = harness_suite.load_tasks(manager, "gsm8k", zero).values()
+    assert len(task.eval_docs) == len(QUESTIONS)
 
 
 def test_record_refuses_what_is_no_share():

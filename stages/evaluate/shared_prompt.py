@@ -1,0 +1,89 @@
+"""The tokens that prompts begin with, computed once for all batches.
+
+Prompts of a batch are padded on the left, so a shared beginning of C tokens ends C slots after the
+padding of its row. The rows' cache is cut at slot C: a row that is padded by p slots takes C - p
+tokens from the shared computation and computes the other p with its own tokens. Padding costs as
+much anyway, and nothing lies between a beginning and its rest, so windows stay exact.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from bosch.model.cache import HybridCache, keeps_every_token, padded_rows
+
+logger = logging.getLogger(__name__)
+
+# Fewer tokens are not worth a pass of their own.
+LEAST_SHARED = 64
+
+
+class SharedPrompt:
+    """Keys and values of the beginning that one model's prompts have in common."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._works = keeps_every_token(self._new_cache())
+        if not self._works:
+            logger.info("what prompts share is computed for each: the model has other states")
+        self._ids = self._previous = torch.empty(0, dtype=torch.long)
+        self._cache: Cache | None = None
+
+    def cache(self, ids: Tensor, mask: Tensor) -> Cache | None:
+        """The cache with which `generate` goes on for prompts [B, T] that are padded on the left.
+
+        None where they share too little, or where the model's cache has other states than keys and
+        values of every token.
+        """
+        if not self._works:
+            return None
+        padding = mask.argmax(dim=1)
+        most = int(padding.max())
+        # The last token is never in the cache: its logits begin the answer.
+        shared = _shared_beginning(ids, padding)[: ids.shape[1] - 1]
+        previous, self._previous = self._previous, shared
+        if len(ids) == 1:
+            shared = shared[: _common(previous, shared)]
+        known = _common(self._ids, shared)
+        if known < len(shared) // 2 and len(shared) - most >= LEAST_SHARED:
+            self._compute(shared)
+            known = len(shared)
+        if known - most < LEAST_SHARED:
+            return None
+        assert self._cache is not None
+        return padded_rows(self._cache, padding, known)
+
+    def _new_cache(self) -> Cache:
+        new_cache = getattr(self._model, "new_cache", None)
+        if new_cache is None:
+            return DynamicCache(config=self._model.config)
+        cache: HybridCache = new_cache()
+        cache.activate_past_recording()
+        return cache
+
+    @torch.inference_mode()
+    def _compute(self, ids: Tensor) -> None:
+        cache = self._new_cache()
+        self._model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._ids, self._cache = ids, cache
+
+
+def _shared_beginning(ids: Tensor, padding: Tensor) -> Tensor:
+    """The longest beginning [C] of the rows' tokens."""
+    first = ids[0, int(padding[0]) :]
+    length = len(first)
+    for row, start in zip(ids, padding.tolist(), strict=True):
+        length = min(length, _common(first, row[start:]))
+    return first[:length]
+
+
+def _common(left: Tensor, right: Tensor) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(left), len(right))
+    differs = left[:length].to(right.device) != right[:length]
+    return int(differs.int().argmax()) if bool(differs.any()) else length

@@ -1,0 +1,111 @@
+"""Prompts that begin alike: their beginning is computed once, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from stages.evaluate.shared_prompt import SharedPrompt
+from tests.hybrid_case import random_mask, small_model, tokens
+
+BEGINNING, NEW_TOKENS = 100, 5
+
+
+def _model(kind: str) -> Any:
+    if kind == "original":
+        return small_model()
+    return materialize(small_model(), random_mask(), Window(6, int(kind)))
+
+
+def _padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = prompt
+        mask[row, length - len(prompt) :] = 1
+    return ids, mask
+
+
+def _prompts(sizes: list[int], first: int = 3) -> list[torch.Tensor]:
+    beginning = tokens(1, BEGINNING)[0]
+    return [
+        torch.cat([beginning, torch.arange(size) % 7 + first + number])
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, **more: Any) -> Any:
+    settings = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=mask, generation_config=settings, **more)
+
+
+def _count_tokens(model: Any) -> list[int]:
+    counts: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, output: counts.append(inputs[0].numel())
+    )
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["original", "0", "4"])
+@pytest.mark.parametrize("sizes", [[3, 9, 20], [1, 1], [12]])
+def test_answers_are_those_of_whole_prompts(kind: str, sizes: list[int]) -> None:
+    model = _model(kind)
+    shared = SharedPrompt(model)
+    # The second batch finds the beginning; a batch of one row compares with the one before.
+    for first in (3, 20):
+        ids, mask = _padded(_prompts(sizes, first))
+        whole = _generate(model, ids, mask)
+        cache = shared.cache(ids, mask)
+        if first == 20 or len(sizes) > 1:
+            output = _generate(model, ids, mask, past_key_values=cache)
+            assert output.sequences.tolist() == whole.sequences.tolist()
+            torch.testing.assert_close(
+                torch.stack(output.logits), torch.stack(whole.logits), rtol=1e-4, atol=1e-5
+            )
+    assert cache is not None
+
+
+def test_beginning_is_computed_once() -> None:
+    model = _model("4")
+    counts, shared = _count_tokens(model), SharedPrompt(model)
+    sizes = [3, 9, 20]
+    for first in (3, 10, 20, 30):
+        ids, mask = _padded(_prompts(sizes, first))
+        _generate(model, ids, mask, past_key_values=shared.cache(ids, mask))
+    decoded = len(sizes) * (NEW_TOKENS - 1)
+    assert sum(counts) == BEGINNING + 4 * (len(sizes) * max(sizes) + decoded)
+
+
+def test_single_rows_share_too() -> None:
+    model = _model("0")
+    counts, shared = _count_tokens(model), SharedPrompt(model)
+    for first in (3, 10, 20):
+        ids, mask = _padded(_prompts([9], first))
+        _generate(model, ids, mask, past_key_values=shared.cache(ids, mask))
+    decoded = NEW_TOKENS - 1
+    # The first prompt is computed whole, the beginning with the second, its rest with each.
+    assert sum(counts) == (BEGINNING + 9) + BEGINNING + 2 * 9 + 3 * decoded
+
+
+def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
+    shared = SharedPrompt(_model("0"))
+    ids = torch.stack([torch.full((90,), 3), torch.full((90,), 4)])
+    assert shared.cache(ids, torch.ones_like(ids)) is None
+    alike = torch.full((2, 90), 3)
+    assert shared.cache(alike, torch.ones_like(alike)) is not None
+    padded_far = torch.ones_like(alike)
+    padded_far[0, :70] = 0
+    assert shared.cache(alike, padded_far) is None
+    other = SharedPrompt(small_model("gemma2"))
+    assert other.cache(alike, torch.ones_like(alike)) is None
