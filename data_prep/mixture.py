@@ -23,7 +23,7 @@ class DocumentStream:
         counts = [block.documents for block in self._blocks]
         self._first = np.concatenate([[0], np.cumsum(counts)])
         self._seed = (seed, number)
-        self._order = np.empty(0, np.int64)
+        self._numbers = self._rows = np.empty(0, np.int64)  # of blocks, and of documents in them
         self._next = 0
 
     @property
@@ -33,12 +33,10 @@ class DocumentStream:
 
     def next(self) -> np.ndarray:
         """The next document's token ids, [n] int32, read-only."""
-        if self._next == len(self._order):
+        if self._next == len(self._rows):
             self._shuffle()
-        document = int(self._order[self._next])
+        block, row = self._blocks[self._numbers[self._next]], self._rows[self._next]
         self._next += 1
-        number = int(np.searchsorted(self._first, document, side="right")) - 1
-        block, row = self._blocks[number], document - int(self._first[number])
         ids = block.ids[block.offsets[row] : block.offsets[row + 1]]
         self.documents += 1
         self.tokens += len(ids)
@@ -51,7 +49,9 @@ class DocumentStream:
                 f"{self.available_tokens:,}",
             )  # fmt: skip
         rng = np.random.default_rng([*self._seed, self.passes])
-        self._order = rng.permutation(int(self._first[-1]))
+        order = rng.permutation(int(self._first[-1]))
+        self._numbers = np.searchsorted(self._first, order, side="right") - 1
+        self._rows = order - self._first[self._numbers]
         self._next = 0
         self.passes += 1
 
@@ -64,11 +64,12 @@ def mix(
     At every moment a source is less than one document ahead of its share. The last document is cut
     where the tokens end; its rest is taken off the stream's count.
     """
-    shares = np.asarray(weights, np.float64) / sum(weights)
-    emitted = np.zeros(len(streams), np.int64)
+    shares = [weight / sum(weights) for weight in weights]
+    emitted = [0] * len(streams)
     total = 0
     while total < tokens:
-        behind = int(np.argmax(shares * total - emitted))
+        gaps = [share * total - count for share, count in zip(shares, emitted, strict=True)]
+        behind = gaps.index(max(gaps))
         document = streams[behind].next()
         if len(document) > tokens - total:
             streams[behind].tokens -= len(document) - (tokens - total)

@@ -89,12 +89,15 @@ def _write_file(
 ) -> None:
     import pyarrow as pa
 
-    per_batch = max(1, BATCH_TOKENS // length)
+    per_batch = min(rows, max(1, BATCH_TOKENS // length))
+    # Of all batches: new memory for each costs as much as filling it.
+    buffer = np.empty((per_batch, length), np.int32)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, rows, per_batch):
             batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
-            ids = pa.FixedSizeListArray.from_arrays(
-                pa.array(np.concatenate([packed.input_ids for packed in batch])), length
-            )
+            for row, packed in zip(buffer, batch, strict=False):
+                row[:] = packed.input_ids
+            values = pa.array(buffer[: len(batch)].reshape(-1))
+            ids = pa.FixedSizeListArray.from_arrays(values, length)
             spans = pa.array([p.document_lengths for p in batch], pa.list_(pa.int32()))
             writer.write_batch(pa.RecordBatch.from_arrays([ids, spans], schema=schema))

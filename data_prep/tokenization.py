@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _IDS = "ids.int32"
 _DOCUMENTS = "documents.npy"
+# A system call for every document costs as much as reading it.
+_BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
         return path
     with replacing(path) as temporary:
         temporary.mkdir()
-        with (temporary / _IDS).open("wb") as sink:
+        with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             documents = read_part(part, source)
             sizes = list(_write_documents(documents, encoder, source.filters, sink))
         np.save(temporary / _DOCUMENTS, np.array(sizes, np.int64).reshape(-1, 2))
