@@ -18,9 +18,7 @@ from stages.artifacts import (
     Scores,
     SearchSummary,
     Statistics,
-)
-from stages.artifacts import (
-    SAMPLES as SAMPLES_FILE,
+    write_samples,
 )
 from stages.configs import (
     EvaluateConfig,
@@ -36,7 +34,7 @@ from stages.configs import (
 )
 from stages.context import StageConfig
 from stages.evaluate.position_suite import position_table
-from stages.evaluate.tables import SubtaskScores, suite_table, write_samples
+from stages.evaluate.tables import SubtaskScores, suite_table
 
 SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0, "original": 1234.0,
@@ -246,7 +244,7 @@ def evaluate(folder: Path, *models: str) -> None:
     }
     content = {"checkpoints": checkpoints, "positions": positions, "corpus": CORPUS}
     Scores.model_validate(content).write(folder)
-    write_samples(folder / SAMPLES_FILE, _records(answers))
+    write_samples(folder, _records(answers))
 
 
 def _records(answers: Mapping[str, SubtaskScores]) -> Iterator[dict[str, Any]]:

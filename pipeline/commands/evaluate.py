@@ -8,12 +8,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import canonical_json, make_folder, write_json, write_text
+from bosch.files import (
+    canonical_json,
+    file_sizes,
+    make_folder,
+    read_json,
+    write_json,
+    write_text,
+)
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.tables import Table
@@ -30,10 +37,13 @@ from stages.artifacts import (
     SelectedScores,
     SuiteScores,
     checkpoint_folders,
+    read_samples,
+    write_samples,
 )
 from stages.formats import format_length, format_score
 
 _POLL_SECONDS = 30.0
+_MODELS = "models.json"
 _FUNCTION = "stages.evaluate.selected:run"
 
 
@@ -141,7 +151,7 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
     original = next(one for one in runner.nodes if one.name == ORIGINAL)
     document: dict[str, Any] = {
         "original": original.key,
-        "models": {name: [str(folder), _written(folder)] for name, folder in folders.items()},
+        "models": _stamps(folders),
     }
     digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
     work = runner.store.work("evaluation", digest)
@@ -155,7 +165,8 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
     lock = runner.store.lock("evaluation", digest)
     with hold(lock, f"{runner.name}: this evaluation", runner.name, wait=True):
         # Starting a process that finds all done takes many times as long as looking here.
-        if SelectedScores.finished(work) is None:
+        if SelectedScores.finished(work) is None and not _select(runner, node, document, work):
+            write_json(work / _MODELS, document)
             runner.launcher(order, runner.loaded.world)
         scores = SelectedScores.read(work)
     place = runner.store.root / runner.name / "evaluation"
@@ -168,6 +179,51 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
         table.print()
     print(f"scores and answers: {typed_path(place)}")
     return scores
+
+
+def _select(runner: Runner, node: Node, document: Mapping[str, Any], work: Path) -> bool:
+    """Take the models' scores and answers from an evaluation of more models, if there is one."""
+    wanted = document["models"].items()
+    for folder, original, models in _finished(runner, node, document["original"]):
+        scores = SelectedScores.finished(folder) if wanted <= models.items() else None
+        names = [ORIGINAL, *document["models"]]
+        if scores is None or not scores.checkpoints.keys() >= set(names):
+            continue
+        answers = {name: original if name == ORIGINAL else folder for name in names}
+        write_samples(
+            work,
+            (
+                record
+                for name, place in answers.items()
+                for record in read_samples(place)
+                if record["checkpoint"] == name
+            ),
+        )
+        content = scores.content
+        for part in ("checkpoints", "positions"):
+            if part in content:
+                content[part] = {n: content[part][n] for n in names if n in content[part]}
+        content["sizes"] = file_sizes(work, [SAMPLES])
+        SelectedScores.model_validate(content).write(work)
+        return True
+    return False
+
+
+def _finished(
+    runner: Runner, node: Node, original_key: str
+) -> Iterator[tuple[Path, Path, dict[str, Any]]]:
+    """Finished evaluations: their folder, that of the original's answers, and their models."""
+    if node.key is not None and runner.store.manifest(node.name, node.key) is not None:
+        published = runner.store.published(ORIGINAL, original_key)
+        yield runner.store.published(node.name, node.key), published, _stamps(_available(runner))
+    for file in sorted(runner.store.work("evaluation", "").glob(f"*/{_MODELS}")):
+        earlier = read_json(file)
+        if earlier is not None and earlier["original"] == original_key:
+            yield file.parent, file.parent, earlier["models"]
+
+
+def _stamps(folders: Mapping[str, Path]) -> dict[str, Any]:
+    return {name: [str(folder), _written(folder)] for name, folder in folders.items()}
 
 
 def _written(folder: Path) -> list[list[Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as TerminalTable
 from rich.text import Text
+
+from stages.report.markup import link
 
 _WIDEST = 100_000
 # Beginning and end of a marked text in Markdown, and its style on the terminal.
@@ -40,12 +42,14 @@ class Table:
     """A table with its title; cells are texts, which `best` and `second_best` may have marked.
 
     Columns after the first `text_columns` hold numbers and are aligned right; None: no column.
+    `targets` names places on a page that columns lead to.
     """
 
     title: str
     header: Sequence[str]
     groups: Sequence[Group]
     text_columns: int | None = None
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -68,7 +72,8 @@ class Table:
 
     def html(self) -> str:
         """The table as markup; what `best` and `second_best` marked is bold and underlined."""
-        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.header)
+        names = [link(self.targets.get(name, ""), name) for name in self.header]
+        head = "".join(f'<th scope="col">{name}</th>' for name in names)
         rows = []
         for group in self.groups:
             if group.heading:

@@ -65,7 +65,10 @@ def standing(
         plot.canvas.rect(left, middle - 11, max(end - left, 2), 22, f"bar {css}", tip, round_=3)
         plot.canvas.line([(plot.x(low), middle), (plot.x(high), middle)], "line interval")
         plot.canvas.text(left - 10, middle + 4, label, "label", "end")
-        plot.canvas.text(max(plot.x(high), end) + 8, middle + 4, value, "mark")
+        start = max(plot.x(high), end) + 8
+        if original is not None and start - 4 < plot.x(original) < start + 8 * len(value):
+            start = plot.x(original) + 8  # beyond the original's line, not on it
+        plot.canvas.text(start, middle + 4, value, "mark")
     spoken = ", ".join(f"{model.label} {format_score(model.average)}" for model in models)
     if original is not None:
         at = plot.x(original)

@@ -16,7 +16,7 @@ from stages.report.provenance import collect_provenance
 from stages.report.results import load_results
 from stages.report.terminal import print_summary, summarize
 
-VERSION = 6
+VERSION = 7
 
 logger = logging.getLogger(__name__)
 

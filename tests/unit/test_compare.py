@@ -331,6 +331,10 @@ def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
         file, _, name = target.partition("#")
         assert f'<h4 id="{name}">' in (result.folder / file).read_text()
     assert 'data-task="vt" data-length="512"' in html
+    # An average leads to the scores that it is of.
+    columns = re.findall(r'href="#(tasks-[^"]+)">ρ = 0.5<', html)
+    assert columns == ["tasks-0.5-untrained", "tasks-0.5-trained"]
+    assert all(html.count(f'id="{column}"') == 1 for column in columns)
     [predictions] = (result.folder / "bme-0.5").glob("predictions-*.html")
     assert "says tokens-2048" in predictions.read_text()
     written = predictions.stat().st_mtime_ns

@@ -17,7 +17,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.store import Store
-from stages.artifacts import SelectedScores
+from stages.artifacts import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
 from tests.pipeline_case import Case, fake_table
 
@@ -43,7 +43,7 @@ class Launches:
         }
         content = {"checkpoints": checkpoints, "missing": self.missing}
         SelectedScores.model_validate(content).write(work)
-        (work / "samples.jsonl").write_text("{}\n")
+        write_samples(work, ({"checkpoint": name} for name in names))
         return {}
 
     missing: Mapping[str, Any] = {}
@@ -99,15 +99,42 @@ def test_checkpoints_of_a_running_training(
     [order] = launches.orders
     assert list(order["inputs"]) == ["hybrid", "tokens-8", "tokens-16"]
     assert order["function"] == "stages.evaluate.selected:run" and order["model_identity"]
-    place = next(Path(order["work_dir"]).parents[2].glob("*/evaluation"))
+    place = _place(launches)
     assert {path.name for path in place.iterdir()} == {"scores.json", "samples.jsonl", "table.md"}
     text = (place / "table.md").read_text()
     assert "≈ 90.0 (69.9–97.2)" in text  # 18 of 20 is not told from 19 of 20, 10 of 20 is
     assert "| 50.0 (29.9–70.1)" in text
     assert "niah_single_1" in capsys.readouterr().out
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
+
+
+def test_a_choice_from_what_is_evaluated_starts_no_process(case: Case, launches: Launches) -> None:
+    _publish(case, "materialize", "model")
+    train = _publish(case, "train", "checkpoints/tokens-8", "checkpoints/tokens-16", finished=False)
+    assert run(case) == 0
+    whole = _result(launches)
+    assert run(case, checkpoints=["tokens-16"]) == 0
+    assert len(launches.orders) == 1
+    part = _result(launches)
+    assert list(part["checkpoints"]) == ["original", "tokens-16"]
+    assert part["checkpoints"].items() <= whole["checkpoints"].items()
+    samples = (_place(launches) / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["checkpoint"] for line in samples] == ["original", "tokens-16"]
+    # Other weights at the same place are another model.
+    (train / "checkpoints/tokens-16/config.json").write_text('{"changed": true}')
+    assert run(case, checkpoints=["tokens-16"]) == 0
+    assert len(launches.orders) == 2
     assert run(case, checkpoints=["hybrid"]) == 0
-    assert list(launches.orders[1]["inputs"]) == ["hybrid"]
+    assert len(launches.orders) == 2
+
+
+def _place(launches: Launches) -> Path:
+    return next(Path(launches.orders[0]["work_dir"]).parents[2].glob("*/evaluation"))
+
+
+def _result(launches: Launches) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((_place(launches) / "scores.json").read_text())
+    return content
 
 
 def test_a_table_in_a_log_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

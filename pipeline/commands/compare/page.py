@@ -22,7 +22,7 @@ from pipeline.commands.compare.comparison import (
     label_of,
 )
 from pipeline.commands.compare.plots import score_plot
-from pipeline.commands.compare.tasks import marked, tasks_section
+from pipeline.commands.compare.tasks import marked, table_id, task_places, tasks_section
 from pipeline.commands.plots import save
 from pipeline.commands.tables import Group, Table
 from stages.report import figures, markup
@@ -88,10 +88,13 @@ def _score_table(
     for ratio in comparison.ratios:
         values = {m: comparison.values(m, ratio, models, suite) for m in comparison.methods}
         columns.append(marked(values))
+    targets = {}
     header, rows_of = ["Method"], {method: [label_of(method)] for method in comparison.methods}
     original_row = ["Original"]
     for ratio, column in zip(comparison.ratios, columns, strict=True):
         header.append(f"ρ = {ratio:g}")
+        if task_places(comparison, ratio, models):
+            targets[header[-1]] = f"#{table_id(ratio, models)}"
         # The original model has no sliding head: its score stands in every column to compare with.
         original_row.append(f"{original.average:.1f}")
         if ratio in paper:
@@ -109,6 +112,7 @@ def _score_table(
         header,
         [Group([original_row]), *(Group(rows, heading) for heading, rows in groups.items())],
         text_columns=1,
+        targets=targets,
     )
 
 
@@ -139,7 +143,9 @@ def page(comparison: Comparison) -> str:
         cards = [_picture(comparison, suite, ratio) for ratio in comparison.ratios]
         body += markup.section(f"{suite} average", _about(comparison), markup.grid(cards))
     tables = "".join(markup.card(table.html()) for table in score_tables(comparison))
-    body += markup.section("Tables", "As in BOSCH, Tables 1 and 2.", tables)
+    body += markup.section(
+        "Tables", "As in BOSCH, Tables 1 and 2. A ratio leads to its scores by task.", tables
+    )
     body += tasks_section(comparison)
     costs = markup.card(_cost_table(comparison).html())
     body += markup.section("Calibration scores and costs", _COSTS, costs)

@@ -71,27 +71,43 @@ def tasks_section(comparison: Comparison) -> str:
     return markup.section("Scores by task and length", _LEAD, bar + cards)
 
 
-def _tables(comparison: Comparison, ratio: float) -> Iterator[str]:
-    """The ratio's table of the untrained hybrids and, where there are some, of the trained."""
-    methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
-    kinds: tuple[Models, ...] = ("untrained", "trained")
-    for models in kinds:
-        places = dict.fromkeys(
+def table_id(ratio: float, models: Models) -> str:
+    """Where on the page the ratio's scores by task are."""
+    return f"tasks-{ratio:g}-{models}"
+
+
+def task_places(
+    comparison: Comparison, ratio: float, models: Models
+) -> list[tuple[Models, str, str, int]]:
+    """The tasks at their lengths that some method has a score of."""
+    return list(
+        dict.fromkeys(
             row.place
-            for method in methods
+            for method in comparison.methods
             for result in comparison.results_of(method, ratio)
             for row in result.tasks
             if row.models == models
         )
-        if not places:
-            continue
-        head = "".join(f'<th scope="col">{escape(label_of(method))}</th>' for method in methods)
-        yield (
-            f'<div class="scroll"><table><caption>ρ = {ratio:g}, {models}</caption><thead><tr>'
-            f'<th scope="col">task</th><th scope="col">Original</th>{head}</tr></thead>'
-            f"<tbody>{''.join(_row(comparison, methods, ratio, one) for one in places)}</tbody>"
-            "</table></div>"
-        )
+    )
+
+
+def _tables(comparison: Comparison, ratio: float) -> Iterator[str]:
+    """The ratio's table of the untrained hybrids and, where there are some, of the trained."""
+    methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
+    head = "".join(f'<th scope="col">{escape(label_of(method))}</th>' for method in methods)
+    kinds: tuple[Models, ...] = ("untrained", "trained")
+    for models in kinds:
+        rows = [
+            _row(comparison, methods, ratio, place)
+            for place in task_places(comparison, ratio, models)
+        ]
+        if rows:
+            yield (
+                f'<div class="scroll" id="{table_id(ratio, models)}"><table>'
+                f"<caption>ρ = {ratio:g}, {models}</caption><thead><tr>"
+                f'<th scope="col">task</th><th scope="col">Original</th>{head}</tr></thead>'
+                f"<tbody>{''.join(rows)}</tbody></table></div>"
+            )
 
 
 def _row(
