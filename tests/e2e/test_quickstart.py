@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,16 +131,27 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_by_itself_from_answers_there_are(undisturbed: Path) -> None:
+def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) -> None:
+    """From the run's evaluation without a process; a copy of it, by one, to the same scores."""
+    name = "tokens-18432"
+    chosen, output = _evaluate(undisturbed, "--checkpoints", name)
+    assert list(chosen["checkpoints"]) == ["original", name]
+    assert chosen["checkpoints"].items() <= results(undisturbed)["scores"].items()
+    assert "evaluate" not in output.stderr  # no line of a stage's log
+    copy = shutil.copytree(undisturbed / "quickstart/train/checkpoints" / name, tmp_path / name)
+    again, output = _evaluate(undisturbed, "--model", str(copy))
+    assert again == chosen
+    # The original's answers were paid for by the run.
+    assert output.stderr.count("evaluating") == 1 and f"evaluating {name}" in output.stderr
+
+
+def _evaluate(root: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
     command = [sys.executable, "-m", "pipeline", "evaluate", RECIPE, *SMALL]
-    command += [f"runtime.output_root={undisturbed}", "--checkpoints", "tokens-18432"]
+    command += [f"runtime.output_root={root}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "niah_single_2 at 384" in done.stdout
-    assert "evaluating" not in done.stderr + done.stdout  # all answers were paid for by the run
-    scores = json.loads((undisturbed / "quickstart/evaluation/scores.json").read_text())
-    assert list(scores["checkpoints"]) == ["original", "tokens-18432"]
-    assert scores["checkpoints"]["original"] == results(undisturbed)["scores"]["original"]
+    return json.loads((root / "quickstart/evaluation/scores.json").read_text()), done
 
 
 @pytest.mark.slow
