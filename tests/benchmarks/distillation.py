@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,19 @@ def prepare_and_materialize(folder: Path) -> dict[str, Path]:
 
 def config_of(seed: int, variant: list[str]) -> StageConfig[TrainConfig]:
     """The quickstart's training with a variant's options."""
-    overrides = [f"seed={seed}", "train.checkpoint_tokens=[]", *HYBRID, *WATCH, *variant]
-    recipe = load_recipe(ROOT / RECIPE, overrides, fetch=False).recipe
+    return train_config(
+        RECIPE, [f"seed={seed}", "train.checkpoint_tokens=[]", *HYBRID, *WATCH, *variant]
+    )
+
+
+def train_config(recipe_file: str, overrides: list[str]) -> StageConfig[TrainConfig]:
+    """What the stage train gets of a recipe with these overrides."""
+    recipe = load_recipe(ROOT / recipe_file, overrides, fetch=False).recipe
     assert recipe.train is not None
     return StageConfig(
         section=recipe.train,
         model=recipe.model,
-        seed=seed,
+        seed=recipe.seed,
         runtime=recipe.runtime,
         upstream={"prepare": recipe.prepare, "materialize": recipe.materialize},
     )
@@ -73,16 +80,23 @@ def score_of(path: Path, config: StageConfig[TrainConfig], prepared: Path) -> fl
     return watch.score(model, torch.device("cpu"))
 
 
-def tokens_to(share: float, lost: float, start: float, steps: list[Any]) -> int | None:
-    """Tokens after which that share of the lost score is back; None where it never is."""
-    return next(
-        (
-            step.tokens
-            for step in steps
-            if step.needle_score is not None and step.needle_score >= start + share * lost
-        ),
-        None,
-    )
+def tokens_to(share: float, lost: float, start: float, scores: Mapping[int, float]) -> int | None:
+    """Tokens after which that share of the lost score is back; None where it never is.
+
+    `scores` holds the score by tokens, in ascending order.
+    """
+    enough = start + share * lost
+    return next((tokens for tokens, score in scores.items() if score >= enough), None)
+
+
+def print_medians(reached: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """For each variant the tokens of all seeds, and their median where every seed has them."""
+    for name, results in reached.items():
+        for share in ("90%", "99%"):
+            counts = [result[share] for result in results]
+            known = [count for count in counts if count is not None]
+            median = statistics.median(known) if len(known) == len(counts) else None
+            print(f"{name:<28} {share}: {counts}, median {median}")
 
 
 def main(folder: Path, seeds: list[int]) -> None:
@@ -97,22 +111,22 @@ def main(folder: Path, seeds: list[int]) -> None:
             work_dir = folder / f"{name.replace(' ', '-')}-{seed}"
             work_dir.mkdir(exist_ok=True)
             run(config_of(seed, options), inputs, work_dir)
-            steps = read_metrics(work_dir)
+            scores = {
+                step.tokens: step.needle_score
+                for step in read_metrics(work_dir)
+                if step.needle_score is not None
+            }
             result: dict[str, Any] = {
-                f"{share:.0%}": tokens_to(share, original - start, start, steps)
+                f"{share:.0%}": tokens_to(share, original - start, start, scores)
                 for share in (0.9, 0.99)
             }
-            scores = [step.needle_score for step in steps if step.needle_score is not None]
-            result |= {"start": start, "original": original, "best": max(scores)}
+            result |= {"start": start, "original": original, "best": max(scores.values())}
             reached[name].append(result)
-            print(json.dumps({"variant": name, "seed": seed, **result, "scores": scores}))
+            print(
+                json.dumps({"variant": name, "seed": seed, **result, "scores": [*scores.values()]})
+            )
             sys.stdout.flush()
-    for name, results in reached.items():
-        for share in ("90%", "99%"):
-            counts = [result[share] for result in results]
-            known = [count for count in counts if count is not None]
-            median = statistics.median(known) if len(known) == len(counts) else None
-            print(f"{name:<28} {share}: {counts}, median {median}")
+    print_medians(reached)
 
 
 if __name__ == "__main__":
