@@ -38,6 +38,8 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         raise RunError("the loss diverged")
     if os.environ.get("FAKE_FAIL") == f"{name}=bug":
         raise KeyError("boom")
+    if os.environ.get("FAKE_FAIL") == f"{name}=stopped":
+        raise _StoppedWhileToldError
     if os.environ.get("FAKE_FAIL") == f"{name}=disk":
         raise OSError(errno.ENOSPC, "No space left on device", "x")
     if os.environ.get("FAKE_FAIL") == f"{name}=kill":
@@ -65,3 +67,11 @@ def _save_and_stop(signum: int, frame: object) -> None:
     """As training does, which takes longer to save than a runner waits after Ctrl-C."""
     time.sleep(4)
     raise StoppedError("saved")
+
+
+class _StoppedWhileToldError(Exception):
+    """As in a rank that torchrun stops for another's failure while it tells of its own."""
+
+    def __str__(self) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "boom"

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "BOSCH_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def die_with_parent() -> None:
@@ -73,7 +74,12 @@ def _section(order: Mapping[str, Any]) -> Any:
 
 def main() -> NoReturn:
     """Run the order and end the process, with 0 only when it is done."""
-    status = _run_order()
+    try:
+        status = _run_order()
+        _ignore_stops()
+    except KeyboardInterrupt:
+        status = 130
+        _ignore_stops()
     logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -88,7 +94,7 @@ def _run_order() -> int:
     """0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
     die_with_parent()
     log.show_any_character()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in _STOPS:
         signal.signal(number, _interrupt)
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(os.environ.get("RANK", "0"))
@@ -100,8 +106,6 @@ def _run_order() -> int:
         if rank == 0:
             write_json(control / "summary.json", summary)
         return 0
-    except KeyboardInterrupt:
-        return 130
     except StoppedError as stop:
         logger.info("%s", stop)
         return REQUEUE_STATUS
@@ -111,6 +115,8 @@ def _run_order() -> int:
             write_json(control / f"{LOST_RANK}.{rank}.json", {"message": str(error)})
         return LOST_RANK_STATUS
     except Exception as error:
+        # torchrun stops all ranks when one has failed, also one that is telling of its own failure.
+        _ignore_stops()
         failure = describe(error, work_dir, log_file)
         try:
             write_json(control / f"failure.{rank}.json", failure)
@@ -124,3 +130,9 @@ def _run_order() -> int:
 def _interrupt(signum: int, frame: object) -> None:
     """End as Ctrl-C does, so that helpers a stage has forked are ended with it."""
     raise KeyboardInterrupt
+
+
+def _ignore_stops() -> None:
+    """Let the process end by itself from here on; SIGKILL still ends it."""
+    for number in (signal.SIGINT, *_STOPS):
+        signal.signal(number, signal.SIG_IGN)

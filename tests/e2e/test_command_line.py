@@ -107,6 +107,13 @@ def test_an_unexpected_error_leaves_its_traceback_in_a_file(case: Case) -> None:
     assert 'raise KeyError("boom")' in Path(log).read_text()
 
 
+def test_a_failure_is_told_by_a_process_that_is_stopped_meanwhile(case: Case) -> None:
+    done = case.call("run", FAKE_FAIL="search=stopped")
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: search: unexpected _StoppedWhileToldError: boom; the traceback")
+
+
 def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
     done = case.call("run", "search.swa_ration=1", "train.batch_tokens=0")
     assert done.returncode == 2
