@@ -210,4 +210,6 @@ def _backend(serialised: str) -> Any:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
+    # It places the special tokens, of which a document has none; to do so it copies every token.
+    backend.post_processor = None
     return backend
