@@ -76,10 +76,8 @@ def main() -> NoReturn:
     """Run the order and end the process, with 0 only when it is done."""
     try:
         status = _run_order()
-        _ignore_stops()
     except KeyboardInterrupt:
         status = 130
-        _ignore_stops()
     logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -102,7 +100,11 @@ def _run_order() -> int:
     log_file = log.stage_log(work_dir, rank)
     try:
         log.configure(order["log_level"], log_file, rank)
-        summary = execute(order)
+        try:
+            summary = execute(order)
+        finally:
+            # torchrun stops all ranks when one has failed, also one that is telling how it ended.
+            _ignore_stops()
         if rank == 0:
             write_json(control / "summary.json", summary)
         return 0
@@ -115,8 +117,6 @@ def _run_order() -> int:
             write_json(control / f"{LOST_RANK}.{rank}.json", {"message": str(error)})
         return LOST_RANK_STATUS
     except Exception as error:
-        # torchrun stops all ranks when one has failed, also one that is telling of its own failure.
-        _ignore_stops()
         failure = describe(error, work_dir, log_file)
         try:
             write_json(control / f"failure.{rank}.json", failure)
