@@ -74,6 +74,18 @@ def test_two_processes_train_like_one_and_resume(
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
 
 
+def test_fsdp_goes_on_with_more_processes(case: Path, alone: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "train": {"document_masking": True},
+        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 4},
+    }
+    assert train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes).returncode != 0
+    done = train_in_processes(case, tmp_path, 4, **changes)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step-4" in done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
+
+
 def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
     done = train_in_processes(
         case, tmp_path, 2, module="tests.checked_checkpoints", max_shard_size="40KB",
