@@ -1,0 +1,1 @@
+"""Tools for developers, run by hand; no tests."""

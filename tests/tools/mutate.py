@@ -1,0 +1,293 @@
+"""How many small wrong changes the tests notice.
+
+    python -m tests.tools.mutate --seed 7 --count 40
+
+Lines of the product are drawn at random, each gets one plausible wrong change in a copy of the
+checkout, and the tests nearest to its module run. Prints a row a change and the share that was
+killed; --list prints the changes alone. A change nobody noticed wants a test, or its line deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("bosch", "data_prep", "pipeline", "stages")
+SUITES = ("tests/unit", "tests/e2e", "tests/distributed")
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+_FUNCTIONS = {
+    "min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor",
+    "argmin": "argmax", "argmax": "argmin", "zeros": "ones", "ones": "zeros", "sum": "mean",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """A wrong change: bytes `start` to `end` of a file become `text`."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    text: str
+
+    def apply(self, root: Path) -> None:
+        content = (ROOT / self.file).read_bytes()
+        (root / self.file).write_bytes(
+            content[: self.start] + self.text.encode() + content[self.end :]
+        )
+
+    def __str__(self) -> str:
+        before = (ROOT / self.file).read_bytes()[self.start : self.end].decode()
+        return f"{self.file}:{self.line}: {_short(before)}  ->  {_short(self.text)}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+def mutated(node: ast.AST) -> Iterator[ast.AST]:
+    """Copies of a node with one plausible mistake each."""
+    twin = copy.deepcopy(node)
+    if isinstance(twin, ast.Compare) and type(twin.ops[0]) in _COMPARISONS:
+        twin.ops[0] = _COMPARISONS[type(twin.ops[0])]()
+        yield twin
+    elif isinstance(twin, ast.BoolOp):
+        twin.op = ast.Or() if isinstance(twin.op, ast.And) else ast.And()
+        yield twin
+    elif isinstance(twin, ast.UnaryOp) and isinstance(twin.op, ast.Not | ast.USub):
+        yield twin.operand
+    elif isinstance(twin, ast.BinOp) and type(twin.op) in _OPERATORS and not _is_text(twin.right):
+        twin.op = _OPERATORS[type(twin.op)]()
+        yield twin
+    elif isinstance(twin, ast.Constant) and isinstance(twin.value, bool):
+        yield ast.Constant(not twin.value)
+    elif isinstance(twin, ast.Constant) and isinstance(twin.value, int):
+        yield ast.Constant(twin.value + 1)
+    elif isinstance(twin, ast.IfExp):
+        twin.body, twin.orelse = twin.orelse, twin.body
+        yield twin
+    elif (isinstance(twin, ast.Expr) and isinstance(twin.value, ast.Call)) or isinstance(
+        twin, ast.AugAssign
+    ):
+        yield ast.Pass()
+    elif isinstance(twin, ast.Call):
+        name = twin.func.attr if isinstance(twin.func, ast.Attribute) else None
+        name = twin.func.id if isinstance(twin.func, ast.Name) else name
+        if name in _FUNCTIONS:
+            renamed = copy.deepcopy(twin)
+            if isinstance(renamed.func, ast.Attribute):
+                renamed.func.attr = _FUNCTIONS[name]
+            else:
+                renamed.func = ast.Name(_FUNCTIONS[name])
+            if name != "sum" or isinstance(renamed.func, ast.Attribute):
+                yield renamed
+        if name in ("sorted", "reversed") and isinstance(twin.func, ast.Name):
+            yield ast.Call(ast.Name("list"), [twin.args[0]], [])
+        first_two = twin.args[:2]
+        if len(first_two) == 2 and all(isinstance(a, ast.Name | ast.Attribute) for a in first_two):
+            twin.args[:2] = reversed(first_two)
+            yield twin
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether a path is divided by it; every test would notice another operator."""
+    text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return text or isinstance(node, ast.JoinedStr)
+
+
+def changes(file: str) -> Iterator[Change]:
+    """Every wrong change of a file that this tool can think of."""
+    content = (ROOT / file).read_bytes()
+    starts = [0]
+    for line in content.split(b"\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    for node in _behaviour(ast.parse(content)):
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        for twin in mutated(node):
+            text = ast.unparse(ast.fix_missing_locations(twin))
+            if isinstance(node, ast.expr) and not isinstance(node, ast.Constant):
+                text = f"({text})"
+            yield Change(file, node.lineno, start, end, text)
+
+
+def _behaviour(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """Nodes whose change changes what code does: no annotations, texts, messages and logs."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Raise):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            text = ast.unparse(child) if isinstance(child, ast.Expr) else ""
+            if text.startswith(("logger.", "print(", "'", '"')):
+                continue
+            if isinstance(child, ast.expr | ast.stmt):
+                yield child
+            yield from _behaviour(child)
+
+
+def draw(seed: int, count: int, packages: tuple[str, ...] = PRODUCT) -> list[Change]:
+    """`count` changes of different lines, each line of the product equally likely."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *(f"{package}/*.py" for package in packages)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    by_line: dict[tuple[str, int], list[Change]] = {}
+    for file in sorted(filter(None, listed.split("\0"))):
+        for change in changes(file):
+            by_line.setdefault((change.file, change.line), []).append(change)
+    generator = random.Random(seed)
+    lines = generator.sample(sorted(by_line), min(count, len(by_line)))
+    return [generator.choice(by_line[line]) for line in lines]
+
+
+def tests_of(file: str, most: int) -> list[str]:
+    """The test files nearest to a module: by the number of imports between, then by their text."""
+    graph = _import_graph()
+    module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    importers: dict[str, set[str]] = {}
+    for name, used in graph.items():
+        for one in used:
+            importers.setdefault(one, set()).add(name)
+    distance, frontier = {module: 0}, [module]
+    while frontier:
+        nearer = frontier.pop(0)
+        for name in sorted(importers.get(nearer, ())):
+            if name not in distance:
+                distance[name] = distance[nearer] + 1
+                frontier.append(name)
+    words = set(re.split(r"[._]", module)) - {*PRODUCT, "run", "command", ""}
+    ranked = []
+    for test in sorted(_test_files()):
+        name = test.removesuffix(".py").replace("/", ".")
+        text = (ROOT / test).read_text(encoding="utf-8")
+        named = sum(word in Path(test).stem for word in words) + 2 * (module in text)
+        if name in distance or named:
+            ranked.append((distance.get(name, 9) - named, len(text), test))
+    return [test for _, _, test in sorted(ranked)[:most]]
+
+
+def _test_files() -> Iterator[str]:
+    for suite in SUITES:
+        for path in (ROOT / suite).glob("test_*.py"):
+            yield path.relative_to(ROOT).as_posix()
+
+
+def _import_graph() -> dict[str, set[str]]:
+    """The project's modules that each module imports, tests and their helpers included."""
+    files = [path for top in (*PRODUCT, "tests") for path in (ROOT / top).rglob("*.py")]
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        used: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[name] = (used & names.keys()) - {name}
+    return graph
+
+
+def outcome(change: Change, copy_of_checkout: Path, most: int, minutes: float) -> str:
+    """killed, survived or hung (killed by the time limit), with the first test that noticed."""
+    tests = tests_of(change.file, most)
+    if not tests:
+        return "survived (no test imports it)"
+    original = (ROOT / change.file).read_bytes()
+    change.apply(copy_of_checkout)
+    # The copy's modules, wherever a test's processes start; and no launcher sets anything up.
+    environment = dict(os.environ, PYTHONPATH=str(copy_of_checkout), PYTHONDONTWRITEBYTECODE="1")
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # stage_code's test fails for any change of code, which is no test of behaviour.
+    command += ["--deselect", "tests/unit/test_stage_code.py"]
+    try:
+        result = subprocess.run(
+            command, cwd=copy_of_checkout, env=environment, capture_output=True, text=True,
+            timeout=minutes * 60,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "hung"
+    finally:
+        (copy_of_checkout / change.file).write_bytes(original)
+    if result.returncode == 0:
+        return "survived"
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    return f"killed by {first[1]}" if first else "killed"
+
+
+def copy_checkout(target: Path) -> None:
+    """Every tracked file, and the folder that lies beside the checkout for tests that use it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--package", choices=PRODUCT, help="only lines of this package")
+    parser.add_argument("--files", type=int, default=12, help="test files a change is tried on")
+    parser.add_argument("--minutes", type=float, default=5, help="time limit of a change's tests")
+    parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
+    options = parser.parse_args()
+    drawn = draw(options.seed, options.count, (options.package,) if options.package else PRODUCT)
+    if options.list:
+        print("\n".join(map(str, drawn)))
+        return 0
+    results: Counter[str] = Counter()
+    by_package: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy_checkout(Path(folder))
+        for change in drawn:
+            verdict = outcome(change, Path(folder), options.files, options.minutes)
+            kind = "survived" if verdict.startswith("survived") else "killed"
+            results[kind] += 1
+            by_package.setdefault(change.file.split("/")[0], Counter())[kind] += 1
+            print(f"{verdict:<10} {change}", flush=True)
+    for package, counts in sorted(by_package.items()):
+        print(f"{package}: {counts['killed']} of {counts.total()}")
+    killed, total = results["killed"], results.total()
+    share = math.floor(100 * killed / total) if total else 0
+    print(f"killed: {killed} of {total} ({share} %)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
