@@ -303,7 +303,7 @@ class TrainConfig(Section):
         "stop",
         description=(
             "What training does at a step whose gradient is not finite or a spike: end with an "
-            "error, or leave the step out and say so."
+            "error, or leave the step out and say so, at most 4 in a row and 9 of 100."
         ),
     )
     spike_factor: Annotated[float, BeforeValidator(parse_number), Field(gt=1)] | None = Field(
