@@ -103,11 +103,15 @@ def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path
     assert "mean of the last 2 checkpoints" in (final / "README.md").read_text()
 
 
-def test_bf16_losses_are_not_rounded_under_fsdp(case: Path, tmp_path: Path) -> None:
-    """bf16 keeps 8 bits: a loss or a token count that passed through it would show."""
+@pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
+def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path, sharding: str) -> None:
+    """bf16 keeps 8 bits: a loss or a token count that passed through it would show.
+
+    DeepSpeed's sums of gradients are looked at where training begins.
+    """
     changes: dict[str, Any] = {
         "train": {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []},
-        "runtime": {"sharding": "fsdp"},
+        "runtime": {"sharding": sharding},
     }
     done = train_in_processes(case, tmp_path / "two", 2, **changes)
     assert done.returncode == 0, done.stderr

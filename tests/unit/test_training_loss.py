@@ -103,11 +103,35 @@ def test_bf16_heads_follow_float32_ones() -> None:
     torch.testing.assert_close(states.grad, expected[1], rtol=0.05, atol=0.05)
 
 
+def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
+    """As under FSDP. Summed in bf16, the last bits of 64 chunks are lost."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 50, bias=False, dtype=torch.bfloat16)
+    states, labels = torch.randn(640, 8, dtype=torch.bfloat16), torch.randint(0, 50, (640,))
+    whole, chunked = (
+        torch.autograd.grad(
+            head_loss(head, states, object(), cross_entropy(labels), chunk=chunk), head.weight
+        )[0]
+        for chunk in (640, 10)
+    )
+    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=0.02)
+
+
 def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; counts its calls."""
     calls: list[int] = []
 
-    def fused(states: Any, weight: Any, labels: Any, *, bias: Any, softcap: Any, **kw: Any) -> Any:
+    def fused(
+        states: Any,
+        weight: Any,
+        labels: Any,
+        *,
+        bias: Any,
+        softcap: Any,
+        accum_dtype: Any,
+        **kw: Any,
+    ) -> Any:
+        assert accum_dtype == torch.float32
         calls.append(len(states))
         logits = torch.nn.functional.linear(states, weight, bias).float()
         logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
