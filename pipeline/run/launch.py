@@ -15,7 +15,7 @@ from typing import Any
 from bosch.errors import RunError, StoppedError, UserError
 from bosch.files import read_json, write_json
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import World
+from pipeline.recipe.processes import World, without_others
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
     LOST_RANK,
@@ -89,7 +89,7 @@ def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
 def torchrun_options(world: World) -> list[str]:
     """torchrun's options; a single node finds a free port by itself."""
     options = [f"--nproc-per-node={world.processes_per_node}", "--max-restarts=0"]
-    if world.nodes == 1 and world.master_port is None:
+    if world.nodes == 1:
         return [*options, "--standalone", "--nnodes=1"]
     return [
         *options,
@@ -101,15 +101,12 @@ def torchrun_options(world: World) -> list[str]:
 
 
 def _environment(world: World, work_dir: str) -> dict[str, str]:
-    env = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    env = {**without_others(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     # Two nodes of a run can be one host: each ends only processes of its own.
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     # The processes that libraries start, from Python 3.11 on.
     env["PYTHONSAFEPATH"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # torchrun's variables describe this node's whole job; its launcher gets them as options.
-    for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
     if world.processes_per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))

@@ -18,8 +18,20 @@ def case(tmp_path: Path) -> Case:
     return Case(tmp_path)
 
 
+# Of other launchers: Slurm with PMI, Kubernetes with a service named "master", accelerate.
+_OF_ANOTHER_LAUNCHER = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "PMI_RANK": "3",
+    "PMI_SIZE": "8", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "tcp://10.0.0.1:2222",
+    "PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "ACCELERATE_MIXED_PRECISION": "fp16",
+}  # fmt: skip
+
+
 def test_two_processes_of_one_stage(case: Case) -> None:
-    done = case.call("run", "runtime.processes=2", "--until", "train", distributed=True)
+    """Stages know only the processes that they were started on."""
+    done = case.call(
+        "run", "runtime.processes=2", "--until", "train", distributed=True, **_OF_ANOTHER_LAUNCHER
+    )
     assert done.returncode == 0, done.stderr
     assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
     output = json.loads((case.output("train") / "output.json").read_text())
