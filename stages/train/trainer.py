@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from bosch.errors import RunError
+from bosch.ranks import collectives_within, limit_collectives
 from stages.artifacts import METRICS
 from stages.configs import Runtime, TrainConfig
 from stages.train.checkpoint import CheckpointWriter
@@ -253,7 +254,10 @@ class PretrainingTrainer(Trainer):
         self._needle_score = None
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        with self._stopwatch.timed("checkpoint"):
+        patience = collectives_within(
+            self.runtime.timeout_minutes, afterwards=self.runtime.collective_timeout_minutes
+        )
+        with self._stopwatch.timed("checkpoint"), patience:
             self._save(model, trial)
 
     def _save(self, model: torch.nn.Module, trial: Any) -> None:
@@ -322,11 +326,16 @@ class _EndOfStep(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: PretrainingTrainer) -> None:
         self._trainer = trainer
+        self._running = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step = state.global_step
+        if not self._running:
+            # From the first step on no process loads or compiles while the others wait.
+            limit_collectives(self._trainer.runtime.collective_timeout_minutes)
+            self._running = True
         self._trainer.watch_needles(step)
         checkpoints = self._trainer.schedule.checkpoint_steps.values()
         decision = self._trainer.decision = self._trainer.timer.decide(step)
