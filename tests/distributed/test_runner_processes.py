@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_two_processes_of_one_stage(case: Case) -> None:
     assert not (case.output("search") / "calls.1.txt").exists()
 
 
-@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1), ("kill", 1)])
+@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1), ("kill", 76)])
 def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
     done = case.call(
         "run",
@@ -54,8 +55,8 @@ def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status:
     )
     assert done.returncode == status
     assert "Traceback" not in done.stderr
-    reason = "its process was killed (signal 9)" if kind == "kill" else ""
-    assert done.stderr.strip().splitlines()[-1].startswith(f"error: train: {reason}")
+    reason = "process [01] was ended .signal 9, SIGKILL." if kind == "kill" else ""
+    assert re.match(f"error: train: {reason}", done.stderr.strip().splitlines()[-1])
     assert len(done.stderr.strip().splitlines()) == 1
 
 
