@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -83,6 +84,20 @@ class Ranks:
         with _partners_alive():
             dist.all_reduce(votes, op=dist.ReduceOp.MIN)
             return bool(votes.item())
+
+
+def limit_collectives(minutes: float) -> None:
+    """From now on a collective fails after `minutes` of waiting for another process."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes))
+
+
+@contextmanager
+def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
+    """Around work of one process for which the others wait longer than for each other's steps."""
+    limit_collectives(minutes)
+    yield
+    limit_collectives(afterwards)
 
 
 @contextmanager

@@ -29,13 +29,32 @@ export MASTER_ADDR
 # A port of this job's own, so that two jobs on one node do not meet.
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export BOSCH_LAUNCHER="$root/launch/torchrun.sh"
-# Slurm's signals are for the processes below srun: this script waits for what they make of them.
+# srun ends with the highest status of all nodes, that of those it killed after the first had ended:
+# the first node to end leaves its status in this file.
+export BOSCH_STATUS="$SLURM_SUBMIT_DIR/bosch-$SLURM_JOB_ID.status"
+rm -f "$BOSCH_STATUS"
+# Slurm's signals are for the processes below srun: the scripts wait for what they make of them.
 trap true TERM USR1
 status=0
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec "$BOSCH_LAUNCHER" "$@"' bosch "$@" ||
+srun --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
+    NODE_RANK=$SLURM_NODEID "$BOSCH_LAUNCHER" "$@"
     status=$?
-# 75: training has saved its work. 143: another stage was stopped, which goes on from its records.
-if [ "$status" -eq 75 ] || [ "$status" -eq 143 ]; then
+    set -o noclobber
+    [ $status -eq 0 ] || { echo $status >"$BOSCH_STATUS"; } 2>/dev/null
+    exit $status' bosch "$@" || status=$?
+[ ! -s "$BOSCH_STATUS" ] || status=$(cat "$BOSCH_STATUS")
+rm -f "$BOSCH_STATUS"
+# How often a job may be queued again. 75: training has saved its work; 143: another stage was
+# stopped, which goes on from its records; both at every time limit. 76: a process or node was lost.
+case $status in
+    75 | 143) most=${BOSCH_REQUEUES:-100} ;;
+    76) most=${BOSCH_REQUEUES:-10} ;;
+    *) exit "$status" ;;
+esac
+if [ "${SLURM_RESTART_COUNT:-0}" -lt "$most" ]; then
     scontrol requeue "$SLURM_JOB_ID"
+else
+    echo "error: this job ended with status $status and was queued again ${SLURM_RESTART_COUNT:-0} times;" \
+        "see its log for why, and queue it anew to go on (BOSCH_REQUEUES=N allows N times)" >&2
 fi
 exit "$status"

@@ -2,8 +2,9 @@
 
 A command is a module with `add_options(parser)` and `run`, which is imported when it is chosen.
 
-Exit status: 0 done, 2 the user's fault, 1 a failure, 130 stopped by Ctrl-C. SIGTERM and SIGUSR1 end
-with 75 when training has written a restart point, else with 143.
+Exit status: 0 done, 2 the user's fault, 1 a failure, 76 a process of a stage was killed or lost,
+130 stopped by Ctrl-C. SIGTERM and SIGUSR1 end with 75 when training has written a restart point,
+else with 143.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from bosch.errors import RunError, StoppedError, UserError, printable
+from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
 from pipeline.recipe.load import load_recipe
 from pipeline.run import log
 from pipeline.run.failures import (
+    LOST_RANK_STATUS,
     OUTPUT_FULL,
     REQUEUE_STATUS,
     Terminated,
@@ -121,6 +123,8 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
         return _done(_module(command).run(loaded, options, stages))
     except UserError as fault:
         return _say(f"error: {fault}", 2)
+    except LostRankError as lost:
+        return _say(f"error: {lost}", LOST_RANK_STATUS)
     except RunError as failure:
         return _say(f"error: {failure}", 1)
     except KeyboardInterrupt:

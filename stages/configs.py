@@ -303,7 +303,7 @@ class TrainConfig(Section):
         "stop",
         description=(
             "What training does at a step whose gradient is not finite or a spike: end with an "
-            "error, or leave the step out and say so."
+            "error, or leave the step out and say so, at most 4 in a row and 9 of 100."
         ),
     )
     spike_factor: Annotated[float, BeforeValidator(parse_number), Field(gt=1)] | None = Field(
@@ -531,7 +531,20 @@ class Runtime(Section):
         None, description="Project at Weights & Biases to which training sends its metrics too."
     )
     timeout_minutes: Number = Field(
-        360, gt=0, description="Longest wait of a process for the others, in every stage."
+        360,
+        gt=0,
+        description=(
+            "Longest wait of a process for work that others do by themselves: loading, saving, "
+            "samples of the evaluation."
+        ),
+    )
+    collective_timeout_minutes: Number = Field(
+        15,
+        gt=0,
+        description=(
+            "Longest wait of a process for the others in a step of training or a pass of the "
+            "search, which all of them do; after it, one that hangs counts as lost."
+        ),
     )
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="Least severity that is logged."

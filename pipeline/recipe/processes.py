@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,22 @@ class World:
         return self.nodes * min(self.processes_per_node, self.gpus)
 
 
+# What launchers, schedulers and accelerate leave in the environment about other processes than
+# those that a stage is started on. Libraries would read them: a RANK alone lets a single process
+# wait for others, ACCELERATE_MIXED_PRECISION=fp16 changes the precision of training.
+_OF_OTHERS = re.compile(
+    r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|LOCAL_SIZE|CROSS_(RANK|SIZE)"
+    r"|NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|XLA_(USE|DOWNCAST)_BF16"
+    r"|(PET|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
+    r"|(PMIX?|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+|MPI_LOCAL(RANKID|NRANKS)"
+)
+
+
+def without_others(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for the processes of a stage: none of it says how many processes there are."""
+    return {name: value for name, value in env.items() if not _OF_OTHERS.fullmatch(name)}
+
+
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     """NVIDIA GPUs this process may use, found without importing torch."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -45,6 +62,7 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.environ) -> World:
     """The processes to start; NPROC_PER_NODE and the like win over the recipe's number.
 
+    Where there is one node, MASTER_ADDR and MASTER_PORT are about something else and not read.
     Raises UserError for a variable that is no number or a node rank out of range.
     """
     gpus = count_gpus(env)
@@ -56,10 +74,12 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
         processes = _integer(env, "NPROC_PER_NODE", 1, least=1)
     else:
         processes = max(gpus, 1) if configured == "auto" else configured
-    if nodes > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+    if nodes == 1:
+        return World(processes_per_node=processes, gpus=gpus)
+    if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise UserError(f"NNODES={nodes}: MASTER_ADDR and MASTER_PORT must be set on every node")
-    port = _integer(env, "MASTER_PORT", 0, least=0)
-    return World(nodes, rank, processes, env.get("MASTER_ADDR", "127.0.0.1"), port or None, gpus)
+    port = _integer(env, "MASTER_PORT", 1, least=1)
+    return World(nodes, rank, processes, env["MASTER_ADDR"], port, gpus)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, least: int) -> int:

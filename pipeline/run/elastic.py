@@ -1,6 +1,7 @@
 """torchrun for `pipeline.run.worker`, without its tracebacks: the runner says what went wrong.
 
-Ends with the exit status of the first process that failed for a reason of its own.
+Ends with the exit status of the first process that failed for a reason of its own, and leaves its
+number in ENDED beside the order.
 
 Its arguments are torchrun's options, and the command of the worker.
 """
@@ -12,11 +13,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
-from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
+from bosch.files import write_json
+from pipeline.run.failures import ENDED, LOST_RANK, LOST_RANK_STATUS, REQUEUE_STATUS
 from pipeline.run.worker import PARENT, die_with_parent
 
 
@@ -24,8 +27,10 @@ def main() -> int:
     """Start the processes of this node and wait for them; 0 when all of them are done."""
     die_with_parent()
     os.environ[PARENT] = str(os.getpid())
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
@@ -35,10 +40,19 @@ def main() -> int:
     try:
         torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
-        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        return first_reason(failure.exitcode for failure in failures)
+        failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
+        rank, status = first_reason({rank: failure.exitcode for rank, failure in failures})
+        with contextlib.suppress(OSError):
+            write_json(Path(sys.argv[-1]).parent / ENDED, {"rank": rank})
+        return status
     except SignalException as stop:
         return 128 + stop.sigval
+    except (DistError, RendezvousError) as error:
+        reason = " ".join(str(error).split())[:200]
+        message = f"the first node does not answer this one's launcher ({reason})"
+        with contextlib.suppress(OSError):
+            write_json(Path(sys.argv[-1]).parent / f"{LOST_RANK}.node.json", {"message": message})
+        return LOST_RANK_STATUS
     return 0
 
 
@@ -55,11 +69,14 @@ def forward_signal(signum: int, frame: object) -> None:
             child.send_signal(signum)
 
 
-def first_reason(statuses: Iterable[int]) -> int:
-    """Exit status for those of several processes: 128 + n where signal n (-n here) killed one."""
-    statuses = list(statuses)
-    if REQUEUE_STATUS in statuses:  # all have saved; the last to leave are ended by torchrun
-        return REQUEUE_STATUS
-    reasons = (status for status in statuses if status != LOST_RANK_STATUS)
-    reason = next(reasons, 1)
-    return 128 - reason if reason < 0 else reason
+def first_reason(statuses: Mapping[int, int]) -> tuple[int, int]:
+    """Which of several processes ended first for a reason of its own, and with which status.
+
+    `statuses` by process, in the order of their ends; 128 + n where signal n (-n here) killed one.
+    """
+    for rank, status in statuses.items():
+        if status == REQUEUE_STATUS:  # all have saved; the last to leave are ended by torchrun
+            return rank, status
+    own = ((rank, s) for rank, s in statuses.items() if s != LOST_RANK_STATUS)
+    rank, status = next(own, next(iter(statuses.items())))
+    return rank, 128 - status if status < 0 else status

@@ -13,9 +13,11 @@ from bosch.errors import RunError, UserError
 
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
-# Of a process that only lost another one of its stage.
+# Of a process that only lost another one of its stage, and of a command that lost a process to no
+# fault of its own: the same command goes on.
 LOST_RANK_STATUS = 76
 LOST_RANK = "lost-rank"  # begins the name of the file in which it says which
+ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
 # sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
 REQUEUE_STATUS = 75
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import RunError, StoppedError, UserError
+from bosch.errors import LostRankError, RunError, StoppedError, UserError
 from bosch.files import read_json, write_json
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import World
+from pipeline.recipe.processes import World, without_others
+from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
+    ENDED,
     LOST_RANK,
+    LOST_RANK_STATUS,
     REQUEUE_STATUS,
     Terminated,
     disk_full_sentence,
@@ -35,13 +38,16 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
 _ALMOST_FULL_BYTES = 1024**2
+_GOES_ON = "the same command goes on from here"
+# Signals that a process gets from what it does itself.
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Run a stage in processes of its own, so that its memory returns when it ends.
 
     One process is started directly, several through torchrun. Raises UserError or RunError with
-    the sentence that the stage left.
+    the sentence that the stage left, LostRankError where a process was lost to no fault of its own.
     """
     with _control_folder(Path(order["work_dir"]), world.node_rank) as control:
         write_json(control / "order.json", order)
@@ -68,7 +74,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if status == 0 and isinstance(summary, dict):
             return summary
         memory_ran_out = (killed_by_kernel() or 0) > (killed_before or 0)
-        raise _failure(control, status, order, memory_ran_out)
+        raise _failure(control, status, order, world, memory_ran_out)
 
 
 @contextlib.contextmanager
@@ -89,7 +95,7 @@ def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
 def torchrun_options(world: World) -> list[str]:
     """torchrun's options; a single node finds a free port by itself."""
     options = [f"--nproc-per-node={world.processes_per_node}", "--max-restarts=0"]
-    if world.nodes == 1 and world.master_port is None:
+    if world.nodes == 1:
         return [*options, "--standalone", "--nnodes=1"]
     return [
         *options,
@@ -101,15 +107,12 @@ def torchrun_options(world: World) -> list[str]:
 
 
 def _environment(world: World, work_dir: str) -> dict[str, str]:
-    env = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    env = {**without_others(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     # Two nodes of a run can be one host: each ends only processes of its own.
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     # The processes that libraries start, from Python 3.11 on.
     env["PYTHONSAFEPATH"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # torchrun's variables describe this node's whole job; its launcher gets them as options.
-    for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
     if world.processes_per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
@@ -161,7 +164,7 @@ def end_leftovers(mark: str) -> int:
 
 
 def _failure(
-    control: Path, status: int, order: Mapping[str, Any], memory_ran_out: bool
+    control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """The reason a stage failed: a rank's own words, else what its exit status tells."""
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
@@ -169,27 +172,39 @@ def _failure(
     # A rank that only lost its partner fails too; the one with a reason of its own is told.
     failures.sort(key=lambda one: ("user", "run", "unexpected").index(one["kind"]))
     name, work_dir = order["stage"], Path(order["work_dir"])
-    if failures:
+    number = -status if status < 0 else status - 128
+    signalled = number > 0 and number in signal.valid_signals()
+    # Libraries have errors of their own for a partner that was killed.
+    if failures and not (signalled and failures[0]["kind"] == "unexpected"):
         kind = UserError if failures[0]["kind"] == "user" else RunError
         return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
             return RunError(f"{name}: {disk_full_sentence(work_dir)}")
-    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        if memory_ran_out:
-            return RunError(
-                f"{name}: the kernel killed its process because memory ran out; make "
-                "runtime.eval_batch_size or runtime.micro_batch_size smaller"
-            )
-        return RunError(
-            f"{name}: its process was killed (signal 9) by a person or a job scheduler; the same "
-            "command goes on from here"
-        )
     for path in sorted(control.glob(f"{LOST_RANK}.*.json")):
         lost = read_json(path)
-        if isinstance(lost, dict):
-            return RunError(f"{name}: {lost['message']}; the same command goes on from here")
-    reason = f"signal {-status}" if status < 0 else f"status {status}"
-    log_file = work_dir / "stage.log"
-    return RunError(f"{name}: its process ended with {reason} and left no reason; see {log_file}")
+        if isinstance(lost, dict) and status == LOST_RANK_STATUS:
+            return LostRankError(f"{name}: {lost['message']}; {_GOES_ON}")
+    ended = read_json(control / ENDED)
+    rank = ended["rank"] if isinstance(ended, dict) else 0
+    who = f"process {rank}" if world.size > 1 else "its process"
+    log_file = log.stage_log(work_dir, rank)
+    if not signalled:
+        return RunError(f"{name}: {who} ended with status {status} without a reason in {log_file}")
+    signal_name = f"signal {number}, {signal.Signals(number).name}"
+    if number == signal.SIGKILL and memory_ran_out:
+        return RunError(
+            f"{name}: the kernel killed {who} because memory ran out; make "
+            "runtime.eval_batch_size or runtime.micro_batch_size smaller"
+        )
+    if number in _CRASHES:
+        hung = ", or NCCL gave up on one that hangs, after runtime.collective_timeout_minutes"
+        return LostRankError(
+            f"{name}: {who} crashed ({signal_name}): a fault of a library or a device"
+            f"{hung if world.size > 1 else ''}; see what it printed and {log_file}; {_GOES_ON}"
+        )
+    return LostRankError(
+        f"{name}: {who} was ended ({signal_name}) by a person, a job scheduler or the system, see "
+        f"their logs of this machine; {_GOES_ON}"
+    )

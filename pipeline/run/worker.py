@@ -76,8 +76,10 @@ def main() -> NoReturn:
     """Run the order and end the process, with 0 only when it is done."""
     try:
         status = _run_order()
+    except _Signalled as stop:
+        status = 128 + stop.number
     except KeyboardInterrupt:
-        status = 130
+        status = 128 + signal.SIGINT
     logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -127,9 +129,17 @@ def _run_order() -> int:
         return 2 if failure["kind"] == "user" else 1
 
 
+class _Signalled(KeyboardInterrupt):
+    """A signal that ends the process as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 def _interrupt(signum: int, frame: object) -> None:
     """End as Ctrl-C does, so that helpers a stage has forked are ended with it."""
-    raise KeyboardInterrupt
+    raise _Signalled(signum)
 
 
 def _ignore_stops() -> None:

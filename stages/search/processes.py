@@ -21,8 +21,8 @@ def join_process_group(
 ) -> Iterator[Ranks]:
     """Join the process group that torchrun's variables describe, if they do; leave it at the end.
 
-    With `parallel` "tensor" the processes hold the shards of one model. A rank waits for another's
-    share of a pass for `timeout_minutes`; that one has died is noticed much sooner, by torchrun.
+    With `parallel` "tensor" the processes hold the shards of one model. A rank waits for the others
+    for `timeout_minutes`; that one has died is noticed much sooner, by torchrun.
 
     After a failure the group is left to the end of the process: parting from ranks that are gone
     can hang.

@@ -22,7 +22,7 @@ from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.free_memory import reuse_room
 from bosch.objective.objective import Objective
 from bosch.progress import Progress, progress
-from bosch.ranks import Ranks
+from bosch.ranks import Ranks, limit_collectives
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator
 from bosch.search.methods import METHODS
@@ -65,6 +65,8 @@ def run(
             numerics=numerics(ranks.device, backend, batch, VERSION, shards=ranks.shards),
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
+        ranks.from_first(None)  # all have loaded: from here on they wait for each other's passes
+        limit_collectives(config.runtime.collective_timeout_minutes)
         if ranks.is_first and ranks.size > objective.batches:
             logger.info(
                 "%d of %d processes have nothing to do: the calibration set is %d batches of "

@@ -15,6 +15,7 @@ from stages.train.memory import (
     gathered_bytes,
     gradient_bytes,
     layer_input_bytes,
+    liger_loss_bytes,
     loss_bytes,
     optimizer_bytes,
     parameter_bytes,
@@ -116,7 +117,7 @@ def training_memory(
         if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
             gathered += gradient_bytes(trained, 1)
     teacher = 0.0
-    loss = loss_bytes
+    loss = liger_loss_bytes if train.liger else loss_bytes
     if train.teacher != "none":
         loss = distillation_bytes
         teacher = teacher_bytes(shape.parameters, number, shards)

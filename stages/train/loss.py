@@ -151,6 +151,8 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
         ignore_index=IGNORED,
         reduction="sum",
         softcap=getattr(config, "final_logit_softcapping", None),
+        # Else it sums the chunks' gradients of the head in the weight's precision, bf16 under FSDP.
+        accum_dtype=torch.float32,
     )
     loss: Tensor = result[0] if isinstance(result, tuple) else getattr(result, "loss", result)
     return loss

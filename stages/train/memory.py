@@ -62,6 +62,20 @@ def loss_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) ->
     return 3 * chunk + states + head
 
 
+def liger_loss_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
+    """Liger's fused loss: a chunk's logits, gradients of states and of the head.
+
+    The head's gradient [V, C] is summed in float32, beside that of a chunk, which Liger up to 0.8
+    turns into float32 before it adds it.
+    """
+    chunk = -(-tokens // -(-vocabulary // hidden))
+    chunk = min(tokens, 1 << (chunk - 1).bit_length())  # the next power of two
+    states = tokens * hidden * element_bytes
+    copy = _FLOAT32 if element_bytes < _FLOAT32 else 0
+    head = vocabulary * hidden * (_FLOAT32 + element_bytes + copy)
+    return chunk * vocabulary * element_bytes + states + head
+
+
 def distillation_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
     """The loss with a teacher: as `loss_bytes`, with its states and both models' logits.
 

@@ -73,6 +73,7 @@ def check_sharding_runs(model: Any, runtime: Runtime) -> None:
 
 
 def _actual_sharding(model: Any) -> str:
+    import torch
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
@@ -82,7 +83,10 @@ def _actual_sharding(model: Any) -> str:
         return "fsdp" if not whole else f"fsdp with {whole[0]} not sharded"
     if type(model).__name__ == "DeepSpeedEngine":
         stage = model.zero_optimization_stage()
-        return "deepspeed" if stage == 3 else f"deepspeed at ZeRO stage {stage}"
+        if stage != 3:
+            return f"deepspeed at ZeRO stage {stage}"
+        sums = {model.get_data_types()[1], model.communication_data_type}
+        return "deepspeed" if sums == {torch.float32} else f"deepspeed with sums in {sums}"
     distributed = isinstance(model, DistributedDataParallel)
     if distributed != (world_size() > 1):
         return f"{type(model).__name__} with {world_size()} processes"

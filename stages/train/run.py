@@ -12,7 +12,7 @@ from typing import Any
 
 from bosch.errors import StoppedError
 from bosch.files import file_sizes
-from bosch.ranks import partners_alive
+from bosch.ranks import limit_collectives, partners_alive
 from stages.artifacts import (
     CHECKPOINTS,
     METRICS,
@@ -73,6 +73,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     finally:
         if trainer.metrics_log is not None:
             trainer.metrics_log.close()
+    limit_collectives(config.runtime.timeout_minutes)
     step = trainer.state.global_step
     if step < trainer.schedule.steps:
         raise StoppedError(

@@ -6,39 +6,65 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
+from typing import Any
 
 from stages.configs import TrainConfig
 
 _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
 _LEAST = 20  # of them; before there are so many, only what is not finite is a bad step
+MOST_IN_A_ROW = 5  # bad steps that may be left out, one after the other
+MOST_REMEMBERED = 10  # and among the last `_REMEMBERED`
 
 
 class SpikeRule:
-    """Judges gradient norms by those of the last good steps; the same on every process."""
+    """Judges gradient norms by those of the last steps; the same on every process."""
 
-    def __init__(self, train: TrainConfig) -> None:
+    def __init__(self, train: TrainConfig, steps: int) -> None:
+        """`steps`: those of the whole run."""
         self._factor = train.spike_factor
-        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+        # Of a short run, no more than half: what is left out is not trained on.
+        self._in_a_row, self._in_all = (
+            min(most, math.ceil(steps / 2)) for most in (MOST_IN_A_ROW, MOST_REMEMBERED)
+        )
+        # Norm, None where it was not finite, and whether the step was bad. A spike counts in the
+        # median, too: where norms have risen for good, steps are no spikes any longer.
+        self._steps: deque[tuple[float | None, bool]] = deque(maxlen=_REMEMBERED)
 
     @property
-    def norms(self) -> list[float]:
-        """What a restart point keeps of the rule."""
-        return list(self._norms)
+    def state(self) -> list[Any]:
+        """What a restart point keeps of the rule, as JSON."""
+        return [list(step) for step in self._steps]
 
-    def restore(self, norms: Iterable[float]) -> None:
-        """Go on from the `norms` of a restart point."""
-        self._norms.extend(norms)
+    def restore(self, state: Iterable[Any]) -> None:
+        """Go on from the `state` of a restart point."""
+        self._steps.extend((norm, bad) for norm, bad in state)
 
     def fault(self, norm: float) -> str | None:
-        """What is wrong with a step of this gradient norm; a good step is remembered."""
+        """What is wrong with a step of this gradient norm; the step is remembered."""
+        fault = self._fault(norm)
+        self._steps.append((norm if math.isfinite(norm) else None, fault is not None))
+        return fault
+
+    def _fault(self, norm: float) -> str | None:
         if not math.isfinite(norm):
             return f"grad_norm is {norm}"
-        if self._factor is not None and len(self._norms) >= _LEAST:
-            median = statistics.median(self._norms)
+        norms = [earlier for earlier, _ in self._steps if earlier is not None]
+        if self._factor is not None and len(norms) >= _LEAST:
+            median = statistics.median(norms)
             if norm > self._factor * median:
                 return (
                     f"grad_norm is {norm:.4g}, more than train.spike_factor = {self._factor:g} "
-                    f"times {median:.4g}, the median of the last {len(self._norms)} good steps"
+                    f"times {median:.4g}, the median of the last {len(norms)} steps"
                 )
-        self._norms.append(norm)
+        return None
+
+    def too_many(self) -> str | None:
+        """How many steps were bad, where these are more than may be left out."""
+        bad = [was_bad for _, was_bad in self._steps]
+        in_a_row = len(list(takewhile(bool, reversed(bad))))
+        if in_a_row >= self._in_a_row:
+            return f"{in_a_row} step{'s' * (in_a_row > 1)} in a row"
+        if sum(bad) >= self._in_all:
+            return f"{sum(bad)} of the last {len(bad)} steps"
         return None

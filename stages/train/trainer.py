@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from bosch.errors import RunError
+from bosch.ranks import collectives_within, limit_collectives
 from stages.artifacts import METRICS
 from stages.configs import Runtime, TrainConfig
 from stages.train.checkpoint import CheckpointWriter
@@ -128,7 +129,7 @@ class PretrainingTrainer(Trainer):
         self._checkpoint_writer = checkpoint_writer
         self.metrics_log = metrics_log
         self._train_config = train
-        self._spikes = SpikeRule(train)
+        self._spikes = SpikeRule(train, schedule.steps)
         self._fault: str | None = None  # of the step under way
         self._distillation = distillation
         self._needles = needles
@@ -187,10 +188,10 @@ class PretrainingTrainer(Trainer):
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not self._spikes.norms:
+        if not self._spikes.state:
             self._spikes.restore(self.state.log_history)
         self._fault = self._spikes.fault(norm)
-        self.state.log_history = self._spikes.norms
+        self.state.log_history = self._spikes.state
         if self._fault is not None and self._train_config.bad_steps == "skip":
             for parameter in model.parameters():
                 parameter.grad = None
@@ -207,7 +208,7 @@ class PretrainingTrainer(Trainer):
 
         Raises:
             RunError: the step is a bad one, by train.spike_factor or since its loss or gradient
-                norm is no longer a finite number, and is not skipped.
+                norm is no longer a finite number, and is not skipped; or too many are.
         """
         if "loss" not in logs:
             return
@@ -221,6 +222,13 @@ class PretrainingTrainer(Trainer):
                 f"training diverged: {fault} at step {step} "
                 f"({step * self.schedule.batch_tokens:,} tokens); "
                 "a lower train.learning_rate or a longer train.warmup_ratio may help"
+            )
+        too_many = self._spikes.too_many() if skipped else None
+        if too_many is not None:
+            raise RunError(
+                f"training diverged: {too_many} left out as bad (train.bad_steps = skip), the last "
+                f"one step {step} of {self.schedule.steps} ({fault}); look for the first of them "
+                f"in {METRICS}; a lower train.learning_rate or a longer train.warmup_ratio may help"
             )
         if skipped:  # else a NaN would stay in the sum that the Trainer keeps
             self._tr_loss = torch.zeros_like(self._tr_loss)
@@ -246,7 +254,10 @@ class PretrainingTrainer(Trainer):
         self._needle_score = None
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        with self._stopwatch.timed("checkpoint"):
+        patience = collectives_within(
+            self.runtime.timeout_minutes, afterwards=self.runtime.collective_timeout_minutes
+        )
+        with self._stopwatch.timed("checkpoint"), patience:
             self._save(model, trial)
 
     def _save(self, model: torch.nn.Module, trial: Any) -> None:
@@ -315,11 +326,16 @@ class _EndOfStep(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: PretrainingTrainer) -> None:
         self._trainer = trainer
+        self._running = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step = state.global_step
+        if not self._running:
+            # From the first step on no process loads or compiles while the others wait.
+            limit_collectives(self._trainer.runtime.collective_timeout_minutes)
+            self._running = True
         self._trainer.watch_needles(step)
         checkpoints = self._trainer.schedule.checkpoint_steps.values()
         decision = self._trainer.decision = self._trainer.timer.decide(step)

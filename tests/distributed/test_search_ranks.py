@@ -100,11 +100,11 @@ def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monk
 @pytest.mark.parametrize(
     ("statuses", "expected"),
     [
-        ([LOST_RANK_STATUS, -signal.SIGKILL], 128 + signal.SIGKILL),
-        ([LOST_RANK_STATUS, 2], 2),
-        ([1, -signal.SIGKILL], 1),
-        ([LOST_RANK_STATUS], 1),
-        ([-signal.SIGTERM, REQUEUE_STATUS], REQUEUE_STATUS),
+        ({1: LOST_RANK_STATUS, 0: -signal.SIGKILL}, (0, 128 + signal.SIGKILL)),
+        ({0: LOST_RANK_STATUS, 3: 2}, (3, 2)),
+        ({1: 1, 0: -signal.SIGKILL}, (1, 1)),
+        ({2: LOST_RANK_STATUS}, (2, LOST_RANK_STATUS)),
+        ({0: -signal.SIGTERM, 1: REQUEUE_STATUS}, (1, REQUEUE_STATUS)),
     ],
 )
 def test_the_rank_with_a_reason_of_its_own_is_told(statuses, expected):

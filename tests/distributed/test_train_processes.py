@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.rank_processes import run_module
 from tests.training_case import DEEPSPEED, make_case, metrics, train_here, train_in_processes
 
 
@@ -103,11 +104,15 @@ def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path
     assert "mean of the last 2 checkpoints" in (final / "README.md").read_text()
 
 
-def test_bf16_losses_are_not_rounded_under_fsdp(case: Path, tmp_path: Path) -> None:
-    """bf16 keeps 8 bits: a loss or a token count that passed through it would show."""
+@pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
+def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path, sharding: str) -> None:
+    """bf16 keeps 8 bits: a loss or a token count that passed through it would show.
+
+    DeepSpeed's sums of gradients are looked at where training begins.
+    """
     changes: dict[str, Any] = {
         "train": {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []},
-        "runtime": {"sharding": "fsdp"},
+        "runtime": {"sharding": sharding},
     }
     done = train_in_processes(case, tmp_path / "two", 2, **changes)
     assert done.returncode == 0, done.stderr
@@ -115,3 +120,22 @@ def test_bf16_losses_are_not_rounded_under_fsdp(case: Path, tmp_path: Path) -> N
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
     sharded = torch.tensor(losses(tmp_path / "two"), dtype=torch.float64)
     assert (sharded != sharded.bfloat16().double()).all()
+
+
+def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
+    case: Path, tmp_path: Path
+) -> None:
+    """A collective may take 5 seconds in a step, and minutes where others wait for the saving."""
+    changes: dict[str, Any] = {
+        "train": {"total_tokens": 512, "checkpoint_tokens": []},
+        "runtime": {"collective_timeout_minutes": 5 / 60, "save_every_steps": 3},
+    }
+    for slow in ("step", "save"):
+        arguments = [str(case), str(tmp_path / slow), json.dumps(changes)]
+        done = run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
+        if slow == "step":
+            assert "LostRankError: process 1 of this run does not answer" in done.stderr
+            assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
+        else:
+            assert done.returncode == 0, done.stderr
+            assert len(losses(tmp_path / slow)) == 4

@@ -88,7 +88,7 @@ def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:
         ("user", 2, "error: search: the corpus at x is empty; name another"),
         ("run", 1, "error: search: the loss diverged"),
         ("disk", 1, "is full; free some space and run the same command again"),
-        ("kill", 1, "error: search: its process was killed (signal 9)"),
+        ("kill", 76, "error: search: its process was ended (signal 9, SIGKILL)"),
     ],
 )
 def test_failures_are_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
@@ -230,29 +230,58 @@ def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
     assert all(gone(worker) for worker in workers)
 
 
-def test_slurm_queues_a_stopped_job_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statuses", "restarts", "expected", "requeued"),
+    [
+        ([0, 0], "", 0, False),
+        ([75, 75], "", 75, True),
+        ([143], "20", 143, True),
+        ([75], "100", 75, False),
+        ([76], "9", 76, True),
+        ([76], "10", 76, False),
+        ([2], "", 2, False),
+        # srun kills the other node, which then ends with 143 and would count as stopped.
+        ([1, 143], "", 1, False),
+        ([76, 143], "", 76, True),
+    ],
+)
+def test_slurm_queues_a_stopped_job_again_but_not_for_ever(
+    tmp_path: Path, statuses: list[int], restarts: str, expected: int, requeued: bool
+) -> None:
+    """`srun` here runs one node after the other and ends with the highest status, as Slurm's."""
     (tmp_path / "launch").mkdir()
     scripts = {
         "launch/setup.sh": "true",
-        "launch/torchrun.sh": "true",
-        "srun": 'exit "$SRUN_STATUS"',
+        "launch/torchrun.sh": 'echo "$NODE_RANK $*" >> "$BOSCH_ROOT/nodes"; exit "$NODE_STATUS"',
+        "srun": """shift; highest=0; node=0
+for NODE_STATUS in $STATUSES; do
+    export NODE_STATUS
+    SLURM_NODEID=$node "$@" && status=0 || status=$?
+    node=$((node + 1))
+    [ $status -le $highest ] || highest=$status
+done
+exit $highest""",
         "scontrol": 'echo "$*" >> "$BOSCH_ROOT/scontrol.log"; echo node0',
     }
     for name, line in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    for status, requeued in ((0, False), (75, True), (143, True), (1, False), (2, False)):
-        environment = {
-            **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "BOSCH_ROOT": str(tmp_path),
-            "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node0",
-            "SLURM_SUBMIT_DIR": str(tmp_path), "SRUN_STATUS": str(status),
-        }  # fmt: skip
-        (tmp_path / "scontrol.log").unlink(missing_ok=True)
-        done = subprocess.run(
-            ["bash", ROOT / "launch/slurm.sh", "recipe.yaml"], env=environment, timeout=60
-        )
-        assert done.returncode == status
-        assert ("requeue 7" in (tmp_path / "scontrol.log").read_text()) == requeued
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "BOSCH_ROOT": str(tmp_path),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(len(statuses)),
+        "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_SUBMIT_DIR": str(tmp_path),
+        "STATUSES": " ".join(map(str, statuses)), "SLURM_RESTART_COUNT": restarts,
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", ROOT / "launch/slurm.sh", "recipe.yaml", "seed=1 2"],
+        env=environment, timeout=60, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == expected
+    assert ("requeue 7" in (tmp_path / "scontrol.log").read_text()) == requeued
+    assert ("was queued again" in done.stderr) == (not requeued and expected in (75, 76))
+    nodes = [f"{node} recipe.yaml seed=1 2" for node in range(len(statuses))]
+    assert (tmp_path / "nodes").read_text().splitlines() == nodes
+    assert not (tmp_path / "bosch-7.status").exists()
 
 
 def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:

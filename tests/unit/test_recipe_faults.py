@@ -11,6 +11,7 @@ import pytest
 from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.processes import without_others
 from tests.pipeline_case import Case, truncate
 
 
@@ -325,6 +326,21 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
         load_recipe(case.file, env={**env, "NODE_RANK": "2"})
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
         load_recipe(case.file, env={"NNODES": "2"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "NNODES",
+        "MASTER_PORT", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+        "MPI_LOCALNRANKS", "PET_NODE_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP",
+        "FSDP_OFFLOAD_PARAMS",
+    ],
+)  # fmt: skip
+def test_stages_are_not_told_of_other_launchers_processes(name: str) -> None:
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "ib0",
+            "OMP_NUM_THREADS": "4", "SLURM_JOB_ID": "7", "HF_HOME": "/h", "SIZE": "1"}  # fmt: skip
+    assert without_others({**kept, name: "2"}) == kept
 
 
 def test_a_model_is_sharded_over_several_processes_of_one_node(case: Case) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import RunError, UserError, printable
+from bosch.errors import LostRankError, RunError, UserError, printable
 from bosch.files import parse_json, read_json, write_json
 from pipeline.run import launch
 from pipeline.run.graph import document_key
@@ -79,13 +79,13 @@ def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Pa
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     done = case.call("run", "--until", "search", FAKE_FAIL="search=kill", TMPDIR=str(temporary))
-    assert done.returncode == 1
+    assert done.returncode == 76
     assert list(temporary.iterdir()) == []
     assert list((case.runs / "work").rglob("*control*")) == []
 
 
 @pytest.mark.parametrize(("out_of_memory", "expected"), [
-    (0, "was killed (signal 9) by a person or a job scheduler; the same command goes on"),
+    (0, "its process was ended (signal 9, SIGKILL) by a person, a job scheduler or the system"),
     (1, "the kernel killed its process because memory ran out; make runtime.eval_batch_size"),
 ])  # fmt: skip
 def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
@@ -99,6 +99,41 @@ def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
     with pytest.raises(RunError) as caught:
         launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
     assert expected in str(caught.value)
+
+
+_ENDED = "import os, sys, pathlib; control = pathlib.Path(sys.argv[-1]).parent; "
+_RANK = "(control / 'ended.json').write_text('{\"rank\": 3}'); "
+_UNEXPECTED = (
+    """(control / 'failure.0.json').write_text('{"kind": "unexpected", "message": "GLHF!"}'); """
+)
+
+
+@pytest.mark.parametrize(("code", "lost", "expected"), [
+    ("sys.exit(143)", True, "search: its process was ended (signal 15, SIGTERM) by a person, a job "
+     "scheduler or the system, see their logs of this machine; the same command goes on from here"),
+    ("os.kill(os.getpid(), 6)", True, "search: its process crashed (signal 6, SIGABRT): a fault of "
+     "a library or a device; see what it printed and WORK/stage.log; the same command goes on"),
+    (_RANK + "sys.exit(134)", True, "search: process 3 crashed (signal 6, SIGABRT): a fault of a "
+     "library or a device, or NCCL gave up on one that hangs, after runtime.collective_tim"),
+    (_RANK + _UNEXPECTED + "sys.exit(137)", True, "search: process 3 was ended (signal 9, SIGK"),
+    (_RANK + _UNEXPECTED + "sys.exit(1)", False, "search: GLHF!"),
+    (_RANK + "sys.exit(5)", False, "search: process 3 ended with status 5 without a reason in "
+     "WORK/stage.rank3.log"),
+    ("(control / 'lost-rank.1.json').write_text('{\"message\": \"node 1 is silent\"}'); "
+     "sys.exit(76)", True, "search: node 1 is silent; the same command goes on from here"),
+])  # fmt: skip
+def test_a_lost_process_is_told_with_its_number_and_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, lost: bool, expected: str
+) -> None:
+    monkeypatch.setattr(launch, "killed_by_kernel", lambda: 0)
+    monkeypatch.setattr(launch, "PROCESS", ("-c", _ENDED + code))
+    work = tmp_path / "work"
+    work.mkdir()
+    world = launch.World(processes_per_node=4 if _RANK in code else 1)
+    with pytest.raises(RunError) as caught:
+        launch.launch({"stage": "search", "work_dir": str(work)}, world)
+    assert str(caught.value).replace(str(work), "WORK").startswith(expected)
+    assert isinstance(caught.value, LostRankError) == lost
 
 
 @pytest.mark.parametrize("command", ["status", "validate"])

@@ -14,8 +14,12 @@ from torch.utils._pytree import tree_leaves
 from bosch.errors import UserError
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from pipeline.recipe.model_shape import ModelInfo
+from stages.configs import Runtime, TrainConfig
 from stages.train import loss as training_loss
+from stages.train.footprint import training_memory
 from stages.train.loss import cross_entropy, head_loss, install_loss
+from stages.train.memory import liger_loss_bytes
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
 WINDOW = 5
@@ -103,11 +107,50 @@ def test_bf16_heads_follow_float32_ones() -> None:
     torch.testing.assert_close(states.grad, expected[1], rtol=0.05, atol=0.05)
 
 
+def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
+    """As under FSDP. Summed in bf16, the last bits of 64 chunks are lost."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 50, bias=False, dtype=torch.bfloat16)
+    states, labels = torch.randn(640, 8, dtype=torch.bfloat16), torch.randint(0, 50, (640,))
+    whole, chunked = (
+        torch.autograd.grad(
+            head_loss(head, states, object(), cross_entropy(labels), chunk=chunk), head.weight
+        )[0]
+        for chunk in (640, 10)
+    )
+    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=0.02)
+
+
+def test_a_plan_counts_what_ligers_loss_holds() -> None:
+    """Of 32k tokens of Qwen3-14B: 2,048 at a time; sums, a chunk's gradient and its copy."""
+    head = 151_936 * 5120 * (4 + 2 + 4)
+    expected = 2048 * 151_936 * 2 + 32_768 * 5120 * 2 + head
+    assert liger_loss_bytes(32_768, 5120, 151_936, 2) == expected
+    shape = ModelInfo(small_model().config.to_dict()).decoder
+    plain, fused = (
+        training_memory(
+            shape, TrainConfig(liger=liger), Runtime(), processes=1, tokens=64, accumulation=1
+        ).loss
+        for liger in (False, True)
+    )
+    assert fused == liger_loss_bytes(64, shape.hidden, shape.vocabulary, 2) != plain
+
+
 def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; counts its calls."""
     calls: list[int] = []
 
-    def fused(states: Any, weight: Any, labels: Any, *, bias: Any, softcap: Any, **kw: Any) -> Any:
+    def fused(
+        states: Any,
+        weight: Any,
+        labels: Any,
+        *,
+        bias: Any,
+        softcap: Any,
+        accum_dtype: Any,
+        **kw: Any,
+    ) -> Any:
+        assert accum_dtype == torch.float32
         calls.append(len(states))
         logits = torch.nn.functional.linear(states, weight, bias).float()
         logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap

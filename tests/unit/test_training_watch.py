@@ -45,31 +45,68 @@ def records(work_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_spike_is_many_times_the_median_of_the_good_steps_before() -> None:
-    rule = SpikeRule(TrainConfig(spike_factor=3.0))
+def test_a_spike_is_many_times_the_median_of_the_steps_before() -> None:
+    rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     assert all(rule.fault(norm) is None for norm in [1.0, 2.0] * 10)
     fault = rule.fault(5.0)
     assert fault is not None and "train.spike_factor = 3 times 1.5" in fault
-    assert rule.fault(4.4) is None and 5.0 not in rule.norms
+    assert rule.fault(4.4) is None
     assert rule.fault(float("nan")) == "grad_norm is nan"
-    resumed = SpikeRule(TrainConfig(spike_factor=3.0))
-    resumed.restore(rule.norms)
-    assert resumed.fault(5.0) == rule.fault(5.0)
+    resumed = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
+    resumed.restore(json.loads(json.dumps(rule.state)))
+    assert resumed.state == rule.state and resumed.fault(9.0) == rule.fault(9.0) is not None
+
+
+def test_norms_that_stay_high_are_no_spikes_for_ever() -> None:
+    """Left out or not, a step's norm counts in the median of the last 100."""
+    rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
+    faults = [rule.fault(norm) for norm in [1.0] * 20 + [9.0] * 40]
+    assert faults[20] is not None and faults[-1] is None
 
 
 def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
-    rule = SpikeRule(TrainConfig())
+    rule = SpikeRule(TrainConfig(), 1000)
     assert [rule.fault(norm) for norm in [1.0] * 30 + [1e9]] == [None] * 31
     assert rule.fault(float("inf")) == "grad_norm is inf"
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Make the loss of one step NaN."""
+@pytest.mark.parametrize(
+    ("bad_steps", "steps", "expected"),
+    [
+        (range(3, 1000), 1000, "7: 5 steps in a row"),
+        ([*range(3, 7), *range(8, 12)], 1000, None),
+        (range(200, 1000, 10), 1000, "290: 10 of the last 100 steps"),
+        (range(200, 1000, 12), 1000, None),
+        (range(9, 11), 10, None),
+        (range(3, 11, 2), 10, None),
+        (range(2, 13, 2), 12, "12: 6 of the last 12 steps"),
+        (range(3, 5), 4, "4: 2 steps in a row"),
+        ([1], 1, "1: 1 step in a row"),
+    ],
+)
+def test_no_more_than_a_few_steps_are_left_out(
+    bad_steps: range | list[int], steps: int, expected: str | None
+) -> None:
+    """Resumed after every step: the count is in the restart point."""
+    state: list[Any] = []
+    stopped = None
+    for step in range(1, steps + 1):
+        rule = SpikeRule(TrainConfig(), steps)
+        rule.restore(state)
+        rule.fault(float("nan") if step in bad_steps else 1.0)
+        state = json.loads(json.dumps(rule.state))
+        if step in bad_steps and stopped is None and (reason := rule.too_many()):
+            stopped = f"{step}: {reason}"
+    assert stopped == expected
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the losses of some steps NaN."""
     compute = PretrainingTrainer.compute_loss
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step == step - 1 else loss
+        return loss * float("nan") if self.state.global_step + 1 in steps else loss
 
     monkeypatch.setattr(PretrainingTrainer, "compute_loss", compute_loss)
 
@@ -86,6 +123,18 @@ def test_a_bad_step_ends_training_or_is_left_out(
     assert [step["step"] for step in steps if step.get("skipped")] == [3]
     assert steps[2]["loss"] is None and steps[2]["grad_norm"] is None
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+
+
+def test_a_training_that_leaves_out_step_after_step_ends_also_when_it_is_resumed(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, *range(3, 11))
+    diverged = "5 steps in a row left out as bad .*, the last one step 7 of 10 .loss is nan."
+    for _ in range(2):
+        with pytest.raises(RunError, match=diverged):
+            train_here(case, tmp_path, train={"bad_steps": "skip"})
+        assert (tmp_path / "restart" / "step-6").exists()
+        assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_step_that_is_left_out_changes_no_weight(
