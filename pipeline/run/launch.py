@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import RunError, StoppedError, UserError
+from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import read_json, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import World
@@ -34,6 +34,8 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Names the work directory in the environment of a stage's processes and of all their children.
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
+# Of failures that a rank foresaw; where several failed, the first of these is told.
+_KINDS = {"user": UserError, "damaged": DamagedWorkError, "run": RunError}
 _ALMOST_FULL_BYTES = 1024**2
 
 
@@ -167,10 +169,10 @@ def _failure(
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
     failures = [one for one in failures if isinstance(one, dict)]
     # A rank that only lost its partner fails too; the one with a reason of its own is told.
-    failures.sort(key=lambda one: ("user", "run", "unexpected").index(one["kind"]))
+    failures.sort(key=lambda one: (*_KINDS, "unexpected").index(one["kind"]))
     name, work_dir = order["stage"], Path(order["work_dir"])
     if failures:
-        kind = UserError if failures[0]["kind"] == "user" else RunError
+        kind = _KINDS.get(failures[0]["kind"], RunError)
         return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)

@@ -58,6 +58,7 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         upstream={name: _section(one) for name, one in order["upstream"].items()},
         shared=Path(order["shared"]) if order.get("shared") else None,
         model_identity=order.get("model_identity"),
+        stamps=order.get("stamps", {}),
     )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)
