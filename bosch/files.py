@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -14,7 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from bosch.this_process import is_alive, process_place
+
 _TEMPORARY = ".tmp-"
+# The place and number of the process that writes a temporary file, so that others see it is dead.
+_OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 _MOST_JSON_BYTES = 256 * 1024**2
 _CHUNK = 4 * 1024**2
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
@@ -48,7 +53,8 @@ def replacing(path: Path) -> Iterator[Path]:
     is renamed; where the block raises, it is removed and `path` stays as it was.
     """
     make_folder(path.parent)
-    temporary = path.with_name(f"{_TEMPORARY}{os.urandom(8).hex()}{path.suffix}")
+    name = f"{_TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
+    temporary = path.with_name(name)
     try:
         yield temporary
         replace(temporary, path)
@@ -87,10 +93,15 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove from a folder, not from those in it, temporaries older than any that is in use."""
+    """Remove from a folder, not from those in it, temporaries that nobody writes any more.
+
+    Those are of a process that has ended, or, of a process elsewhere, older than `seconds`.
+    """
     for path in list(folder.glob(f"{_TEMPORARY}*")):
+        match = _OF_PROCESS.match(path.name)
+        is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > seconds:
+            if is_dead or time.time() - path.lstat().st_mtime > seconds:
                 _remove(path)
 
 
@@ -246,6 +257,22 @@ def remove_empty_folders(folder: Path) -> None:
     for directory, _, _ in os.walk(folder, topdown=False):
         if Path(directory) != folder and not os.listdir(directory):
             os.rmdir(directory)
+
+
+def irregular_entries(folder: Path) -> list[str]:
+    """Names in a folder of pipes, sockets and devices, and of links to one."""
+    names = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(OSError):
+            mode = entry.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                names.append(entry.name)
+    return sorted(names)
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError, as `open_regular` does, before a library opens a file."""
+    open_regular(path).close()
 
 
 def sync_tree(folder: Path) -> None:

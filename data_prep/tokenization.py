@@ -3,8 +3,8 @@
 A shard is a folder: `ids.int32`, the token ids of its documents one after the other, and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. The closing end-of-text token
 counts; both are 0 for a document that the source's filters leave out. `whole.json` holds the
-SHA-256 of both. The folder is renamed into place when it is whole and its part is still the one that the
-source began with; its content does not depend on which other shards exist.
+SHA-256 of both. The folder is renamed into place when it is whole and its part is still the one
+that the source began with; its content does not depend on which other shards exist.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from bosch.files import (
     write_json,
 )
 from bosch.progress import Progress
+from bosch.this_process import die_with_parent
 from data_prep.filters import Filters
 from data_prep.sources import Part, Source, list_parts, read_part
 from data_prep.text import Document, TextFile
@@ -170,7 +171,9 @@ def _in_order(
     # Forking is unsafe once torch or the tokenizers library has started threads.
     context = multiprocessing.get_context("spawn")
     jobs = iter(jobs)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_quiet_worker) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
+    ) as pool:
         running: deque[Future[Path]] = deque(
             pool.submit(work, job) for job in itertools.islice(jobs, 2 * workers)
         )
@@ -182,8 +185,9 @@ def _in_order(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _quiet_worker() -> None:
-    """One thread per process: the processes are the parallelism."""
+def _begin_worker(parent: int) -> None:
+    """One thread per process, the processes are the parallelism; none outlives the stage's."""
+    die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

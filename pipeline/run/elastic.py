@@ -17,12 +17,12 @@ from collections.abc import Iterable
 import psutil
 
 from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
-from pipeline.run.worker import PARENT, die_with_parent
+from pipeline.run.worker import PARENT, die_with_runner
 
 
 def main() -> int:
     """Start the processes of this node and wait for them; 0 when all of them are done."""
-    die_with_parent()
+    die_with_runner()
     os.environ[PARENT] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

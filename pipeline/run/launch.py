@@ -35,7 +35,18 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
 # Of failures that a rank foresaw; where several failed, the first of these is told.
-_KINDS = {"user": UserError, "damaged": DamagedWorkError, "run": RunError}
+_KINDS: dict[str, type[UserError | RunError]] = {
+    "user": UserError,
+    "damaged": DamagedWorkError,
+    "run": RunError,
+}
+# A process that was asked to end does so with the first; before it can, or through torchrun, with
+# one of the others.
+_STOPPED = {130} | {
+    sign * number + base
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    for sign, base in ((-1, 0), (1, 128))
+}
 _ALMOST_FULL_BYTES = 1024**2
 
 
@@ -108,7 +119,9 @@ def _environment(world: World, work_dir: str) -> dict[str, str]:
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     # The processes that libraries start, from Python 3.11 on.
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # An empty entry would mean the current directory.
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), *inherited)))
     # torchrun's variables describe this node's whole job; its launcher gets them as options.
     for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
@@ -192,6 +205,11 @@ def _failure(
         lost = read_json(path)
         if isinstance(lost, dict):
             return RunError(f"{name}: {lost['message']}; the same command goes on from here")
+    if status in _STOPPED:
+        return RunError(
+            f"{name}: one of its processes was stopped (SIGINT, SIGTERM or SIGUSR1) by a person or "
+            "a job scheduler; the same command goes on from here"
+        )
     reason = f"signal {-status}" if status < 0 else f"status {status}"
     log_file = work_dir / "stage.log"
     return RunError(f"{name}: its process ended with {reason} and left no reason; see {log_file}")

@@ -109,7 +109,8 @@ class Store:
     def tidy(self, recipe: str) -> None:
         """Remove what killed processes left in folders that several runs write into."""
         folders = [self.root / recipe, self.root / "locks", self.root / "store"]
-        folders += [*self.root.glob("store/*"), *self.root.glob("work/*")]
+        for pattern in ("store/*", "work/*", "shared/*", "shared/*/*", f"{recipe}/*"):
+            folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
         for folder in folders:
             remove_old_temporaries(folder, _OLD_SECONDS)
 

@@ -112,7 +112,7 @@ class RestartPoints:
             if fault is not None:
                 return f"{folder.name}: {fault}"
             try:
-                for name in _share(hashes):
+                for name in share(hashes):
                     if file_digest(folder / name) != hashes[name]:
                         return f"{folder.name}: {name} has other content"
             except OSError as error:
@@ -213,7 +213,7 @@ def hash_together(folder: Path) -> dict[str, str]:
         remove_empty_folders(folder)
     wait()
     own = {}
-    for name in _share(list(files_below(folder))):
+    for name in share(list(files_below(folder))):
         sync(folder / name)
         own[name] = file_digest(folder / name)
     hashes = {name: digest for part in _from_all(own) for name, digest in part.items()}
@@ -223,7 +223,7 @@ def hash_together(folder: Path) -> dict[str, str]:
     return dict(sorted(hashes.items()))
 
 
-def _share(names: Mapping[str, str] | list[str]) -> list[str]:
+def share(names: Mapping[str, str] | list[str]) -> list[str]:
     """Those of `names` that this process wrote, or reads where the one that did is not there."""
     return [name for name in names if _writer(name) % processes() == rank()]
 

@@ -247,7 +247,7 @@ def test_each_file_is_hashed_by_the_process_that_wrote_it(
     monkeypatch.setattr(storage, "processes", lambda: 16)
     for rank in range(16):
         monkeypatch.setattr(storage, "rank", lambda rank=rank: rank)
-        assert storage._share([name]) == ([name] if rank == writer else [])
+        assert storage.share([name]) == ([name] if rank == writer else [])
 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
