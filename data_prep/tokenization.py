@@ -136,7 +136,7 @@ def tokenise_source(
     )
     blocks: list[Block] = []
     text_bytes, total = 0, 0
-    results = _in_order(work, jobs, workers)
+    results = in_order(work, jobs, workers)
     try:
         for path in results:
             block, part_bytes = read_shard(path)
@@ -161,7 +161,7 @@ def tokenise_source(
     return TokenisedSource(source, blocks, text_bytes)
 
 
-def _in_order(
+def in_order(
     work: Any, jobs: Iterable[tuple[Part, Path, Mapping[str, Stamp]]], workers: int
 ) -> Generator[Path, None, None]:
     """Results of `work` in the order of `jobs`, with at most 2 jobs per worker in flight."""

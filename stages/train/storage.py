@@ -71,8 +71,8 @@ class RestartPoints:
         }
 
     def newest(self) -> Path | None:
-        """The newest restart point, of whose files nothing is known yet."""
-        return next(iter(self._points()), None)
+        """The newest restart point that says its layout; whether it is whole is not known yet."""
+        return next((point for point in self._points() if _layout(point) is not None), None)
 
     def latest(self) -> Path | None:
         """The newest whole restart point; those after it are removed.
@@ -260,6 +260,13 @@ def _from_all(value: T) -> list[T]:
     return values
 
 
+def _layout(point: Path) -> dict[str, object] | None:
+    """The layout in a point's record; None where it cannot be read."""
+    content = read_json(point / _RECORD)
+    saved = content.get("layout") if isinstance(content, dict) else None
+    return saved if isinstance(saved, dict) and {"sharding", "processes"} <= saved.keys() else None
+
+
 def check_layout(point: Path, layout: dict[str, object]) -> None:
     """Refuse a restart point whose shards this run cannot read.
 
@@ -267,7 +274,8 @@ def check_layout(point: Path, layout: dict[str, object]) -> None:
         UserError: it was written with another `runtime.sharding`, or, under DeepSpeed, by another
             number of processes.
     """
-    saved = read_json(point / _RECORD)["layout"]
+    saved = _layout(point)
+    assert saved is not None
     names = ["sharding"] if layout["sharding"] != "deepspeed" else ["sharding", "processes"]
     for name in names:
         if saved[name] != layout[name]:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -224,6 +229,34 @@ def test_a_file_that_came_after_the_start_is_not_read(corpus):
     stamps = {str(file): file_stamp(file) for file in files[1:]}
     with pytest.raises(RunError, match=f"{files[0].name} was written or replaced"):
         tokenise(corpus, "shards", 1, stamps=stamps)
+
+
+_POOL = """
+import time
+from data_prep.tokenization import in_order
+if __name__ == "__main__":
+    results = in_order(len, [(1,), (2,), (3,)], 2)
+    next(results)
+    print("works", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them on Linux only")
+def test_workers_end_with_a_killed_process(tmp_path):
+    script = tmp_path / "pool.py"
+    script.write_text(_POOL)
+    environment = {**os.environ, "PYTHONPATH": str(Path(tokenization.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"works\n"
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) >= 2
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert alive == []
 
 
 def sentence_piece_tokenizer(texts: list[str]) -> Tokenizer:
