@@ -29,6 +29,10 @@ class LostRankError(RunError):
     """Another process of the same run has ended or hangs; the reason is to be found there."""
 
 
+class DamagedWorkError(RunError):
+    """Unfinished work of a stage could not be used and is set aside: it goes on from before it."""
+
+
 class StoppedError(Exception):
     """A run stopped when it was asked to, its work saved: the same command goes on from there."""
 

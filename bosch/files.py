@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
+
+from bosch.this_process import is_alive, process_place
 
 _TEMPORARY = ".tmp-"
+# The place and number of the process that writes a temporary file, so that others see it is dead.
+_OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 _MOST_JSON_BYTES = 256 * 1024**2
+_CHUNK = 4 * 1024**2
+NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
+# Size, times and inode of a file, and of the link that leads to it.
+Stamp = list[int]
 
 
 def canonical_json(value: Any) -> str:
@@ -41,7 +53,8 @@ def replacing(path: Path) -> Iterator[Path]:
     is renamed; where the block raises, it is removed and `path` stays as it was.
     """
     make_folder(path.parent)
-    temporary = path.with_name(f"{_TEMPORARY}{os.urandom(8).hex()}{path.suffix}")
+    name = f"{_TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
+    temporary = path.with_name(name)
     try:
         yield temporary
         replace(temporary, path)
@@ -80,10 +93,15 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove from a folder, not from those in it, temporaries older than any that is in use."""
+    """Remove from a folder, not from those in it, temporaries that nobody writes any more.
+
+    Those are of a process that has ended, or, of a process elsewhere, older than `seconds`.
+    """
     for path in list(folder.glob(f"{_TEMPORARY}*")):
+        match = _OF_PROCESS.match(path.name)
+        is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > seconds:
+            if is_dead or time.time() - path.lstat().st_mtime > seconds:
                 _remove(path)
 
 
@@ -97,7 +115,7 @@ def read_json(path: Path) -> Any:
 
 def load_json(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"longer than {most_bytes:,} bytes")
@@ -112,30 +130,149 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("too many values inside each other") from None
 
 
-def file_sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Size in bytes of every file below the named files and folders of `folder`, once on disk.
+def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """A file opened for reading, as bytes.
 
-    A file that is written last and holds them says that all is whole: see `size_fault`.
+    Raises OSError, also for a pipe, socket or device, which would block or never end.
     """
-    sizes = {}
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        _refuse(path)
+    # Whatever has taken the file's place in between is not waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        _refuse(path)
+    return open(descriptor, "rb", buffering=buffering)
+
+
+def _refuse(path: str | os.PathLike[str]) -> NoReturn:
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open_regular(path, buffering=0) as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_stamp(path: str | os.PathLike[str]) -> Stamp:
+    """What changes with every change of a file, also with one that is taken back.
+
+    The time of the last change (ctime) cannot be set. A link's own count too: it may be led
+    elsewhere and back. Raises OSError.
+    """
+    stamp, link = os.stat(path), os.lstat(path)
+    own = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
+    return own if os.path.samestat(stamp, link) else [*own, link.st_ctime_ns, link.st_ino]
+
+
+def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
+    """The first file that is no longer the one of its stamp; None if all are."""
+    for path, stamp in stamps.items():
+        try:
+            if file_stamp(path) != stamp:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of every file below the named files and folders of `folder`, once on disk.
+
+    A file that is written last and holds them says that all is whole: see `hash_fault`.
+    """
+    hashes = {}
     for name in names:
         sync_tree(folder / name)
         below = files_below(folder / name) if (folder / name).is_dir() else [""]
         for file in below:
-            sizes[os.path.normpath(f"{name}/{file}")] = (folder / name / file).stat().st_size
+            path = os.path.normpath(f"{name}/{file}")
+            hashes[path] = file_digest(folder / path)
     sync(folder)
-    return sizes
+    return hashes
 
 
-def size_fault(folder: Path, sizes: Mapping[str, int]) -> str | None:
-    """The first file that is missing or of another size than `file_sizes` saw; None if none is."""
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
+def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
+    """What is no longer as `file_hashes` saw it; None if all is.
+
+    Nothing may be added to the folders of these files; what lies beside them does not matter.
+    """
+    named = {name.partition("/")[0] for name in hashes}
+    beside = set(os.listdir(folder)) - named if folder.is_dir() else set()
+    fault = listing_fault(folder, hashes, beside)
+    for name, digest in hashes.items() if fault is None else ():
+        try:
+            if file_digest(folder / name) != digest:
+                return f"{name} has other content"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return fault
+
+
+def listing_fault(folder: Path, files: Collection[str], beside: Collection[str]) -> str | None:
+    """Which of `files` is missing or no regular file, or what else is there; None if all fits.
+
+    Entries of the folder itself that are named in `beside` do not matter.
+    """
+    for name in files:
+        try:
+            if not stat.S_ISREG(os.lstat(folder / name).st_mode):
+                return f"{name} is no regular file"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} holds {path.stat().st_size:,} bytes instead of {size:,}"
-    return None
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    added = added_entries(folder, files, beside)
+    return f"{added[0]} was added to it" if added else None
+
+
+def added_entries(folder: Path, files: Collection[str], beside: Collection[str]) -> list[str]:
+    """Names of files, links and folders below `folder` that are none of `files` or their folders.
+
+    What lies in an added folder is not named.
+    """
+    files = set(files)
+    folders = {str(parent) for name in files for parent in Path(name).parents}
+    added = []
+    for directory, names, others in os.walk(folder):
+        base = os.path.relpath(directory, folder)
+        for name in [*names, *others]:
+            path = os.path.normpath(os.path.join(base, name))
+            is_link = os.path.islink(os.path.join(directory, name))
+            expected = folders if name in names and not is_link else files
+            if path not in expected and path not in beside:
+                added.append(path)
+        names[:] = [n for n in names if os.path.normpath(os.path.join(base, n)) in folders]
+    return sorted(added)
+
+
+def remove_empty_folders(folder: Path) -> None:
+    """Remove the folders below `folder` that hold nothing."""
+    for directory, _, _ in os.walk(folder, topdown=False):
+        if Path(directory) != folder and not os.listdir(directory):
+            os.rmdir(directory)
+
+
+def irregular_entries(folder: Path) -> list[str]:
+    """Names in a folder of pipes, sockets and devices, and of links to one."""
+    names = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(OSError):
+            mode = entry.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                names.append(entry.name)
+    return sorted(names)
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError, as `open_regular` does, before a library opens a file."""
+    open_regular(path).close()
 
 
 def sync_tree(folder: Path) -> None:

@@ -7,7 +7,6 @@ mask can be read, compared and written without loading torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import write_json
+from bosch.files import load_json, write_json
 from bosch.window import Window
 
 _FORMAT = 1
@@ -203,7 +202,7 @@ class HeadMaskFile:
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = load_json(Path(path))
         except OSError as error:
             raise UserError(f"{path}: cannot read the head mask ({error.strerror})") from error
         except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from bosch.errors import UserError
-from bosch.files import load_json, parse_json
+from bosch.files import load_json, open_regular, parse_json
 
 _HEADER_LIMIT = 100 * 1024**2
 _WEIGHTS = "model.safetensors"
@@ -57,7 +57,7 @@ def weight_files(directory: Path) -> list[str]:
 def _check_safetensors(path: Path) -> None:
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _HEADER_LIMIT):
                 raise ValueError("its header is cut short")

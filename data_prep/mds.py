@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from bosch.errors import UserError
+from bosch.files import open_regular
 from data_prep.mds_index import Shard
 from data_prep.text import decode_utf8
 
@@ -68,7 +69,7 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
     """The plain bytes of the shard, verified by what the index states of the file that is there."""
     form = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             stored = file.read(form.size + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from bosch.errors import UserError
+from bosch.files import open_regular, require_regular
 from data_prep.filters import Filters
 from data_prep.text import decode_utf8
 
@@ -69,8 +70,9 @@ def _skip_line(file: io.BufferedIOBase) -> int:
 def _open_binary(path: Path) -> io.BufferedIOBase:
     """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
     if is_compressed(path):
+        require_regular(path)
         return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-    return path.open("rb")
+    return open_regular(path)
 
 
 def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters) -> str | None:
@@ -171,6 +173,7 @@ def parquet_row_groups(path: Path, field: str) -> int:
 
 def _open_parquet(path: Path) -> Any:
     try:
+        require_regular(path)
         return pq.ParquetFile(path)
     except _PARQUET_FAULTS as error:
         reason = _reason(error)

@@ -1,13 +1,14 @@
 """RULER's samples on disk: made once for a tokenizer, length and seed, and extended on demand.
 
 A folder holds ids.bin (the prompts' token ids, int32, one after the other) and samples.jsonl: first
-how the haystack's size was found, then a line for each sample.
+how the haystack's size was found, then a line for each sample, with the hash of its ids.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import canonical_json, make_folder
 from bosch.journal import Journal
 from data_prep.needles import Needle
@@ -27,6 +28,8 @@ from data_prep.ruler_base import Corpus, Sample, TokenCounter
 from data_prep.ruler_tasks import DATA_FILES
 from data_prep.sentences import sentences_identity
 from data_prep.words import words_identity
+
+logger = logging.getLogger(__name__)
 
 # To be raised when a task's samples change.
 GENERATOR = 1
@@ -124,10 +127,16 @@ class SampleFolder:
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         for index in indices:
             record = records[index]
+            own_ids = np.array(ids[starts[index] : starts[index + 1]])
+            if _digest(own_ids) != record["ids_sha256"]:
+                raise RunError(
+                    f"{folder}: sample {index} is damaged; run the same command again, which makes "
+                    "it anew"
+                )
             yield StoredSample(
                 self.task,
                 index,
-                np.array(ids[starts[index] : starts[index + 1]]),
+                own_ids,
                 record["answers"],
                 record["tail"],
                 [(key, value) for key, value in record["needles"]],
@@ -156,16 +165,22 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
     """
     entries = journal.read_new()
     head = entries[0] if entries and "fit" in entries[0] else None
-    records, end = [], 0
-    size = ids_file.stat().st_size if ids_file.exists() else 0
+    records, start = [], 0
+    ids = np.fromfile(ids_file, np.int32) if ids_file.exists() else np.empty(0, np.int32)
     for record in entries[1:] if head is not None else []:
-        end += 4 * record["tokens"]
-        if record["index"] != len(records) or end > size:
+        own_ids = ids[start : start + record["tokens"]]
+        if record["index"] != len(records) or _digest(own_ids) != record.get("ids_sha256"):
+            logger.warning("%s: damaged from sample %d on; made anew", ids_file, len(records))
             break
+        start += record["tokens"]
         records.append(record)
     if journal.damaged or len(entries) > len(records) + (head is not None):
         journal.replace(([head] if head is not None else []) + records)
     return head, records
+
+
+def _digest(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def _record(index: int, sample: Sample) -> dict[str, Any]:
@@ -174,6 +189,7 @@ def _record(index: int, sample: Sample) -> dict[str, Any]:
     return {
         "index": index,
         "tokens": len(sample.ids),
+        "ids_sha256": _digest(np.asarray(sample.ids, np.int32)),
         "sizes": sample.sizes,
         "answers": draft.answers,
         "tail": draft.text[-_TAIL_CHARACTERS:],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bosch.errors import UserError
+from bosch.files import NOT_REGULAR
 from data_prep.mds_index import INDEX
 
 _SUFFIXES = {
@@ -50,10 +51,19 @@ def is_local(path: str) -> bool:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder, in no order; hidden files and folders are left out."""
+    """All files below a folder, in no order; hidden files and folders are left out.
+
+    Raises UserError for a pipe, socket or device, from which a reader would wait for ever.
+    """
     for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(directory, name) for name in names if not name.startswith("."))
+        for name in names:
+            path = Path(directory, name)
+            if name.startswith("."):
+                continue
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path} {NOT_REGULAR}; remove it")
+            yield path
 
 
 def _indices(where: str, path: Path, pattern: str) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bosch.errors import UserError
+from bosch.files import open_regular
 
 
 def read_utf8(path: Path) -> str:
@@ -17,7 +18,8 @@ def read_utf8(path: Path) -> str:
         UserError: the file cannot be read or is not UTF-8; names the file and the byte offset.
     """
     try:
-        return decode_utf8(path.read_bytes(), f"{path}")
+        with open_regular(path) as file:
+            return decode_utf8(file.read(), f"{path}")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -49,7 +51,7 @@ class TextFile:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         done = 0
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 while block := file.read(_PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     yield _decode(decoder, block, self.path, done - pending)

@@ -2,8 +2,9 @@
 
 A shard is a folder: `ids.int32`, the token ids of its documents one after the other, and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. The closing end-of-text token
-counts; both are 0 for a document that the source's filters leave out. The folder is renamed into
-place when it is whole; its content does not depend on which other shards exist.
+counts; both are 0 for a document that the source's filters leave out. `whole.json` holds the
+SHA-256 of both. The folder is renamed into place when it is whole and its part is still the one
+that the source began with; its content does not depend on which other shards exist.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from bosch.errors import RunError, UserError
-from bosch.files import replacing
+from bosch.files import (
+    Stamp,
+    changed_file,
+    file_hashes,
+    hash_fault,
+    read_json,
+    replacing,
+    write_json,
+)
 from bosch.progress import Progress
+from bosch.this_process import die_with_parent
 from data_prep.filters import Filters
 from data_prep.sources import Part, Source, list_parts, read_part
 from data_prep.text import Document, TextFile
@@ -35,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _IDS = "ids.int32"
 _DOCUMENTS = "documents.npy"
+_RECORD = "whole.json"
 # A system call for every document costs as much as reading it.
 _BUFFER_BYTES = 2**20
 
@@ -103,23 +115,28 @@ def tokenise_source(
     sequence_length: int,
     workers: int,
     bar: Progress,
+    stamps: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> TokenisedSource:
     """Tokenise parts in drawn order until there are more than `tokens` tokens or no more parts.
 
-    Shards are written to `folder`; existing ones are used as they are. The result does not depend
-    on `workers`.
+    Shards are written to `folder`; whole ones that are there are used. The result does not depend
+    on `workers`. `stamps` are those that the source's files should have; without any, none is
+    checked.
 
     Raises:
         UserError: a file of the source is damaged, or the source holds no text at all.
-        RunError: a worker process died.
+        RunError: a worker process died, or a file was written while it was read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
     work = partial(_tokenise_part, source=source, encoder=encoder)
-    jobs = ((part, folder / f"part-{index:06d}") for index, part in enumerate(parts))
+    jobs = (
+        (part, folder / f"part-{index:06d}", _part_stamps(part, source, stamps))
+        for index, part in enumerate(parts)
+    )
     blocks: list[Block] = []
     text_bytes, total = 0, 0
-    results = _in_order(work, jobs, workers)
+    results = in_order(work, jobs, workers)
     try:
         for path in results:
             block, part_bytes = read_shard(path)
@@ -144,8 +161,8 @@ def tokenise_source(
     return TokenisedSource(source, blocks, text_bytes)
 
 
-def _in_order(
-    work: Any, jobs: Iterable[tuple[Part, Path]], workers: int
+def in_order(
+    work: Any, jobs: Iterable[tuple[Part, Path, Mapping[str, Stamp]]], workers: int
 ) -> Generator[Path, None, None]:
     """Results of `work` in the order of `jobs`, with at most 2 jobs per worker in flight."""
     if workers <= 1:
@@ -154,7 +171,9 @@ def _in_order(
     # Forking is unsafe once torch or the tokenizers library has started threads.
     context = multiprocessing.get_context("spawn")
     jobs = iter(jobs)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_quiet_worker) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
+    ) as pool:
         running: deque[Future[Path]] = deque(
             pool.submit(work, job) for job in itertools.islice(jobs, 2 * workers)
         )
@@ -166,14 +185,28 @@ def _in_order(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _quiet_worker() -> None:
-    """One thread per process: the processes are the parallelism."""
+def _begin_worker(parent: int) -> None:
+    """One thread per process, the processes are the parallelism; none outlives the stage's."""
+    die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) -> Path:
+def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
+    """Of `stamps`, those of the files that a part is read from."""
+    if source.path is None or not stamps:
+        return {}
+    if part.paths and source.kind != "mds":  # a file that is not known has no stamp to agree with
+        return {str(path): stamps.get(str(path), []) for path in part.paths}
+    # A dataset, and an index whose shards are hashed: whatever lies below the source.
+    below = Path(source.path).expanduser()
+    return {path: stamp for path, stamp in stamps.items() if below in Path(path).parents}
+
+
+def _tokenise_part(
+    job: tuple[Part, Path, Mapping[str, Stamp]], *, source: Source, encoder: Encoder
+) -> Path:
     """Write the part's shard unless a whole one exists; returns its path."""
-    part, path = job
+    part, path, stamps = job
     if _is_whole(path):
         return path
     with replacing(path) as temporary:
@@ -182,6 +215,14 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
             documents = read_part(part, source)
             sizes = list(_write_documents(documents, encoder, source.filters, sink))
         np.save(temporary / _DOCUMENTS, np.array(sizes, np.int64).reshape(-1, 2))
+        hashes = file_hashes(temporary, [_IDS, _DOCUMENTS])
+        write_json(temporary / _RECORD, {"sha256": hashes})
+        changed = changed_file(stamps)
+        if changed is not None:
+            raise RunError(
+                f"source {source.name}: {changed} was written or replaced while it was read; run "
+                "the same command again"
+            )
     return path
 
 
@@ -276,13 +317,12 @@ def _is_whole(path: Path) -> bool:
     """Whether the shard is there as it was written; a damaged one is made anew."""
     if not path.exists():
         return False
-    try:
-        block, _ = read_shard(path)
-    except (OSError, ValueError, EOFError):
-        block = None
-    if block is not None and len(block.ids) == block.tokens:
+    record = read_json(path / _RECORD)
+    hashes = record.get("sha256") if isinstance(record, dict) else None
+    fault = hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
+    if fault is None:
         return True
-    logger.warning("%s is damaged and made anew", path)
+    logger.warning("%s is damaged (%s) and made anew", path, fault)
     return False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import UserError
+from bosch.files import load_json
 
 # Characters that are encoded at once; each takes more than 100 bytes while it is.
 WINDOW = 2**17
@@ -50,8 +50,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
 def _check_json(file: Path) -> None:
     try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        load_json(file)
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
 
 

@@ -1,5 +1,9 @@
 # Sourced with $root set: leaves in $python an interpreter that can run the project.
 # .venv comes first; another Python is used only where it has all packages and there is no .venv.
+
+# An empty entry means the current directory, from which nothing is to be imported.
+PYTHONPATH=$(tr -s : <<<"${PYTHONPATH-}" | sed 's/^://;s/:$//')
+export PYTHONPATH PYTHONSAFEPATH=1
 python=
 if [ ! -e "$root/.venv" ]; then
     for candidate in python python3; do

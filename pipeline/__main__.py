@@ -26,6 +26,11 @@ def trusted_path(path: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.path[:] = trusted_path(sys.path)
+    # The same for every process that this one or a library starts; the first from Python 3.11 on.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if "PYTHONPATH" in os.environ:
+        entries = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     import importlib
 
     # Looking for plugins reads the metadata of every installed package; `status` must be instant.

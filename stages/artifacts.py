@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from bosch.errors import RunError
-from bosch.files import read_json, size_fault, write_json
+from bosch.files import hash_fault, read_json, write_json
 from bosch.journal import Journal
 from bosch.search.methods import METHODS
 
@@ -107,13 +107,13 @@ class Record(BaseModel):
 class Summary(Record):
     """A record that is a file of its own.
 
-    Where a stage writes it last, `sizes` names all files of the work that is finished, with their
-    sizes in bytes (`bosch.files.file_sizes`).
+    Where a stage writes it last, `sha256` names all files of the work that is finished, with their
+    hashes (`bosch.files.file_hashes`).
     """
 
     FILE: ClassVar[str] = "summary.json"
 
-    sizes: dict[str, int] = {}
+    sha256: dict[str, str] = {}
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -134,7 +134,7 @@ class Summary(Record):
             return None
         try:
             record = cls.read(folder)
-            fault = size_fault(folder, record.sizes)
+            fault = hash_fault(folder, record.sha256) if record.sha256 else "it has no hashes"
         except RunError:
             fault = f"{cls.FILE} cannot be read"
         if fault is None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from bosch.files import open_regular
+
 _FRONT = "---"
 _KEYS = ("license", "license_name", "license_link")
 _MOST_CHARACTERS = 500
@@ -17,7 +19,8 @@ def licence_of(card: Path) -> dict[str, str]:
     Only their own lines are parsed: a stranger wrote the rest.
     """
     try:
-        lines = card.read_text(encoding="utf-8").splitlines()
+        with open_regular(card) as file:
+            lines = file.read().decode("utf-8").splitlines()
     except (OSError, ValueError):
         return {}
     if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:

@@ -44,7 +44,9 @@ if __name__ == "__main__":
 
     meter, before = memory_meter(torch.device("cpu")), 0
     run.load_for_training = load_from_here  # type: ignore[assignment]
-    trainer = run.build_trainer(config, inputs, work_dir, RestartPoints(work_dir, config.section))
+    trainer, _ = run.build_trainer(
+        config, inputs, work_dir, RestartPoints(work_dir, config.section)
+    )
     if config.runtime.sharding == "fsdp":
         shard_and_fill(trainer.accelerator, trainer.model, trainer.read_weights(), saved_name)
     gc.collect()

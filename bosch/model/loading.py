@@ -109,7 +109,20 @@ def load_model(
     check_weights(name, model, info)
     if device is not None:
         model.to(device)
+    if distributed_config is None:
+        _own_memory(model)
     return model.eval()
+
+
+def _own_memory(model: Any) -> None:
+    """Give weights on the CPU memory of their own.
+
+    safetensors maps its files: one that is overwritten later would change the model, and one that
+    is cut short would end the process.
+    """
+    for value in (*model.parameters(), *model.buffers()):
+        if value.device.type == "cpu":
+            value.data = value.data.clone()
 
 
 def _has_accelerate() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import (
     canonical_json,
-    file_sizes,
+    file_hashes,
     make_folder,
     read_json,
     write_json,
@@ -203,7 +203,7 @@ def _select(runner: Runner, node: Node, document: Mapping[str, Any], work: Path)
         for part in ("checkpoints", "positions"):
             if part in content:
                 content[part] = {n: content[part][n] for n in names if n in content[part]}
-        content["sizes"] = file_sizes(work, [SAMPLES])
+        content["sha256"] = file_hashes(work, [SAMPLES])
         SelectedScores.model_validate(content).write(work)
         return True
     return False

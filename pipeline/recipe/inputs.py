@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from bosch.errors import UserError
+from bosch.files import NOT_REGULAR, irregular_entries, open_regular
 from data_prep.ruler_tasks import DATA_FILES
 from data_prep.source_files import files_below, is_local, source_files
 from stages.configs import EvaluateConfig, HarnessEvaluation, PrepareConfig
@@ -42,7 +43,7 @@ def check_source(where: str, kind: str, pattern: str) -> None:
 
 def _check_parquet(where: str, file: Path) -> None:
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         start = stream.read(4)
         stream.seek(max(size - 8, 0))
         tail = stream.read(8)
@@ -58,6 +59,12 @@ def check_folder(where: str, folder: str) -> None:
         raise UserError(f"{where}: there is no folder {folder}")
     if not any(file.stat().st_size for file in files_below(Path(folder))):
         raise UserError(f"{where}: {folder} holds no text")
+
+
+def check_regular(where: str, folder: str) -> None:
+    """Raise UserError when a folder of a tokenizer holds a pipe, socket or device."""
+    for name in irregular_entries(Path(folder)):
+        raise UserError(f"{where}: {Path(folder, name)} {NOT_REGULAR}; remove it")
 
 
 def check_ruler_file(task: str, folder: str | None) -> None:
@@ -80,6 +87,8 @@ def check_harness(harness: HarnessEvaluation) -> None:
         )
     if harness.data_dir is not None and not Path(harness.data_dir).is_dir():
         raise UserError(f"evaluate.harness.data_dir: there is no folder {harness.data_dir}")
+    if harness.data_dir is not None:
+        list(files_below(Path(harness.data_dir)))  # raises for what is no regular file
 
 
 def unknown_tasks(harness: HarnessEvaluation) -> list[str]:
@@ -120,6 +129,11 @@ def missing_inputs(prepare: PrepareConfig, evaluate: EvaluateConfig | None) -> I
         ]
     if evaluate is not None and evaluate.harness is not None:
         checks.append(partial(check_harness, evaluate.harness))
+    checks += [
+        partial(check_regular, f"prepare.sources.{index}.tokenizer", source.tokenizer)
+        for index, source in enumerate(prepare.sources)
+        if source.tokenizer is not None and Path(source.tokenizer).is_dir()
+    ]
     for check in checks:
         try:
             check()

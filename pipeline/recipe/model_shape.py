@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import load_json
+from bosch.files import NOT_REGULAR, irregular_entries, load_json
 from bosch.model.stored_config import StoredConfig, merged_text
 from bosch.weight_files import weight_faults
 
@@ -203,6 +203,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def file_faults(directory: Path) -> Iterator[str]:
     """Tokenizer and weights that are missing or cut short; reads file headers only."""
+    for name in irregular_entries(directory):
+        yield f"model.path: {directory / name} {NOT_REGULAR}; remove it"
     if not has_tokenizer(directory):
         yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
     for fault in weight_faults(directory):

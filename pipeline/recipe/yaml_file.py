@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from bosch.errors import UserError, control_character
+from bosch.files import open_regular
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -134,7 +135,7 @@ def _scalar_problem(event: yaml.ScalarEvent) -> str | None:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; raises UserError when there is none."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(4 * _MOST_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such recipe file") from None

@@ -20,12 +20,12 @@ import psutil
 
 from bosch.files import write_json
 from pipeline.run.failures import ENDED, LOST_RANK, LOST_RANK_STATUS, REQUEUE_STATUS
-from pipeline.run.worker import PARENT, die_with_parent
+from pipeline.run.worker import PARENT, die_with_runner
 
 
 def main() -> int:
     """Start the processes of this node and wait for them; 0 when all of them are done."""
-    die_with_parent()
+    die_with_runner()
     os.environ[PARENT] = str(os.getpid())
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

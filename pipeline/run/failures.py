@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from bosch.errors import RunError, UserError
+from bosch.errors import DamagedWorkError, RunError, UserError
 
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
@@ -31,9 +31,11 @@ class Terminated(Exception):
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind (user, run, unexpected) and sentence of a stage's failure."""
+    """Kind (user, damaged, run, unexpected) and sentence of a stage's failure."""
     if isinstance(error, UserError):
         return {"kind": "user", "message": str(error)}
+    if isinstance(error, DamagedWorkError):
+        return {"kind": "damaged", "message": str(error)}
     if is_disk_full(error):
         sentence = OUTPUT_FULL if output_is_full() else disk_full_sentence(work_dir)
         return {"kind": "run", "message": sentence}

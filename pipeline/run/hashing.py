@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -10,12 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bosch.files import read_json, write_text
+from bosch.files import Stamp, file_digest, file_stamp, read_json, write_text
 from pipeline.run.locks import hold_briefly
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 4 * 1024**2
 # A file written this shortly before it was read could change again within one tick of its clock.
 SETTLED_NS = 50_000_000
 _LARGE = 1024**3
@@ -36,9 +34,11 @@ class FileHasher:
         self._budget = budget_bytes
         self._known: dict[str, list[Any]] = _read_cache(cache)
         self._new: dict[str, list[Any]] = {}
+        self._seen: dict[str, Stamp] = {}
 
     def sha256(self, path: Path) -> str:
         """Content hash of a file; raises OSError, or NotHashed when over budget."""
+        self._seen[str(path)] = file_stamp(path)
         stat = os.stat(path)
         stamp = _stamp(stat)
         known = self._known.get(str(path))
@@ -55,6 +55,15 @@ class FileHasher:
         if _stamp(after) == stamp and time.time_ns() - after.st_mtime_ns > SETTLED_NS:
             self._remember(str(path), [*stamp, digest])
         return digest
+
+    def forget_seen(self) -> None:
+        """Begin the record of `seen` anew."""
+        self._seen = {}
+
+    @property
+    def seen(self) -> dict[str, Stamp]:
+        """Stamps of the files whose hashes were asked for, from before each was read."""
+        return dict(self._seen)
 
     def record(self, path: Path, digest: str) -> None:
         """Remember the hash of a file that was just computed under another name."""
@@ -90,12 +99,3 @@ def _read_cache(path: Path) -> dict[str, list[Any]]:
 
 def _stamp(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -66,7 +66,8 @@ def _hub_identity(loaded: LoadedRecipe) -> dict[str, Any]:
 
 def _code_files(directory: Path) -> list[str]:
     """Names of the directory's own code, in whatever folder below it."""
-    files = (path.relative_to(directory) for path in directory.rglob("*.py"))
+    paths = (path for path in directory.rglob("*.py") if not path.is_dir())
+    files = (path.relative_to(directory) for path in paths)
     return [path.as_posix() for path in files if not any(p.startswith(".") for p in path.parts)]
 
 

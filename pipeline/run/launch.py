@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import LostRankError, RunError, StoppedError, UserError
+from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
 from bosch.files import read_json, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import World, without_others
@@ -37,6 +37,12 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Names the work directory in the environment of a stage's processes and of all their children.
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
+# Of failures that a rank foresaw; where several failed, the first of these is told.
+_KINDS: dict[str, type[UserError | RunError]] = {
+    "user": UserError,
+    "damaged": DamagedWorkError,
+    "run": RunError,
+}
 _ALMOST_FULL_BYTES = 1024**2
 _GOES_ON = "the same command goes on from here"
 # Signals that a process gets from what it does itself.
@@ -112,7 +118,9 @@ def _environment(world: World, work_dir: str) -> dict[str, str]:
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     # The processes that libraries start, from Python 3.11 on.
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # An empty entry would mean the current directory.
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), *inherited)))
     if world.processes_per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
@@ -170,13 +178,13 @@ def _failure(
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
     failures = [one for one in failures if isinstance(one, dict)]
     # A rank that only lost its partner fails too; the one with a reason of its own is told.
-    failures.sort(key=lambda one: ("user", "run", "unexpected").index(one["kind"]))
+    failures.sort(key=lambda one: (*_KINDS, "unexpected").index(one["kind"]))
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
     # Libraries have errors of their own for a partner that was killed.
     if failures and not (signalled and failures[0]["kind"] == "unexpected"):
-        kind = UserError if failures[0]["kind"] == "user" else RunError
+        kind = _KINDS.get(failures[0]["kind"], RunError)
         return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)

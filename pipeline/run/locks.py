@@ -3,15 +3,18 @@
 The kernel gives the flock back when its holder dies. The file names the holder: for messages, and
 because a free flock shows a holder to be dead only where that holder ran beside us. Not every file
 system tells other machines of a flock, so that what a process elsewhere left is not taken over.
+Machines can have one name; the holder's boot and machine tell them apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +22,7 @@ from pathlib import Path
 
 from bosch.errors import RunError
 from bosch.files import read_json
+from bosch.this_process import boot_id, machine_id, pid_namespace
 
 WAIT_SECONDS = 0.5
 # Looking at a lock (`read_holder`) takes it for an instant; whoever wants it tries again.
@@ -37,6 +41,7 @@ class Holder:
     pid_namespace: str
     since: float
     recipe: str
+    machine: str = ""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -45,14 +50,15 @@ class Holder:
     def beside_us(self) -> bool:
         """Whether it ran where a free flock shows that it is dead.
 
-        That is this PID namespace, or this machine before it was started anew.
+        That is this PID namespace of this kernel, or this machine before it was started anew.
         """
         here = this_process("")
-        if self.host != here.host:
-            return False
+        same_machine = (self.host, self.machine) == (here.host, here.machine)
         if self.boot != here.boot:
-            return self.pid_namespace == here.pid_namespace == MACHINE_NAMESPACE
-        return self.pid_namespace == here.pid_namespace
+            namespaces = {self.pid_namespace, here.pid_namespace}
+            return same_machine and namespaces == {MACHINE_NAMESPACE}
+        # Without Linux there are no ids of boots.
+        return self.pid_namespace == here.pid_namespace and (same_machine or bool(here.boot))
 
 
 @contextlib.contextmanager
@@ -93,9 +99,8 @@ def hold_briefly(path: Path) -> Iterator[None]:
 
 def read_holder(path: Path) -> Holder | None:
     """Who holds a lock, or has left it and cannot be shown to be dead; None when nobody."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    lock = _open(path, os.O_RDONLY)
+    if lock is None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -131,7 +136,8 @@ def _try_acquire(path: Path) -> int | str:
 def _open_locked(path: Path) -> int | None:
     """The descriptor of the file with its flock; None where another process has it."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = _open(path, os.O_RDWR | os.O_CREAT)
+        assert lock is not None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # An earlier holder has removed the file that was opened, perhaps for another one.
@@ -149,10 +155,32 @@ def _open_locked(path: Path) -> int | None:
             ) from None
 
 
+def _open(path: Path, flags: int) -> int | None:
+    """The descriptor of a lock file; None where there is none.
+
+    Raises RunError for what is no file: a link would lead to somebody else's.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        lock = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENOENT and not flags & os.O_CREAT:
+            return None
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(lock).st_mode):
+            return lock
+        os.close(lock)
+    raise RunError(
+        f"{path}: a folder, link or pipe stands where the lock of a run should be; delete it"
+    )
+
+
 def _is_at(path: Path, lock: int) -> bool:
     """Whether the open file is still the one of that name."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(lock))
+        return os.path.samestat(os.lstat(path), os.fstat(lock))
     except FileNotFoundError:
         return False
 
@@ -168,16 +196,23 @@ def _parse(path: Path) -> Holder | None:
     """The holder that a lock file names; None if torn: it died before it began to work."""
     content = read_json(path)
     try:
-        return Holder(**content)
-    except TypeError:
+        holder = Holder(**content)
+        time.localtime(holder.since)
+    except (TypeError, ValueError, OverflowError, OSError):
         return None
+    texts = (holder.host, holder.boot, holder.pid_namespace, holder.recipe, holder.machine)
+    is_whole = isinstance(holder.pid, int) and all(isinstance(text, str) for text in texts)
+    return holder if is_whole else None
 
 
 def this_process(recipe: str) -> Holder:
     """The entry of this process in a lock of `recipe`'s run."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux, and no namespaces
-        boot = namespace = ""
-    return Holder(os.getpid(), socket.gethostname(), boot, namespace, time.time(), recipe)
+    return Holder(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
+        since=time.time(),
+        recipe=recipe,
+        machine=machine_id(),
+    )

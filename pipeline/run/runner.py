@@ -10,15 +10,15 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from bosch.errors import RunError, UserError
-from bosch.files import write_json
+from bosch.errors import DamagedWorkError, RunError, UserError
+from bosch.files import Stamp, changed_file, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import World
 from pipeline.recipe.recipe import LoadedRecipe
@@ -182,6 +182,14 @@ class Runner:
         key = str(node.key)
         damage = self.store.damage(node.name, key, self.hasher)
         if damage is not None:
+            added = self.store.set_added_aside(node.name, key)
+            damage = self.store.damage(node.name, key, self.hasher)
+            if damage is None:
+                names = ", ".join(added)
+                where = self.store.root / "damaged" / node.name / f"{key}.added"
+                logger.warning("%s: what was added to its output moved to %s: %s",
+                               node.name, where, names)  # fmt: skip
+                return True
             aside = self.store.set_aside(node.name, key)
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
         elif self.store.published(node.name, key).exists():
@@ -190,12 +198,12 @@ class Runner:
 
     def _make(self, node: Node, *, afresh: bool) -> None:
         key = str(node.key)
-        self._require_unchanged(node, "since this run began; run the same command again")
+        stamps = self._stamps(node)
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
         work = self.store.begin(node.name, key, afresh=afresh)
         try:
-            summary = self.launcher(self.order(node, work), self._world(node))
+            summary = self._launch(self.order(node, work, stamps), self._world(node))
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
             with contextlib.suppress(OSError):  # on a full disk the reason is still told
@@ -219,11 +227,44 @@ class Runner:
             self._require_unchanged(
                 node, "while it ran, so its output is thrown away; run the same command again"
             )
+            written = changed_file(stamps)
+            if written is not None:
+                raise RunError(
+                    f"{node.name}: its input {written} was written or replaced while it ran, also "
+                    "if its content is as before, so its output is thrown away; run the same "
+                    "command again"
+                )
         except RunError:
             self.store.discard(node.name, key)
             raise
         assert node.document is not None
         self.store.publish(node.name, node.document, facts, self.hasher)
+
+    def _launch(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        """Run a stage; again where it set aside damaged work that it should have gone on from."""
+        while True:
+            try:
+                return self.launcher(order, world)
+            except DamagedWorkError as error:
+                if world.nodes > 1:  # the other nodes' commands have ended
+                    raise RunError(f"{error}; the same command goes on without it") from None
+                logger.warning("%s; starting again without it", error)
+
+    def _stamps(self, node: Node) -> dict[str, Stamp]:
+        """Stamps of all files that a stage is about to read, whose content its key names.
+
+        Raises RunError where one of them changed, or an output among them is damaged.
+        """
+        self.hasher.forget_seen()
+        self._require_unchanged(node, "since this run began; run the same command again")
+        for name in node.needs:
+            damage = self.store.damage(name, str(self._node(name).key), self.hasher)
+            if damage is not None:
+                raise RunError(
+                    f"{node.name}: its input {name} is damaged ({damage}); run the same command "
+                    "again"
+                )
+        return self.hasher.seen
 
     def _require_unchanged(self, node: Node, when: str) -> None:
         """Raise RunError if the files that a stage reads are no longer those its key names."""
@@ -248,8 +289,10 @@ class Runner:
     def _node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
-    def order(self, node: Node, work: Path) -> dict[str, Any]:
-        """The order for `pipeline.run.worker`, as JSON."""
+    def order(
+        self, node: Node, work: Path, stamps: Mapping[str, Stamp] | None = None
+    ) -> dict[str, Any]:
+        """The order for `pipeline.run.worker`, as JSON; `stamps` of the files it may read."""
         recipe, info = self.loaded.recipe, self.loaded.info
         model = recipe.model
         if info is not None and info.commit is not None:
@@ -267,6 +310,7 @@ class Runner:
             "inputs": {
                 name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
             },
+            "stamps": dict(stamps or {}),
             "work_dir": str(work),
             "shared": self._shared(node),
             "model_identity": _model_identity(node),
@@ -294,7 +338,8 @@ class Runner:
             lock = self.store.lock(node.name, key)
             if node.stage.distributed and not joined and lock.exists() and state.get("attempts"):
                 joined = True
-                self.launcher(self.order(node, self.store.work(node.name, key)), self._world(node))
+                order = self.order(node, self.store.work(node.name, key), self._stamps(node))
+                self.launcher(order, self._world(node))
             time.sleep(_POLL_SECONDS)
 
 

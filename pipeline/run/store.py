@@ -5,7 +5,8 @@
 <root>/shared/<stage>/<hash>/  what outputs of a stage use in common; no result is here alone
 <root>/shared/evaluation/      samples and answers of all evaluations, by what they depend on
 <root>/locks/                  one lock for each output that is being made
-<root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside
+<root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside; <key>.added/ what was
+                               added to one that is whole without it
 <root>/<recipe>/<stage>        link to the output of the recipe's last run
 """
 
@@ -20,12 +21,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.errors import RunError
 from bosch.files import (
+    added_entries,
     canonical_json,
     files_below,
+    listing_fault,
     make_folder,
     make_symlink,
     read_json,
+    remove_empty_folders,
     remove_old_temporaries,
     remove_temporaries,
     replace,
@@ -78,7 +83,7 @@ class Store:
     def damage(self, stage: str, key: str, hasher: FileHasher) -> str | None:
         """Fault of an output's folder; None if it is whole or absent."""
         folder = self.published(stage, key)
-        return damage_of(folder, key, hasher) if folder.exists() else None
+        return damage_of(folder, key, hasher) if os.path.lexists(folder) else None
 
     def begin(self, stage: str, key: str, *, afresh: bool) -> Path:
         """The work directory of an output; `afresh` throws away what an earlier attempt left."""
@@ -104,7 +109,8 @@ class Store:
     def tidy(self, recipe: str) -> None:
         """Remove what killed processes left in folders that several runs write into."""
         folders = [self.root / recipe, self.root / "locks", self.root / "store"]
-        folders += [*self.root.glob("store/*"), *self.root.glob("work/*")]
+        for pattern in ("store/*", "work/*", "shared/*", "shared/*/*", f"{recipe}/*"):
+            folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
         for folder in folders:
             remove_old_temporaries(folder, _OLD_SECONDS)
 
@@ -137,8 +143,13 @@ class Store:
         work = self.work(stage, key)
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
+        remove_empty_folders(work)
+        names = list(files_below(work))
+        fault = listing_fault(work, names, ())
+        if fault is not None:
+            raise RunError(f"{stage}: left what cannot be published: {fault}")
         sync_tree(work)
-        hashes = {name: hasher.sha256(work / name) for name in files_below(work)}
+        hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {
             "format": _FORMAT,
             "stage": stage,
@@ -184,6 +195,22 @@ class Store:
         os.rename(self.published(stage, key), aside)
         return aside
 
+    def set_added_aside(self, stage: str, key: str) -> list[str]:
+        """Move what was added to an output out of it; returns the names.
+
+        What was published need not be made again, and nothing that a person put there is lost.
+        """
+        folder, manifest = self.published(stage, key), self.manifest(stage, key)
+        if manifest is None:
+            return []
+        aside = self.root / "damaged" / stage / f"{key}.added"
+        names = added_entries(folder, [one["path"] for one in manifest["files"]], (MANIFEST,))
+        for name in names:
+            place = aside / f"{time.time_ns()}" / name
+            place.parent.mkdir(parents=True)
+            shutil.move(folder / name, place)
+        return names
+
     def last_run(self, recipe: str) -> dict[str, str]:
         """Stage names and keys of a recipe's last run."""
         content = read_json(self.root / recipe / "last_run.json")
@@ -212,11 +239,16 @@ class Store:
 def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
     """Fault of a folder that should hold the output of `key`; None if it is whole.
 
-    Files whose size and times are as last seen cost a stat; others are read and hashed.
+    The files are those of the manifest, all of them and no other: what reads the folder might
+    prefer an added one. Files whose size and times are as last seen cost a stat; others are read
+    and hashed.
     """
     manifest = _whole_manifest(folder, key)
     if manifest is None:
         return f"{MANIFEST} is missing or damaged"
+    fault = listing_fault(folder, [entry["path"] for entry in manifest["files"]], (MANIFEST,))
+    if fault is not None:
+        return fault
     for entry in manifest["files"]:
         path = folder / entry["path"]
         try:

@@ -7,7 +7,6 @@ where to leave the summary or the reason of a failure.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from bosch.errors import LostRankError, StoppedError
 from bosch.files import write_json
+from bosch.this_process import die_with_parent
 from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
@@ -35,17 +35,12 @@ from stages.context import StageConfig
 logger = logging.getLogger(__name__)
 
 PARENT = "BOSCH_PARENT_PID"
-_PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is gone (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
-        os._exit(1)
+def die_with_runner() -> None:
+    """Have the kernel kill this process when the one that the runner started it from is gone."""
+    die_with_parent(int(os.environ[PARENT]) if PARENT in os.environ else None)
 
 
 def execute(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +53,7 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         upstream={name: _section(one) for name, one in order["upstream"].items()},
         shared=Path(order["shared"]) if order.get("shared") else None,
         model_identity=order.get("model_identity"),
+        stamps=order.get("stamps", {}),
     )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -92,7 +88,7 @@ def main() -> NoReturn:
 
 def _run_order() -> int:
     """0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
-    die_with_parent()
+    die_with_runner()
     log.show_any_character()
     for number in _STOPS:
         signal.signal(number, _interrupt)

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 
 from bosch.attention import resolve_backend
-from bosch.files import file_sizes
+from bosch.files import file_hashes
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -104,7 +104,7 @@ def evaluate_models(
         state.wait_for_everyone()
         if state.is_main_process:
             tables |= _tables(models, suites, folder, work_dir, original)
-            tables["sizes"] = file_sizes(work_dir, [SAMPLES])
+            tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
@@ -187,6 +187,7 @@ def load_evaluated(
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
     )
+    config.check_inputs()
     if mask is None:
         return loaded
     hybrid = materialize(loaded, mask.mask, mask.window)

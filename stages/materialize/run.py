@@ -65,6 +65,7 @@ def run(
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
     )
+    config.check_inputs()
     _check_fit(base, file, mask_path)
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
     summary = _memory(base, file.mask, file.window)

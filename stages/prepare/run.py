@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.files import file_sizes
+from bosch.files import file_hashes
 from bosch.progress import progress
 from data_prep.calibration import write_calibration
 from data_prep.essays import essay_identity, haystack_words
@@ -49,10 +49,12 @@ def run(
         spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         tokenizer = load_tokenizer(spec)
         calibration = _calibration(config, tokenizer, work_dir)
+        config.check_inputs()
         statistics = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
-        sizes = file_sizes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
-        written = Statistics(**statistics, calibration=calibration, sizes=sizes)
+        hashes = file_hashes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
+        config.check_inputs()
+        written = Statistics(**statistics, calibration=calibration, sha256=hashes)
         written.write(work_dir)
     shutil.rmtree(work_dir / "tokens", ignore_errors=True)
     return {
@@ -99,6 +101,7 @@ def write_training_data(
                 seed=config.seed,
                 sequence_length=length,
                 workers=_workers(config.runtime.data_workers, tokens),
+                stamps=config.stamps,
                 bar=bar,
             )
             for number, source in enumerate(sources)

@@ -150,6 +150,7 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         model = load_sharded(config.model.path, ranks, **options)
     else:
         model = load_model(config.model.path, device=ranks.device, **options)
+    config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
     batch_size = config.runtime.eval_batch_size
     room = config.runtime.reuse_memory

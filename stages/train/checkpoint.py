@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -29,7 +28,7 @@ from stages.artifacts import CHECKPOINTS, checkpoint_name
 from stages.configs import LoraConfig
 from stages.materialize.model_card import note_training
 from stages.train.average import average_into
-from stages.train.storage import copy_companions, disk_errors
+from stages.train.storage import copy_companions, disk_errors, processes, rank, wait
 from stages.train.trainable import is_adapter, merged
 
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -55,22 +54,22 @@ class CheckpointWriter:
         checkpoints of the token counts `averaged` takes the place of the weights.
         """
         writing = self._directory / "writing"
-        first = _rank() == 0
+        first = rank() == 0
         with disk_errors(f"checkpoint {checkpoint_name(tokens)}", self._directory.parent):
             if first:
                 shutil.rmtree(writing, ignore_errors=True)
                 writing.mkdir(parents=True)
-            _wait()
+            wait()
             sizes = self._write_weights(model, writing, lora)
-            _wait()
+            wait()
             if first:
                 _name_files(writing, sizes)
             if averaged:
-                _wait()
+                wait()
                 earlier = [self._directory / checkpoint_name(count) for count in averaged]
                 files = sorted(writing.glob("*.safetensors"))
-                average_into(files[_rank() :: _processes()], earlier)
-                _wait()
+                average_into(files[rank() :: processes()], earlier)
+                wait()
             if first:
                 copy_companions(self._model_dir, writing)
                 note_training(writing, tokens, averaged=1 + len(averaged))
@@ -85,16 +84,16 @@ class CheckpointWriter:
             if name not in left_out
         }
         groups = self._groups(state)
-        for number in range(0, len(groups), _processes()):
+        for number in range(0, len(groups), processes()):
             own: dict[str, Tensor] = {}
-            for owner, names in enumerate(groups[number : number + _processes()]):
+            for owner, names in enumerate(groups[number : number + processes()]):
                 for name in names:
                     with _gathered(state[name]) as whole:
-                        if owner == _rank():
+                        if owner == rank():
                             own[name] = self._saved(name, whole)
             if own:
                 own = own if lora is None else merged(own, lora)
-                self.write_group(model, own, writing / f"part-{number + _rank():05d}")
+                self.write_group(model, own, writing / f"part-{number + rank():05d}")
         weights = [value for name, value in state.items() if not is_adapter(name)]
         return {
             "total_parameters": sum(map(_count, weights)),
@@ -181,16 +180,3 @@ def _gathered(value: Any) -> Iterator[Tensor]:
 def _count(value: Any) -> int:
     """Elements of the whole weight; DeepSpeed leaves none of them in the parameter."""
     return int(getattr(value, "ds_numel", value.numel()))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _wait() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import StoppedError
-from bosch.files import file_sizes
+from bosch.files import file_hashes
 from bosch.ranks import limit_collectives, partners_alive
 from stages.artifacts import (
-    CHECKPOINTS,
     METRICS,
     MODEL,
     PACKED_DATA,
@@ -62,11 +61,12 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     check_sharding_possible(config.runtime)
     check_wandb(config.runtime)
     restarts = RestartPoints(work_dir, config.section)
-    point = restarts.latest()
+    newest = restarts.newest()
+    if newest is not None:
+        check_layout(newest, layout(config.runtime))
+    trainer, point = build_trainer(config, inputs, work_dir, restarts)
     if point is not None:
-        check_layout(point, layout(config.runtime))
         logger.info("resuming from %s", point.name)
-    trainer = build_trainer(config, inputs, work_dir, restarts)
     try:
         with trainer.timer.signals(), partners_alive():
             trainer.train(resume_from_checkpoint=str(point) if point else None)
@@ -80,7 +80,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
             f"training stopped after step {step} of {trainer.schedule.steps}, with a restart point"
         )
     if trainer.metrics_log is not None:
-        _write_summary(trainer, trainer.metrics_log, work_dir)
+        _write_summary(trainer, trainer.metrics_log, work_dir, restarts)
         restarts.remove()
     with partners_alive():
         trainer.accelerator.wait_for_everyone()
@@ -88,9 +88,12 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
 
 
 def build_trainer(
-    config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path, restarts: Any
-) -> PretrainingTrainer:
-    """Data, model and trainer, ready to start or to resume."""
+    config: StageConfig[TrainConfig],
+    inputs: Mapping[str, Path],
+    work_dir: Path,
+    restarts: RestartPoints,
+) -> tuple[PretrainingTrainer, Path | None]:
+    """Data, model and trainer, ready to start or to resume, and the point to resume from."""
     import torch
 
     train, runtime = config.section, config.runtime
@@ -106,7 +109,8 @@ def build_trainer(
     arguments.distributed_state.wait_for_everyone()
 
     model_dir = inputs["materialize"] / MODEL
-    point = restarts.latest()
+    with partners_alive():
+        point = restarts.latest()
     materialize = config.upstream_section(MaterializeConfig)
 
     def read_weights() -> dict[str, torch.Tensor]:
@@ -117,7 +121,7 @@ def build_trainer(
     if train.teacher == "original":
         teacher = load_teacher(model_dir, config.model, train, runtime, arguments.device, backend)
         distillation = TeacherLoss(teacher, train.teacher_weight, train.teacher_tokens)
-    return PretrainingTrainer(
+    trainer = PretrainingTrainer(
         model=load_for_training(
             model_dir,
             config.model,
@@ -149,9 +153,12 @@ def build_trainer(
             else None
         ),
     )
+    return trainer, point
 
 
-def _write_summary(trainer: PretrainingTrainer, metrics_log: MetricsLog, work_dir: Path) -> None:
+def _write_summary(
+    trainer: PretrainingTrainer, metrics_log: MetricsLog, work_dir: Path, restarts: RestartPoints
+) -> None:
     """Write summary.json last: with it, the work directory is finished."""
     schedule = trainer.schedule
     TrainingSummary(
@@ -162,5 +169,5 @@ def _write_summary(trainer: PretrainingTrainer, metrics_log: MetricsLog, work_di
         processes=trainer.args.world_size,
         sharding=trainer.runtime.sharding,
         checkpoints={checkpoint_name(n): step for n, step in schedule.checkpoint_steps.items()},
-        sizes=file_sizes(work_dir, [CHECKPOINTS, METRICS]),
+        sha256=restarts.checkpoint_hashes() | file_hashes(work_dir, [METRICS]),
     ).write(work_dir)

@@ -271,7 +271,7 @@ class PretrainingTrainer(Trainer):
             if at_step == step:
                 averaged = self._averaged_with(tokens) if step == self.schedule.steps else []
                 self.write_checkpoint(tokens, averaged)
-                if self.args.should_save:
+                with disk_errors("a checkpoint's record", self._restarts.directory.parent):
                     self._restarts.record_checkpoint(tokens)
         if not self.decision.restart_point or step == self.schedule.steps:
             return
@@ -279,12 +279,8 @@ class PretrainingTrainer(Trainer):
             self._restarts.make_room()
         with disk_errors("a restart point", self._restarts.directory):
             super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
             written = self._restarts.writing / f"checkpoint-{step}"
-            with disk_errors("a restart point", self._restarts.directory):
-                self._restarts.publish(written, step, layout(self.runtime))
-        self.accelerator.wait_for_everyone()
+            self._restarts.publish(written, step, layout(self.runtime))
 
     def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
         """Write `tokens-<tokens>`, averaged with those of the token counts `averaged`."""
@@ -315,10 +311,19 @@ class PretrainingTrainer(Trainer):
         save_model(self.model, str(Path(output_dir) / _WEIGHTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_model(self.model, str(Path(resume_from_checkpoint) / _WEIGHTS), strict=True)
+        with self._restarts.loading(Path(resume_from_checkpoint)):
+            if self.is_fsdp_enabled:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                load_model(self.model, str(Path(resume_from_checkpoint) / _WEIGHTS), strict=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._restarts.loading(Path(checkpoint or "")):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with self._restarts.loading(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
 
 
 class _EndOfStep(TrainerCallback):  # type: ignore[misc]

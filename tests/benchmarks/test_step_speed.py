@@ -107,7 +107,7 @@ def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
     work_dir = tmp_path / "work"
     work_dir.mkdir()
     inputs = {name: case / name for name in ("prepare", "materialize")}
-    trainer = build_trainer(config, inputs, work_dir, RestartPoints(work_dir, train))
+    trainer, _ = build_trainer(config, inputs, work_dir, RestartPoints(work_dir, train))
     trainer.add_callback(alternating)
     trainer.train()
     ours, bare = (statistics.median(x[WARM:]) for x in (alternating.ours, alternating.bare))

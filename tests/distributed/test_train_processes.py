@@ -50,6 +50,7 @@ def test_two_processes_train_like_one_and_resume(
     assert points == ["step-4"], killed.stderr
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
+    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
     assert "resuming from step-4" in done.stderr
 
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
@@ -75,12 +76,16 @@ def test_two_processes_train_like_one_and_resume(
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
 
 
-def test_fsdp_goes_on_with_more_processes(case: Path, alone: Path, tmp_path: Path) -> None:
+def test_fsdp_goes_on_from_a_whole_point_with_more_processes(
+    case: Path, alone: Path, tmp_path: Path
+) -> None:
     changes: dict[str, Any] = {
         "train": {"document_masking": True},
-        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 4},
+        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
     }
     assert train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes).returncode != 0
+    shard = next((tmp_path / "restart" / "step-6").glob("optimizer*/__1_0.distcp"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
     done = train_in_processes(case, tmp_path, 4, **changes)
     assert done.returncode == 0, done.stderr
     assert "resuming from step-4" in done.stderr

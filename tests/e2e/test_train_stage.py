@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch  # noqa: F401
-from bosch.errors import RunError, StoppedError, UserError
+from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
+from bosch.files import file_digest
 from stages.configs import TrainConfig
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
@@ -140,14 +142,36 @@ def test_killed_while_saving_resumes_from_the_point_before(
     assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
 
 
-@pytest.mark.parametrize("harm", ["step-4/optimizer.pt", "step-4/whole.json", "metrics.jsonl"])
+def cut(content: bytes) -> bytes:
+    return content[:40]
+
+
+def half_zeroed(content: bytes) -> bytes:
+    half = len(content) // 2
+    return content[:half] + bytes(len(content) - half)
+
+
+@pytest.mark.parametrize(
+    ("harm", "change"),
+    [
+        ("step-4/optimizer.pt", cut),
+        ("step-4/whole.json", cut),
+        ("metrics.jsonl", cut),
+        ("step-4/model.safetensors", half_zeroed),
+    ],
+)
 def test_damaged_work_is_made_good(
-    case: Path, undisturbed: Path, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+    case: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    harm: str,
+    change: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What a power cut or a bad disk takes is trained again, to the same weights."""
     train_in_processes(case, tmp_path, kill_at_step=5)
     harmed = tmp_path / harm if harm == "metrics.jsonl" else tmp_path / "restart" / harm
-    harmed.write_bytes(harmed.read_bytes()[:40])
+    harmed.write_bytes(change(harmed.read_bytes()))
     (tmp_path / "restart" / "step-abc").mkdir()
     train_here(case, tmp_path)
     assert "damaged" in caplog.text
@@ -156,13 +180,30 @@ def test_damaged_work_is_made_good(
         assert metrics(tmp_path) == metrics(undisturbed)
 
 
+def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
+    case: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Though its files are as they were written."""
+    train_in_processes(case, tmp_path, kill_at_step=5)
+    point = tmp_path / "restart" / "step-4"
+    (point / "optimizer.pt").write_bytes(b"no state of an optimiser")
+    record = json.loads((point / "whole.json").read_text())
+    record["sha256"]["optimizer.pt"] = file_digest(point / "optimizer.pt")
+    (point / "whole.json").write_text(json.dumps(record))
+    with pytest.raises(DamagedWorkError, match="step-4 cannot be loaded"):
+        train_here(case, tmp_path)
+    train_here(case, tmp_path)
+    assert metrics(tmp_path) == metrics(undisturbed)
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+
+
 def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_anew(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     for harm in ("summary.json", "checkpoints/tokens-1280/model.safetensors"):
         work = tmp_path / harm.replace("/", "-")
         shutil.copytree(undisturbed, work)
-        (work / harm).write_bytes((work / harm).read_bytes()[:-1])
+        (work / harm).write_bytes(half_zeroed((work / harm).read_bytes()))
         train_here(case, work)
         assert files(work / "checkpoints") == files(undisturbed / "checkpoints")
 

@@ -20,6 +20,7 @@ FLOORS = {
         (
             "errors",
             "progress",
+            "this_process",
             "ranks",
             "journal",
             "files",

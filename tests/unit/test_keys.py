@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError
+from bosch.files import file_stamp
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Choice, Runner
+from stages.context import StageConfig
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
@@ -158,6 +161,76 @@ def test_an_input_that_changes_while_its_stage_runs_is_told_and_nothing_publishe
     for path, content in before.items():
         path.write_bytes(content)
     assert run_with(case, lambda order: None).run() > 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "file"), [("prepare", "corpus/a.txt"), ("search", "model/model.safetensors")]
+)
+def test_an_input_that_changes_and_changes_back_is_told_and_nothing_published(
+    case: Case, stage: str, file: str, killed: bool
+) -> None:
+    path = case.folder / file
+    whole, times = path.read_bytes(), path.stat()
+
+    def restore() -> None:
+        path.write_bytes(whole)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def work(order: Mapping[str, Any]) -> None:
+        if order["stage"] == stage:
+            path.write_bytes(whole[:-1] + b"!")
+            if killed:
+                raise KeyboardInterrupt
+            restore()
+
+    runner = run_with(case, work)
+    with pytest.raises(KeyboardInterrupt if killed else RunError) as caught:
+        runner.run()
+    if not killed:
+        assert f"{path} was written or replaced while it ran" in str(caught.value)
+    restore()
+    node = next(node for node in runner.nodes if node.name == stage)
+    assert not runner.store.published(stage, str(node.key)).exists()
+    orders: list[Mapping[str, Any]] = []
+    assert run_with(case, orders.append).run() > 0
+    stamps = next(order["stamps"] for order in orders if order["stage"] == stage)
+    assert stamps[str(path)] == file_stamp(path)
+
+
+def test_a_stage_that_read_what_changed_and_changed_back_says_so(tmp_path: Path) -> None:
+    """What it was to keep does not depend on it: the check stands between reading and keeping."""
+    weights, link = tmp_path / "weights", tmp_path / "link"
+    weights.write_text("ours")
+    (tmp_path / "theirs").write_text("them")
+    link.symlink_to(weights)
+    loaded = load_recipe(Case(tmp_path / "case").file).recipe
+
+    def config() -> StageConfig[Any]:
+        stamps = {str(path): file_stamp(path) for path in (weights, link)}
+        return StageConfig(loaded.search, loaded.model, 0, loaded.runtime, stamps=stamps)
+
+    def led_elsewhere_and_back() -> None:
+        for target in (tmp_path / "theirs", weights):
+            link.unlink()
+            link.symlink_to(target)
+
+    def swapped_and_back() -> None:
+        for _ in range(2):
+            weights.rename(tmp_path / "away")
+            (tmp_path / "theirs").rename(weights)
+            (tmp_path / "away").rename(tmp_path / "theirs")
+
+    def rewritten() -> None:
+        weights.write_text("them")
+        weights.write_text("ours")
+
+    for change in (rewritten, led_elsewhere_and_back, swapped_and_back, weights.unlink):
+        running = config()
+        running.check_inputs()
+        change()
+        with pytest.raises(RunError, match="was written or replaced while it was read"):
+            running.check_inputs()
 
 
 def test_an_input_that_changes_before_its_stage_begins_is_told_at_once(case: Case) -> None:

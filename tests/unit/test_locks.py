@@ -86,13 +86,58 @@ def test_a_killed_process_loses_its_lock(tmp_path: Path) -> None:
             assert str(read_holder(path)).startswith(f"pid {os.getpid()} ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+WHOLE = {"pid": 1, "host": "h", "boot": "b", "pid_namespace": "n", "since": 1.0, "recipe": "r"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"pid": 1}',
+        "\x00" * 200,
+        "[" * 100_000,
+        *(
+            json.dumps({**WHOLE, name: wrong})
+            for name, wrong in [
+                ("pid", "1"),
+                ("host", 5),
+                ("since", "now"),
+                ("since", 1e300),
+                ("recipe", None),
+            ]
+        ),
+    ],
+)
 def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     assert read_holder(path) is None
     with hold(path, "stage x", "r"):
         assert read_holder(path) is not None
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.mkdir(),
+        lambda path: path.symlink_to(path.with_name("elsewhere")),
+        lambda path: path.symlink_to("/etc/passwd"),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
+)
+def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path, harm: object) -> None:
+    path = tmp_path / "a.json"
+    harm(path)  # type: ignore[operator]
+    sentence = rf"^{path}: a folder, link or pipe stands where the lock of a run should be"
+    with pytest.raises(RunError, match=sentence):
+        read_holder(path)
+    for lock in (hold(path, "stage x", "r"), hold_briefly(path)):
+        with pytest.raises(RunError, match=sentence), lock:
+            pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_machine_started_anew_has_no_holders(tmp_path: Path) -> None:
@@ -105,11 +150,24 @@ def test_a_machine_started_anew_has_no_holders(tmp_path: Path) -> None:
     assert (read_holder(path) is None) == here
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"pid_namespace": "pid:[1]"}])
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"host": "elsewhere", "boot": "its own"},
+        {"pid_namespace": "pid:[1]"},
+        {"machine": "of the same name", "boot": "its own"},
+        {
+            "machine": "of the same name",
+            "boot": "its own",
+            "pid_namespace": locks.MACHINE_NAMESPACE,
+        },
+        {"machine": "", "boot": "its own", "pid_namespace": locks.MACHINE_NAMESPACE},
+    ],
+)
 def test_what_was_left_elsewhere_is_never_taken_over(
     tmp_path: Path, elsewhere: dict[str, object]
 ) -> None:
-    """Neither another machine's nor that of a container with this host's name."""
+    """Neither another machine's, also of this one's name, nor that of a container."""
     path = tmp_path / "a.json"
     leave_lock(path, pid=2**22 + 1, **elsewhere)
     assert read_holder(path) is not None

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
+from bosch.files import file_stamp
 from bosch.progress import Progress
+from data_prep import tokenization
 from data_prep.essays import pydoc_topics
 from data_prep.mixture import DocumentStream, mix
 from data_prep.packing import Packed, pack, write_dataset
@@ -108,9 +116,9 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def tokenise(corpus, folder, workers, tokens=10**9):
+def tokenise(corpus, folder, workers, tokens=10**9, kind="text", stamps=()):
     return tokenise_source(
-        Source("s", "text", str(corpus / "corpus")),
+        Source("s", kind, str(corpus / "corpus")),
         Encoder.load(TokenizerSpec(str(corpus / "tokenizer"))),
         corpus / folder,
         tokens=tokens,
@@ -118,6 +126,7 @@ def tokenise(corpus, folder, workers, tokens=10**9):
         sequence_length=128,
         workers=workers,
         bar=Progress(None, "test", "tokens"),
+        stamps=dict(stamps),
     )
 
 
@@ -163,13 +172,91 @@ def test_shards_are_kept(corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["ids.int32", "documents.npy"])
-@pytest.mark.parametrize("left", [0, 7, 100])
-def test_damaged_shard_is_made_anew(corpus, file, left, caplog):
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda content: b"",
+        lambda content: content[:7],
+        lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    ],
+)
+def test_damaged_shard_is_made_anew(corpus, file, harm, caplog):
     expected = contents(tokenise(corpus, "shards", 1))
     [shard] = (corpus / "shards").iterdir()
-    (shard / file).write_bytes((shard / file).read_bytes()[:left])
+    (shard / file).write_bytes(harm((shard / file).read_bytes()))
     assert contents(tokenise(corpus, "shards", 1)) == expected
-    assert "is damaged and made anew" in caplog.text
+    assert f"is damaged ({file} has other content) and made anew" in caplog.text
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch, kill):
+    """Overwritten after the first shard, and restored after the second or after a kill."""
+    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    file = corpus / "a.jsonl"
+    lines = [json.dumps({"text": f"text number {i} " * 20}) for i in range(6)]
+    file.write_text("\n".join(lines))
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    expected = contents(tokenise(tmp_path, "undisturbed", 1, kind="jsonl"))
+    read, parts = tokenization.read_part, []
+
+    def overwritten(part, source):
+        parts.append(part)
+        if len(parts) == 2:
+            file.write_text(file.read_text().replace("number", "figure"))
+        yield from read(part, source)
+        if kill and len(parts) == 2:
+            raise KeyboardInterrupt
+        if len(parts) == 2:
+            file.write_text(file.read_text().replace("figure", "number"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenization, "read_part", overwritten)
+        with pytest.raises(
+            KeyboardInterrupt if kill else RunError, match="" if kill else "a.jsonl"
+        ):
+            stamps = {str(file): file_stamp(file)}
+            tokenise(tmp_path, "shards", 1, kind="jsonl", stamps=stamps)
+    file.write_text("\n".join(lines))
+    stamps = {str(file): file_stamp(file)}
+    assert contents(tokenise(tmp_path, "shards", 1, kind="jsonl", stamps=stamps)) == expected
+
+
+def test_a_file_that_came_after_the_start_is_not_read(corpus):
+    files = sorted((corpus / "corpus").iterdir())
+    stamps = {str(file): file_stamp(file) for file in files[1:]}
+    with pytest.raises(RunError, match=f"{files[0].name} was written or replaced"):
+        tokenise(corpus, "shards", 1, stamps=stamps)
+
+
+_POOL = """
+import time
+from data_prep.tokenization import in_order
+if __name__ == "__main__":
+    results = in_order(len, [(1,), (2,), (3,)], 2)
+    next(results)
+    print("works", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them on Linux only")
+def test_workers_end_with_a_killed_process(tmp_path):
+    script = tmp_path / "pool.py"
+    script.write_text(_POOL)
+    environment = {**os.environ, "PYTHONPATH": str(Path(tokenization.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"works\n"
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) >= 2
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert alive == []
 
 
 def sentence_piece_tokenizer(texts: list[str]) -> Tokenizer:

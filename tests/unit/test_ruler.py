@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from data_prep import ruler
 from data_prep.ruler import ruler_task
 from data_prep.ruler_base import Corpus, TokenCounter
@@ -121,15 +121,19 @@ def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
         assert text.endswith(left.tail)
 
 
-@pytest.mark.parametrize("file", ["samples.jsonl", "ids.bin"])
+@pytest.mark.parametrize("file", ["samples.jsonl", "ids.bin", "ids.bin zeroed"])
 def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
     folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
     folder.make(4)
     before = [sample.ids.tolist() for sample in folder.read(range(4))]
+    file, _, zeroed = file.partition(" ")
     content = (folder.path / file).read_bytes()
     half = len(content) // 2
     damaged = content[:half] if file == "ids.bin" else content[:half] + b"x" + content[half + 1 :]
-    (folder.path / file).write_bytes(damaged)
+    (folder.path / file).write_bytes(damaged.ljust(len(content), b"\0") if zeroed else damaged)
+    if zeroed:
+        with pytest.raises(RunError, match=r"sample \d is damaged"):
+            list(folder.read(range(4)))
     folder.make(4)
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import RunError, UserError
+from bosch.errors import DamagedWorkError, RunError, UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
 from pipeline.run.graph import STAGES, Stage, resolve
@@ -229,6 +229,51 @@ def test_damaged_outputs_are_set_aside_and_rebuilt(case: Case) -> None:
     (case.output("report") / "manifest.json").unlink()
     assert runner(case).run() == 1
     assert to_run(case) == []
+
+
+def test_what_is_added_to_an_output_is_set_aside_and_nothing_is_made_again(case: Case) -> None:
+    runner(case).run()
+    added = case.output("materialize") / "model.safetensors"
+    added.touch()
+    damaged = "to run (its output is damaged: model.safetensors was added to it)"
+    assert states(case)["materialize"] == damaged
+    with pytest.raises(UserError, match=r"was added to it\); leave --from out"):
+        runner(case, start="train").run()
+    assert runner(case).run() == 1
+    assert not added.exists()
+    assert case.calls("materialize") == 1
+    assert to_run(case) == []
+
+
+def test_an_input_damaged_while_a_run_is_under_way_is_not_read(case: Case) -> None:
+    def adding(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        if order["stage"] == "materialize":
+            (case.output("prepare") / "added").touch()
+        return execute(order)
+
+    first = runner(case)
+    first.launcher = adding
+    with pytest.raises(RunError, match=r"train: its input prepare is damaged \(added was added"):
+        first.run()
+    assert runner(case).run() == 4  # prepare, whose addition goes, and what was not made
+
+
+def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = []
+
+    def damaged(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        starts.append(order["stage"])
+        if starts.count("train") == 1 and order["stage"] == "train":
+            raise DamagedWorkError("train: the restart point step-4 cannot be loaded")
+        return execute(order)
+
+    first = runner(case)
+    first.launcher = damaged
+    assert first.run() == 7
+    assert starts.count("train") == 2
+    assert "step-4 cannot be loaded; starting again without it" in caplog.text
 
 
 def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:

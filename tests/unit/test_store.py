@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bosch.errors import RunError
 from bosch.files import replace, replacing, write_json
 from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
@@ -63,6 +64,13 @@ def test_checking_an_untouched_output_reads_nothing(
     assert store.damage("search", KEY, store.hasher()) is None
 
 
+def _replace_by_link(path: Path) -> None:
+    """The same content, of which somebody else is the owner."""
+    elsewhere = path.parents[1] / f"elsewhere-{path.name}"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
 @pytest.mark.parametrize(
     ("harm", "expected"),
     [
@@ -70,6 +78,14 @@ def test_checking_an_untouched_output_reads_nothing(
         (lambda f: (f / "b.txt").write_text("bigger than before"), "b.txt has another size"),
         (lambda f: (f / "b.txt").write_text("bCONTENT"), "b.txt has other content"),
         (lambda f: (f / "sub" / "a.txt").write_text("CONTENT"), "sub/a.txt has other content"),
+        (lambda f: (f / "model.safetensors").touch(), "model.safetensors was added to it"),
+        (lambda f: (f / "sub" / ".hidden").touch(), "sub/.hidden was added to it"),
+        (lambda f: (f / "link").symlink_to("b.txt"), "link was added to it"),
+        (lambda f: (f / "loop").symlink_to(f), "loop was added to it"),
+        (lambda f: os.mkfifo(f / "pipe"), "pipe was added to it"),
+        (lambda f: (f / "new" / "deep").mkdir(parents=True), "new was added to it"),
+        (lambda f: _replace_by_link(f / "b.txt"), "b.txt is no regular file"),
+        (lambda f: _replace_by_link(f / "sub"), "sub was added to it"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is missing or damaged"),
@@ -101,6 +117,35 @@ def test_a_damaged_output_is_set_aside_not_deleted(store: Store) -> None:
     aside = store.set_aside("search", KEY)
     assert (aside / "b.txt").exists()
     assert not store.published("search", KEY).exists()
+
+
+def test_what_was_added_is_set_aside_without_the_output(store: Store) -> None:
+    folder = publish(store)
+    for _ in range(2):  # what was added once can be added again
+        (folder / "model.safetensors").write_text("other weights")
+        (folder / "new").mkdir()
+        (folder / "new" / "file").touch()
+        (folder / "link").symlink_to("nowhere")
+        assert store.set_added_aside("search", KEY) == ["link", "model.safetensors", "new"]
+        assert store.damage("search", KEY, store.hasher()) is None
+    aside = store.root / "damaged" / "search" / f"{KEY}.added"
+    assert [p.read_text() for p in aside.rglob("*.safetensors")] == ["other weights"] * 2
+    assert len(list(aside.rglob("new/file"))) == 2
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda f: (f / "x").symlink_to("b.txt"), lambda f: os.mkfifo(f / "x")]
+)
+def test_only_regular_files_are_published(store: Store, harm: Any) -> None:
+    work = fill(store)
+    (work / "empty" / "deep").mkdir(parents=True)
+    harm(work)
+    with pytest.raises(RunError, match="left what cannot be published: x is no regular file"):
+        store.publish("search", DOCUMENT, {}, store.hasher())
+    (work / "x").unlink()
+    folder = store.publish("search", DOCUMENT, {}, store.hasher())
+    assert not (folder / "empty").exists()
+    assert store.damage("search", KEY, store.hasher()) is None
 
 
 class Crash(BaseException):

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bosch.errors import LostRankError, RunError, UserError, printable
-from bosch.files import parse_json, read_json, write_json
+from bosch.files import (
+    parse_json,
+    read_json,
+    remove_old_temporaries,
+    replacing,
+    write_json,
+)
+from bosch.this_process import process_place
+from pipeline import cli
 from pipeline.run import launch
 from pipeline.run.graph import document_key
 from pipeline.run.store import Store
@@ -25,6 +36,94 @@ KEY = document_key(DOCUMENT)
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return Case(tmp_path)
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that waits for what never comes."""
+
+    def ring(signum: int, frame: object) -> None:
+        raise AssertionError("it waits for a writer")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_link_to_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name(".pipe"))
+    path.symlink_to(".pipe")
+
+
+def make_link_to_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path: Path) -> None:
+    place = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(place)
+
+
+_PLACES = {
+    "recipe": ("tiny.yaml", []),
+    "document": ("corpus/b.txt", []),
+    "source": ("corpus/c", ["prepare.sources.0.path={}"]),
+    "jsonl": ("corpus/b.jsonl", ["prepare.sources.0.kind=jsonl"]),
+    "compressed": ("corpus/b.jsonl.gz", ["prepare.sources.0.kind=jsonl"]),
+    "parquet": ("corpus/b.parquet", ["prepare.sources.0.kind=parquet"]),
+    "index": ("corpus/index.json", ["prepare.sources.0.kind=mds", "prepare.sources.0.tokenizer=x"]),
+    "config": ("model/config.json", []),
+    "weights": ("model/model.safetensors", []),
+    "weights index": ("model/model.safetensors.index.json", []),
+    "tokenizer": ("model/tokenizer.json", []),
+    "second tokenizer file": ("model/tokenizer_config.json", []),
+    "card": ("model/README.md", []),
+    "code": ("model/code.py", ["model.trust_remote_code=true"]),
+    "essay": ("essays/a.txt", ["prepare.calibration.essay_dir={folder}"]),
+    "harness": (
+        "tasks/a/test.jsonl",
+        ["evaluate.harness.data_dir={folder}", "evaluate.harness.tasks=[gsm8k]"],
+    ),
+    "positions": ("long/a.txt", ["evaluate.positions.path={folder}"]),
+    "mask": ("mask.json", ["search.method=given", "search.mask={}"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        *((place, make_pipe) for place in _PLACES),
+        *((place, make_link_to_device) for place in ("document", "card", "config")),
+        ("document", make_link_to_pipe),
+        ("document", make_socket),
+    ],
+)
+@pytest.mark.usefixtures("alarm")
+def test_what_is_no_regular_file_is_told_and_not_read(
+    case: Case,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    make: Callable[[Path], None],
+) -> None:
+    name, overrides = _PLACES[place]
+    path = case.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    given = [one.format(path, folder=path.parent) for one in overrides]
+    for command in ("validate", "status"):
+        assert cli.main([command, str(case.file), *given]) == 2
+        assert path.name in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -68,11 +167,41 @@ def test_a_clock_set_back_gives_no_negative_seconds(
 def test_what_killed_writers_left_is_removed(store: Store) -> None:
     publish(store)
     old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
-    for path in (old, new):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    here, shared = f".tmp-{process_place()}", store.root / "shared" / "search" / "a"
+    shared.mkdir(parents=True)
+    killed = [
+        store.root / "store" / f"{here}-{dead.pid}-0.json",
+        shared / f"{here}-{dead.pid}-0.json",
+    ]
+    others = [
+        store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
+        store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
+    ]
+    for path in (old, new, *killed, *others):
         path.write_text("part")
     os.utime(old, (1, 1))
     store.tidy("tiny")
     assert not old.exists() and new.exists()
+    assert not any(path.exists() for path in killed) and all(path.exists() for path in others)
+
+
+def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a.json") as temporary:
+        temporary.write_text("x")
+        assert temporary.name.startswith(f".tmp-{process_place()}-{os.getpid()}-")
+        remove_old_temporaries(tmp_path, 3600)
+        assert temporary.exists()
+
+
+@pytest.mark.parametrize("end", ["os._exit(130)", "os._exit(143)", "os.kill(os.getpid(), 15)"])
+def test_a_stopped_process_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(launch, "PROCESS", ("-c", f"import os; {end}"))
+    with pytest.raises(RunError, match=r"one of its processes was stopped .* goes on from here"):
+        launch.launch({"stage": "search", "work_dir": str(tmp_path)}, launch.World())
 
 
 def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
-from bosch.errors import RunError, UserError
+from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.configs import Runtime, TrainConfig
 from stages.materialize.model_card import UNTRAINED
-from stages.train import parallel
+from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.metrics import MetricsLog
@@ -161,6 +162,9 @@ def test_the_latest_two_restart_points_are_there_and_nothing_half_written(tmp_pa
     "harm",
     [
         lambda point: (point / "optimizer.pt").write_text("sta"),
+        lambda point: (point / "optimizer.pt").write_text("stall ABC"[: len("state 16")]),
+        lambda point: (point / "optimizer.pt").write_bytes(b"stat" + bytes(4)),
+        lambda point: (point / "added.pt").touch(),
         lambda point: (point / "optimizer.pt").unlink(),
         lambda point: (point / "whole.json").write_text("{"),
         lambda point: (point / "whole.json").write_text("[]"),
@@ -175,11 +179,9 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     harm(save_point(points, 16))
     (points.directory / "step-abc").mkdir()
     assert points.latest() == whole
-    points.clean()
     assert "step-16 is damaged" in caplog.text
     assert "begins anew" not in caplog.text
     harm(whole)
-    points.clean()
     assert points.latest() is None
     assert "no restart point is whole: training begins anew" in caplog.text
 
@@ -193,8 +195,59 @@ def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path) 
     points.record_checkpoint(128 * 12)
     after = save_point(points, 16)
     assert points.latest() == after
-    (checkpoint / "model.safetensors").write_text("weig")
+    (checkpoint / "model.safetensors").write_text("WEIGHTS")
     assert points.latest() == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad shape"), CheckpointException("x", {})])
+def test_a_restart_point_that_cannot_be_loaded_is_set_aside(
+    tmp_path: Path, error: BaseException
+) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    before, point = save_point(points, 8), save_point(points, 16)
+    sentence = "step-16 cannot be loaded .* and is now unreadable-step-16"
+    with pytest.raises(DamagedWorkError, match=sentence), points.loading(point):
+        raise error
+    assert points.latest() == before
+    points.make_room()
+    assert sorted(path.name for path in points.directory.glob("*step*")) == ["step-8"]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), RunError("x"), RuntimeError("Connection reset by peer")]
+)
+def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
+    tmp_path: Path, error: Exception
+) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    point = save_point(points, 8)
+    with pytest.raises(type(error)), points.loading(point):
+        raise error
+    assert points.latest() == point
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        ("pytorch_model_fsdp_0/__13_0.distcp", 13),
+        ("pytorch_model_fsdp_0/.metadata", 0),
+        ("rng_state_3.pth", 3),
+        ("rng_state.pth", 0),
+        ("global_step4/bf16_zero_pp_rank_5_mp_rank_00_optim_states.pt", 5),
+        ("global_step4/zero_pp_rank_5_mp_rank_00_model_states.pt", 5),
+        ("model-00003-of-00007.safetensors", 2),
+        ("model.safetensors", 0),
+        ("optimizer.pt", 0),
+        ("trainer_state.json", 0),
+    ],
+)
+def test_each_file_is_hashed_by_the_process_that_wrote_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, writer: int
+) -> None:
+    monkeypatch.setattr(storage, "processes", lambda: 16)
+    for rank in range(16):
+        monkeypatch.setattr(storage, "rank", lambda rank=rank: rank)
+        assert storage.share([name]) == ([name] if rank == writer else [])
 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import write_text
+from bosch.files import load_json, open_regular, write_text
 from bosch.heads import HeadMask, HeadMaskFile
 
 # DuoAttention's names within a folder of patterns.
@@ -41,7 +41,8 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     index does. Without `swa_ratio` every score must be 0 or 1.
     """
     try:
-        lines = (path / _GATES).read_text(encoding="utf-8").split("\n")
+        with open_regular(path / _GATES) as file:
+            lines = file.read().decode("utf-8").split("\n")
         scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
     except OSError as error:
         raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
@@ -186,7 +187,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> Head
 
 def _read_json(path: Path, kind: type) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -24,6 +24,7 @@ from bosch.model.cache import held_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import NAME
+from bosch.this_process import die_with_parent
 from bosch.window import Window
 from pipeline.commands.measure.kernels import attention_kernels, check_kernels
 from pipeline.commands.measure.measured_model import MeasuredModel, build_model, chosen_device
@@ -157,6 +158,7 @@ def _cpu_model() -> str | None:
 
 def main() -> None:
     """Measure what the request file says and write figures, or how it ended, into the result."""
+    die_with_parent()
     request_file, result_file = sys.argv[1:]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

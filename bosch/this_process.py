@@ -1,0 +1,75 @@
+"""What tells this process from those of other machines and containers, and ends it in time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+_MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_PR_SET_PDEATHSIG = 1
+
+
+def boot_id() -> str:
+    """Differs between any two kernels, and between two starts of one; empty without Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Where a process number means the same; empty without Linux."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def machine_id() -> str:
+    """Stays the same when a machine is started anew, and differs between machines of one name.
+
+    That of the system, else the hardware address of a network card.
+    """
+    for path in _MACHINE_IDS:
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(path).read_text(encoding="ascii").strip()
+            if text:
+                return text
+    return f"{uuid.getnode():012x}"
+
+
+@functools.cache
+def process_place() -> str:
+    """Short name for all processes whose numbers this process can look up."""
+    where = f"{boot_id() or machine_id()} {pid_namespace()}"
+    return hashlib.sha256(where.encode()).hexdigest()[:8]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of this number, at this place."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the one that started it is gone (Linux).
+
+    `parent` is that process's number: it may be gone before this is called.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
