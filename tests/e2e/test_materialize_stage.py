@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from stages.configs import MaterializeConfig, ModelConfig, Runtime
 from stages.context import StageConfig
 from stages.materialize import run as materialize
 from stages.materialize.model_card import UNTRAINED, base_licence, model_card
+from stages.train.checkpoint import save_model
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
@@ -127,6 +130,24 @@ def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
     assert cache.num_bytes == 100 * per_head + summary["sliding_bytes_constant"]
 
 
+def test_base_and_hybrid_are_not_held_together(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parameters() -> list[Any]:
+        return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)]
+
+    def save(hybrid: Any, *args: Any) -> None:
+        known = {id(one) for one in [*earlier, *hybrid.parameters()]}
+        assert all(one.is_meta for one in parameters() if id(one) not in known)
+        saved.append(hybrid)
+        save_model(hybrid, *args)
+
+    earlier, saved = parameters(), []  # type: ignore[var-annotated]
+    monkeypatch.setattr(materialize, "save_model", save)
+    _run(base, tmp_path, "bfloat16")
+    assert saved
+
+
 def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
     leftovers = tmp_path / "work" / "model"
     leftovers.mkdir(parents=True)
@@ -140,8 +161,8 @@ def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
 def test_a_model_that_computes_something_else_is_not_accepted(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(model: Any, mask: Any) -> dict[str, torch.Tensor]:
-        return dict(model.state_dict())  # the layout says permuted, the weights are not
+    def forgetful(model: Any, mask: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.state_dict().items()  # the layout says permuted, the weights are not
 
     monkeypatch.setattr(bosch.model.materialize, "permute_heads", forgetful)
     mask = HeadMaskFile("tiny", "bosch", 0.5, WINDOW, 0, 2, 2, [[0], [0]])

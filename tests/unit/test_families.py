@@ -104,7 +104,8 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
-    before, weights = _logits(model, ids), permute_heads(model, mask_of(model.config))
+    before = _logits(model, ids)
+    weights = dict(permute_heads(model, mask_of(model.config)))
     moved = {n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])}
     facts = known_family(model.config)
     parts = {facts.fused} if facts.fused else {"q_proj", "k_proj", "v_proj"}
