@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bosch.errors import RunError
+from bosch.hardware import free_host_memory
 from bosch.model.families import decoder_layers, text_config
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
@@ -15,7 +15,6 @@ from bosch.window import Window
 # What a device's allocator loses between blocks, and what other programs of a machine may want.
 _SHARE_OF_DEVICE = 0.85
 _SHARE_OF_HOST = 0.5
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
@@ -50,25 +49,8 @@ def reuse_room(
         free += torch.cuda.memory_reserved(model.device)
         free -= torch.cuda.memory_allocated(model.device)
         return max(0, int(_SHARE_OF_DEVICE * free) - needed)
-    return max(0, int(_SHARE_OF_HOST * (free_host_memory() / processes - needed)))
-
-
-def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes this machine, or the container around this process, can still give out.
-
-    Raises RunError where the system does not say.
-    """
     try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError) as error:
-        raise RunError(
-            f"{meminfo} does not say how much memory is free: set runtime.reuse_memory to a size"
-        ) from error
-    try:
-        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free
-    return min(free, max(0, limit - used))
+        free = free_host_memory()
+    except RunError as error:
+        raise RunError(f"{error}: set runtime.reuse_memory to a size") from error
+    return max(0, int(_SHARE_OF_HOST * (free / processes - needed)))

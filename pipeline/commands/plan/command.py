@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from pathlib import Path
 
 from bosch.budget import even_layout, swa_budget
 from bosch.errors import UserError
-from bosch.hardware import DEVICES
+from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import CacheSize
 from bosch.model.decoder_shape import DecoderShape
 from bosch.objective.calibration import MAX_ROUNDS
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import any_mask, layers_refusal, served_caches
-from pipeline.commands.plan.fit import remedy, training_budget
+from pipeline.commands.plan.fit import memory_here, remedy, training_budget
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.inputs import missing_inputs
 from pipeline.recipe.model_shape import ModelInfo
@@ -257,8 +256,7 @@ def _states_text(shape: DecoderShape) -> str:
 def find_hardware(text: str | None, world: World) -> tuple[str, int]:
     """Name and count of what to plan for: `h100x8`, else the GPUs or the cores found here."""
     if text is None:
-        cores = os.cpu_count() or 1
-        return ("h100", world.size) if world.gpus else ("cpu", cores)
+        return ("h100", world.size) if world.gpus else ("cpu", cpu_cores())
     match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x(\d+))?", text.lower())
     if match is None or match[2] == "0":
         near = suggest(text.lower(), list(DEVICES))
@@ -266,8 +264,7 @@ def find_hardware(text: str | None, world: World) -> tuple[str, int]:
         raise UserError(
             f"--hardware {text}: expected one of {', '.join(DEVICES)}, as in h100x8{hint}"
         )
-    alone = os.cpu_count() or 1 if match[1] == "cpu" else 1
-    return match[1], int(match[2] or alone)
+    return match[1], int(match[2] or (cpu_cores() if match[1] == "cpu" else 1))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -335,7 +332,7 @@ def plan_lines(
         if cost.stage == "search":
             facts.append(_hours_of_methods(loaded, shape, cost, name, count, efficiency))
         if cost.stage == "train":
-            facts += _memory_facts(loaded, shape, processes, name)
+            facts += _memory_facts(loaded, shape, processes, name, count)
         for fact in facts:
             yield f"  {'':<12} - {fact}"
     flops, disk = sum(cost.flops for cost in costs), sum(cost.disk for cost in costs)
@@ -385,7 +382,7 @@ def _hours_of_methods(
 
 
 def _memory_facts(
-    loaded: LoadedRecipe, shape: DecoderShape, processes: int, name: str
+    loaded: LoadedRecipe, shape: DecoderShape, processes: int, name: str, count: int
 ) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
     recipe = loaded.recipe
@@ -397,8 +394,9 @@ def _memory_facts(
         yield f"does not run on {processes} processes: {faults[0]}"
         return
     on_gpu, capacity = name != "cpu", DEVICES[name].memory * 2**30
-    if not on_gpu:  # the table's figure is a core's share
-        capacity *= (os.cpu_count() or 1) / loaded.world.processes_per_node
+    if not on_gpu:  # the table's figure is a core's share of another machine
+        here = memory_here(loaded) if count == cpu_cores() else None
+        capacity = here or count * capacity / loaded.world.processes_per_node
     budget = training_budget(loaded, shape, processes, capacity, on_gpu)
     yield f"per process {budget.verdict}"
     if not budget.fits:
