@@ -8,7 +8,7 @@ import torch
 
 from bosch.errors import RunError
 from bosch.hardware import free_host_memory
-from bosch.model.families import decoder_layers, text_config
+from bosch.model.stored_config import StoredConfig
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
 
@@ -19,20 +19,8 @@ _SHARE_OF_HOST = 0.5
 
 def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
     """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
-    text, kinds = text_config(model.config), decoder_layers(model.config)
-    width = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    if getattr(text, "num_experts_per_tok", None):
-        width = int(getattr(text, "moe_intermediate_size", None) or width)
-        width *= int(text.num_experts_per_tok)
-    return ActivationSizes(
-        layers=kinds.count,
-        hidden=text.hidden_size,
-        query=text.num_attention_heads * kinds.head_dim,
-        key_value=kinds.heads * kinds.head_dim,
-        feed_forward=width,
-        value_bytes=model.dtype.itemsize,
-        shards=shards,
-    )
+    shape = StoredConfig.of_loaded(model.config).decoder
+    return ActivationSizes.of(shape, model.dtype.itemsize, shards)
 
 
 def reuse_room(

@@ -150,7 +150,7 @@ def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
     # An adapter has as many parameters as its rank times the sum of its map's two sides.
     sides = 2 * (2 * shape.hidden + shape.query_size + shape.key_value_size)
     if train.freeze == "none" and not shape.experts:
-        sides += 3 * (shape.hidden + shape.intermediate)
+        sides += shape.maps * (shape.hidden + shape.intermediate)
     return shape.layers * train.lora.rank * sides
 
 
