@@ -75,7 +75,7 @@ class TensorBytes(TorchDispatchMode):
         for leaf in tree_leaves((result, args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)
-        storages = [storage for ref in self._alive.values() if (storage := ref()) is not None]
+        storages = [storage for ref in list(self._alive.values()) if (storage := ref()) is not None]
         self.peak = max(self.peak, sum(storage.nbytes() for storage in storages))
         return result
 

@@ -83,6 +83,12 @@ class DecoderShape:
         return self.attention_parameters + self._feed_forward(width) + 2 * self.hidden
 
     @property
+    def largest_weight(self) -> int:
+        """Parameters of the largest single weight: a table, or the gates and ups of all experts."""
+        widths = 2 * self.experts * self.intermediate, self.vocabulary, self.dense
+        return self.hidden * max(*widths, self.query_size)
+
+    @property
     def mixer_parameters(self) -> int:
         """Attention and what stands in its place or beside it, of all layers."""
         if self.kinds is None:

@@ -22,6 +22,7 @@ from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from stages.artifacts import HEAD_MASK, MODEL, MaterializeSummary
 from stages.configs import MaterializeConfig
 from stages.context import StageConfig
+from stages.materialize.memory import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card
 from stages.train.checkpoint import save_model
 
@@ -35,8 +36,6 @@ VERSION = 4
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
-# Models up to this size are compared in float32, where the comparison is sharp.
-_FLOAT32_PARAMETERS = 2_000_000_000
 
 
 def run(
@@ -64,7 +63,7 @@ def run(
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
     summary = _memory(base, file.mask, file.window)
     tokens = _probe(base, file.window_size, config.seed)
-    exact = summary["parameters"] <= _FLOAT32_PARAMETERS
+    exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file, tokens, exact)
     if exact:  # it is in float32 by now, with some of its buffers
         del base
