@@ -1,8 +1,20 @@
-"""Peak speed and memory of devices, from their vendors' data sheets. Imports nothing heavy."""
+"""Speed and memory of devices; memory and cores of this machine, or of the container around it.
+
+Speeds and memories of devices are those of their vendors' data sheets. Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from bosch.errors import RunError
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -30,3 +42,96 @@ def device_named(name: str) -> Device | None:
     """The device that a driver calls `name`, like "NVIDIA A800-SXM4-80GB"; None for others."""
     plain = name.lower().replace(" ", "")
     return next((device for key, device in DEVICES.items() if key != "cpu" and key in plain), None)
+
+
+def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Bytes this machine has, or that the container around this process may use.
+
+    Raises RunError where the system does not say.
+    """
+    limits = [limit for limit, _ in _memory_limits(proc, cgroups)]
+    return min([_meminfo(proc, "MemTotal"), *limits])
+
+
+def free_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Bytes this machine, or the container around this process, can still give out.
+
+    Raises RunError where the system does not say.
+    """
+    free = [max(0, limit - used) for limit, used in _memory_limits(proc, cgroups)]
+    return min([_meminfo(proc, "MemAvailable"), *free])
+
+
+def cpu_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Cores this process may use: of its affinity, and of its container's share of time."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for folder in _control_groups("cpu", proc, cgroups):
+        period: int | None
+        quota, _, rest = _text(folder / "cpu.max").partition(" ")  # version 2
+        period = _number(rest)
+        if not quota:
+            quota = _text(folder / "cpu.cfs_quota_us")
+            period = _number(_text(folder / "cpu.cfs_period_us"))
+        time = _number(quota)  # "max" and -1 are no limit
+        if time is not None and time > 0 and period:
+            cores = min(cores, math.ceil(time / period))
+    return cores
+
+
+def _meminfo(proc: Path, name: str) -> int:
+    """A field of /proc/meminfo, in bytes."""
+    fields = dict(line.partition(":")[::2] for line in _text(proc / "meminfo").splitlines())
+    value = _number(fields.get(name, "").removesuffix("kB"))
+    if value is None:
+        raise RunError(f"{proc / 'meminfo'} does not say the {name} of this machine")
+    return value * 1024
+
+
+def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group around this process that has a limit.
+
+    Cached files that nobody uses count as free: the system gives them up first.
+    """
+    for folder in _control_groups("memory", proc, cgroups):
+        for limit_file, use_file, cached in (
+            ("memory.max", "memory.current", "inactive_file"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _number(_text(folder / limit_file)), _number(_text(folder / use_file))
+            if limit is not None:
+                lines = _text(folder / "memory.stat").splitlines()
+                statistics = dict(line.partition(" ")[::2] for line in lines)
+                yield limit, (used or 0) - (_number(statistics.get(cached, "")) or 0)
+
+
+def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Folders of this process's control groups and of those around them, innermost first.
+
+    A container may know its group by a path of the host's and have it at the root of its own tree:
+    folders that are not there hold nothing.
+    """
+    for line in _text(proc / "self" / "cgroup").splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        roots = [cgroups / controllers] if controllers else [cgroups, cgroups / "unified"]
+        for root in dict.fromkeys([*roots, cgroups / controller] if controllers else roots):
+            for depth in range(len(names), -1, -1):
+                yield root.joinpath(*names[:depth])
+
+
+def _text(path: Path) -> str:
+    """Content of a file of the system; nothing where it is not there."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None

@@ -14,7 +14,13 @@ from bosch.window import Window
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Gated MLP or experts, grouped-query attention; `experts` is 0 for a dense model."""
+    """MLP or experts, grouped-query attention; `experts` is 0 for a dense model.
+
+    In a mixture of experts, `shared` is the width of those that every token visits, and
+    `dense_layers` have an MLP of width `dense` in their place. `maps` of an MLP or expert are three
+    with a gate, else two. `gate` is the width of the attention's gates. `layer_inputs` is the width
+    of what each layer adds for a token, from tables of `layer_vocabulary` rows.
+    """
 
     layers: int
     hidden: int
@@ -27,8 +33,16 @@ class DecoderShape:
     experts_per_token: int = 0
     tied: bool = False
     kinds: DecoderLayers | None = None  # None: every layer has full attention
-    gated: bool = False  # queries have a gate each
+    gate: int = 0
     state_layer: int = 0  # parameters of linear attention and the like in one layer
+    maps: int = 3
+    shared: int = 0
+    dense: int = 0
+    dense_layers: int = 0
+    values_are_keys: bool = False  # in layers with full attention
+    positions: int = 0  # rows of a table of positions
+    layer_inputs: int = 0
+    layer_vocabulary: int = 0
 
     @property
     def full_layers(self) -> int:
@@ -53,21 +67,26 @@ class DecoderShape:
     @property
     def active_width(self) -> int:
         """Intermediate width that a token passes through, over its experts."""
-        return self.intermediate * (self.experts_per_token if self.experts else 1)
+        width = self.intermediate * (self.experts_per_token if self.experts else 1)
+        return max(width + self.shared, self.dense if self.dense_layers else 0)
 
     @property
     def attention_parameters(self) -> int:
         """Parameters of the attention of one layer with full attention."""
-        gate = self.hidden * self.query_size if self.gated else 0
-        return 2 * self.hidden * (self.query_size + self.key_value_size) + gate
+        maps = 1 if self.values_are_keys else 2
+        return self.hidden * (2 * self.query_size + maps * self.key_value_size + self.gate)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, without norms of single heads and biases."""
+        """Parameters of one layer with all experts, without norms of single heads and biases."""
         width = self.intermediate * max(self.experts, 1)
-        return (
-            self.attention_parameters + self.hidden * (3 * width + self.experts) + 2 * self.hidden
-        )
+        return self.attention_parameters + self._feed_forward(width) + 2 * self.hidden
+
+    @property
+    def largest_weight(self) -> int:
+        """Parameters of the largest single weight: a table, or the gates and ups of all experts."""
+        widths = 2 * self.experts * self.intermediate, self.vocabulary, self.dense
+        return self.hidden * max(*widths, self.query_size)
 
     @property
     def mixer_parameters(self) -> int:
@@ -75,7 +94,7 @@ class DecoderShape:
         if self.kinds is None:
             return self.layers * self.attention_parameters
         key_value = self.kinds.own_heads * self.kinds.own_head_dim
-        own = 2 * self.hidden * (self.own_query_size + key_value)
+        own = self.hidden * (2 * (self.own_query_size + key_value) + self.gate)
         return (
             len(self.kinds.full) * self.attention_parameters
             + len(self.kinds.windows) * own
@@ -98,21 +117,34 @@ class DecoderShape:
     @property
     def tables(self) -> int:
         """Parameters outside the layers."""
-        return (1 if self.tied else 2) * self.table + self.hidden
+        looked_up = self.positions * self.hidden
+        looked_up += self.layer_vocabulary * self.layers * self.layer_inputs
+        return (1 if self.tied else 2) * self.table + self.hidden + looked_up
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        width = self.intermediate * max(self.experts, 1)
-        feed_forward = self.hidden * (3 * width + self.experts)
         norms = 2 * self.hidden * self.layers
-        return self.mixer_parameters + self.feed_forward_layers * feed_forward + norms + self.tables
+        feed_forward = self._feed_forwards(self.intermediate * max(self.experts, 1))
+        return self.mixer_parameters + feed_forward + norms + self.tables
 
     @property
     def active_parameters(self) -> int:
         """Parameters a token is multiplied with: only its experts, no table that is looked up."""
-        mlp = self.hidden * (3 * self.active_width + self.experts)
-        return self.mixer_parameters + self.feed_forward_layers * mlp + self.table
+        width = self.intermediate * (self.experts_per_token if self.experts else 1)
+        return self.mixer_parameters + self._feed_forwards(width) + self.table
+
+    def _feed_forwards(self, width: int) -> int:
+        """Parameters of all feed-forward blocks, experts `width` wide together."""
+        sparse = self.feed_forward_layers - self.dense_layers
+        dense = self.dense_layers * self.maps * self.hidden * self.dense
+        # Each layer's inputs are made for all layers together, then gated and projected in each.
+        inputs = 3 * self.layers * self.hidden * self.layer_inputs
+        return sparse * self._feed_forward(width) + dense + inputs
+
+    def _feed_forward(self, width: int) -> int:
+        """Parameters of one block: experts or MLP, what is shared, and the router."""
+        return self.hidden * (self.maps * (width + self.shared) + self.experts)
 
     def forward_flops(
         self, tokens: float, length: int, swa_ratio: float = 0.0, window: Window | None = None

@@ -29,7 +29,11 @@ class Family:
     that takes no list.
     `linear_every`: the same with linear attention in all others. `beside_states`: every layer has
     linear attention beside its full attention. `layers_return_weights`: a layer returns attention
-    weights, or a place for them, beside its hidden states.
+    weights, or a place for them, beside its hidden states. `mlp_maps`: projections of an MLP or an
+    expert, 3 with a gate. `gate_per_head`: the attention's gate is a number for each head.
+    `experts_like_mlp`: experts are as wide as intermediate_size says, and every token visits this
+    many more. `learned_positions`: rows of its table of positions beside those in config.json,
+    None where it has no such table.
     """
 
     model_type: str
@@ -50,6 +54,10 @@ class Family:
     linear_every: int = 0
     beside_states: bool = False
     layers_return_weights: bool = False
+    mlp_maps: int = 3
+    gate_per_head: bool = False
+    experts_like_mlp: int | None = None
+    learned_positions: int | None = None
 
     @property
     def hybrid_type(self) -> str:
@@ -143,23 +151,23 @@ FAMILIES: dict[str, Family] = {
         Family("glm", "glm", "Glm"),
         Family("glm4", "glm4", "Glm4"),
         Family("glm4_moe", "glm4_moe", "Glm4Moe"),
-        Family("nemotron", "nemotron", "Nemotron"),
+        Family("nemotron", "nemotron", "Nemotron", mlp_maps=2),
         Family("exaone4", "exaone4", "Exaone4", full_every=4),
         Family("hunyuan_v1_dense", "hunyuan_v1_dense", "HunYuanDenseV1"),
-        Family("hunyuan_v1_moe", "hunyuan_v1_moe", "HunYuanMoEV1"),
+        Family("hunyuan_v1_moe", "hunyuan_v1_moe", "HunYuanMoEV1", experts_like_mlp=1),
         Family("ernie4_5", "ernie4_5", "Ernie4_5"),
         Family("ernie4_5_moe", "ernie4_5_moe", "Ernie4_5_Moe"),
-        Family("apertus", "apertus", "Apertus"),
-        Family("arcee", "arcee", "Arcee"),
+        Family("apertus", "apertus", "Apertus", mlp_maps=2),
+        Family("arcee", "arcee", "Arcee", mlp_maps=2),
         Family("helium", "helium", "Helium"),
         Family("minimax_m2", "minimax_m2", "MiniMaxM2", norms_over_heads=True),
         Family("solar_open", "solar_open", "SolarOpen"),
-        Family("jais2", "jais2", "Jais2"),
+        Family("jais2", "jais2", "Jais2", mlp_maps=2),
         Family("seed_oss", "seed_oss", "SeedOss"),
         Family("smollm3", "smollm3", "SmolLM3"),
-        Family("starcoder2", "starcoder2", "Starcoder2", full_every=0),
+        Family("starcoder2", "starcoder2", "Starcoder2", full_every=0, mlp_maps=2),
         Family("stablelm", "stablelm", "StableLm"),
-        Family("phi", "phi", "Phi", output="dense"),
+        Family("phi", "phi", "Phi", output="dense", mlp_maps=2),
         Family(
             "gpt_neox",
             "gpt_neox",
@@ -168,9 +176,18 @@ FAMILIES: dict[str, Family] = {
             attention="attention",
             output="dense",
             per_head=("query_key_value",),
+            mlp_maps=2,
         ),
-        Family("opt", "opt", "OPT", output="out_proj", activation="activation_function"),
-        Family("biogpt", "biogpt", "BioGpt", output="out_proj"),
+        Family(
+            "opt",
+            "opt",
+            "OPT",
+            output="out_proj",
+            activation="activation_function",
+            mlp_maps=2,
+            learned_positions=2,
+        ),
+        Family("biogpt", "biogpt", "BioGpt", output="out_proj", mlp_maps=2, learned_positions=2),
         Family(
             "persimmon",
             "persimmon",
@@ -178,10 +195,11 @@ FAMILIES: dict[str, Family] = {
             fused="query_key_value",
             output="dense",
             per_head=("query_key_value",),
+            mlp_maps=2,
         ),
         Family("hyperclovax", "hyperclovax", "HyperCLOVAX"),
         Family("hy_v3", "hy_v3", "HYV3"),
-        Family("nanochat", "nanochat", "NanoChat"),
+        Family("nanochat", "nanochat", "NanoChat", mlp_maps=2),
         Family("dots1", "dots1", "Dots1"),
         Family("aria_text", "aria", "AriaText"),
         Family("mellum", "mellum", "Mellum"),
@@ -215,7 +233,7 @@ FAMILIES: dict[str, Family] = {
         Family("kolibri1", "kolibri1", "Kolibri1"),
         Family("afmoe", "afmoe", "Afmoe", gated=True, per_head=("gate_proj",)),
         Family("beam", "beam", "Beam", gated=True, per_head=("gate_proj", "gate_bias")),
-        Family("laguna", "laguna", "Laguna", gated=True, per_head=("g_proj",)),
+        Family("laguna", "laguna", "Laguna", gated=True, per_head=("g_proj",), gate_per_head=True),
         Family(
             "qwen3_next",
             "qwen3_next",
@@ -257,6 +275,7 @@ FAMILIES: dict[str, Family] = {
             attention="mixer",
             separates_documents=False,
             activation="mlp_hidden_act",
+            mlp_maps=2,
         ),
         Family(
             "granitemoehybrid",
@@ -295,6 +314,7 @@ FAMILIES: dict[str, Family] = {
             "lfm3",
             "Lfm3",
             gated=True,
+            gate_per_head=True,
             per_head=("g_proj",),
             separates_documents=False,
             activation="initializer_range",
@@ -408,7 +428,7 @@ _NOTHING = ("moe", "mlp")
 LAYER_KINDS = tuple(dict.fromkeys((*_FULL, *_SLIDING, *_STATES, *_NOTHING)))
 
 # The number of experts that a token visits, by the names that families give it.
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def text_config(config: Any) -> Any:

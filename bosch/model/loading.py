@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from bosch.attention import resolve_backend
@@ -67,7 +70,7 @@ def load_model(
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
     `config` takes the place of the directory's own: its weights, under another head layout.
     `distributed_config` is transformers' own; `bosch.model.tensor_parallel` makes it. Without
-    `weights` the parameters are on the meta device: shapes that take no memory; needs accelerate.
+    `weights` the parameters are on the meta device: shapes that take no memory.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
@@ -82,10 +85,8 @@ def load_model(
         options["attn_implementation"] = resolve_backend(backend)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if not weights:
-        from accelerate import init_empty_weights
-
         make: Any = auto_class(config).from_config
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             return make(
                 config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
             ).eval()
@@ -123,6 +124,27 @@ def _own_memory(model: Any) -> None:
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
             value.data = value.data.clone()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Models built inside have shapes for parameters, no memory; their buffers are real.
+
+    transformers' own way puts the buffers on the meta device too, and no file holds all of them.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            shape = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = shape
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _has_accelerate() -> bool:

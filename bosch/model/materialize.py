@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
 from bosch.model.families import family_of, known_family, text_config
 from bosch.model.interface import attention_modules
+from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, check_mask
 from bosch.window import Window
 
 
-def permute_heads(model: Any, mask: HeadMask) -> dict[str, Tensor]:
-    """Weights of `model` with each layer's full KV heads first, by name (BOSCH B.2).
+def permute_heads(model: Any, mask: HeadMask) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of `model`, each layer's full KV heads first, one by one (BOSCH B.2).
 
     Rows of the query, key and value projections with their biases, columns of the output projection
-    and norm weights that belong to a head move with it; the model itself is not changed. Norms
-    over the head dimension are shared by all heads and stay.
+    and norm weights that belong to a head move with it. Norms over the head dimension are shared by
+    all heads and stay. What does not move is the model's own tensor.
     """
     check_mask(model.config, mask)
     family = known_family(model.config)
-    weights = dict(model.state_dict())
     names = {id(module): name for name, module in model.named_modules()}
-    modules = attention_modules(model)
     text = text_config(model.config)
     q_per_kv = text.num_attention_heads // mask.num_key_value_heads
-    for module, row in zip(modules, mask.is_full, strict=True):
+    orders = {}
+    for module, row in zip(attention_modules(model), mask.is_full, strict=True):
         order = [int(h) for full in (True, False) for h in (row == full).nonzero()[0]]
-        prefix = f"{names[id(module)]}."
-        for name in [name for name in weights if name.startswith(prefix)]:
-            weights[name] = reorder_weight(
-                family, name.removeprefix(prefix), weights[name], order, q_per_kv
-            )
-    return weights
+        orders[f"{names[id(module)]}."] = order
+    weights = dict(model.state_dict())
+    for name in list(weights):
+        prefix = next((prefix for prefix in orders if name.startswith(prefix)), None)
+        # Popped within the expression: nothing here holds on to a weight that was handed over.
+        if prefix is None:
+            yield name, weights.pop(name)
+            continue
+        own_name, order = name.removeprefix(prefix), orders[prefix]
+        yield name, reorder_weight(family, own_name, weights.pop(name), order, q_per_kv)
 
 
-def materialize(model: Any, mask: HeadMask, window: Window) -> Any:
+def materialize(model: Any, mask: HeadMask, window: Window, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
-    `model` is left as it is. The result has its dtype, device and generation settings; it is saved
-    by `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
-    Raises UserError when the family is not supported, or mask or window do not fit the model.
+    `model` is left as it is, so that there are two models; with `take_weights` its weights go to
+    the hybrid one by one and none is left: memory for one model and one weight. The result has its
+    dtype, device and generation settings; it is saved by `save_pretrained` and loaded by
+    AutoModelForCausalLM once bosch is imported.
+    Raises UserError when the family is not supported, mask or window do not fit the model, or some
+    of its weights are offloaded, adapters or quantised.
     """
     family = family_of(model.config)
     register_model(family.model_type)
@@ -62,11 +71,50 @@ def materialize(model: Any, mask: HeadMask, window: Window) -> Any:
             "full_kv_heads_per_layer": mask.full_kv_heads_per_layer,
         },
     )
-    hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
-    hybrid.to(model.device)
-    hybrid.load_state_dict(permute_heads(model, mask))
+    with parameters_on_meta():
+        hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
+    _check_plain_weights(model, hybrid)
+    device = model.device  # that of its first weight, which is the first to go
+    dtypes = {name: weight.dtype for name, weight in hybrid.state_dict().items()}
+    for name, weight in permute_heads(model, mask):
+        moved = weight.to(device, dtypes[name], copy=not take_weights)
+        _replace(hybrid, name, moved)
+        if take_weights:
+            _replace(model, name, weight.to("meta"))
+    hybrid.tie_weights()
+    hybrid.to(device)
     if model.generation_config is not None:
         hybrid.generation_config = type(model.generation_config).from_dict(
             model.generation_config.to_dict()
         )
     return hybrid.eval()
+
+
+def _check_plain_weights(model: Any, hybrid: Any) -> None:
+    """Raise UserError unless `model` holds the weights of its family's class, all in memory."""
+    weights, names = model.state_dict(), hybrid.state_dict().keys()
+    if weights.keys() != names:
+        name = min(weights.keys() ^ names)
+        raise UserError(
+            f"the model is not as its class makes it, its weights differ in {name}: before "
+            "materialize, merge its adapters into it (merge_and_unload of PEFT), and load it "
+            "without quantisation"
+        )
+    offloaded = [name for name, weight in weights.items() if weight.is_meta]
+    if offloaded:
+        raise UserError(
+            f"{len(offloaded)} weights of the model are offloaded or have no values, "
+            f"{offloaded[0]} first: load it whole into the memory of one device, or of the CPU, "
+            "before materialize"
+        )
+
+
+def _replace(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    owner, _, own_name = name.rpartition(".")
+    module = model.get_submodule(owner)
+    parameter = module._parameters.get(own_name)
+    if parameter is None:
+        module._buffers[own_name] = weight
+    else:
+        module._parameters[own_name] = nn.Parameter(weight, parameter.requires_grad)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,10 @@ from bosch.model.decoder_shape import DecoderShape
 from bosch.model.families import (
     EXPERTS_PER_TOKEN,
     FAMILIES,
+    HYBRID_PREFIX,
     SLIDING,
     DecoderLayers,
+    Family,
     decoder_layers,
     family_of,
     text_config,
@@ -24,7 +26,13 @@ _FULL = "full_attention"
 _LISTED = ("layer_types", "layers_block_type")
 _PATTERN = {"M": "linear_attention", "*": _FULL, "-": "mlp", "E": "moe"}
 # One thing by the names that families give it.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads")
 _MAMBA_HEAD_DIM = ("mamba_d_head", "mamba_head_dim")
 _MAMBA_STATE = ("mamba_d_state", "ssm_state_size")
@@ -127,29 +135,96 @@ class StoredConfig:
     @property
     def decoder(self) -> DecoderShape:
         """Sizes that memory and operations follow from; biases and extra norms are left out."""
-        experts = next(
-            (self.number(key) for key in _EXPERTS if self.config.get(key)),
-            0,
-        )
-        width = self.number("intermediate_size", 4 * self.hidden_size)
         text = text_config(_as_loaded(self.config, self.layers))
-        family = FAMILIES.get(text.model_type)
-        visited = next((self.number(key) for key in EXPERTS_PER_TOKEN if self.config.get(key)), 1)
-        return DecoderShape(
+        family = FAMILIES.get(str(text.model_type).removeprefix(HYBRID_PREFIX))
+        width = self._dense_width()
+        experts = self._first(_EXPERTS)
+        expert_width = self.number("moe_intermediate_size", width) if experts else width
+        shared = self._first(_SHARED_WIDTH)
+        if family is not None and family.experts_like_mlp is not None:
+            expert_width, shared = width, family.experts_like_mlp * width
+        shared = shared or self._first(_SHARED_EXPERTS) * expert_width
+        if not experts:  # an MLP alone, by the name of what experts share in some families
+            width, expert_width, shared = shared or width, shared or width, 0
+        kinds = self.kinds
+        shape = DecoderShape(
             layers=self.layers,
             hidden=self.hidden_size,
             attention_heads=self.attention_heads,
             key_value_heads=self.key_value_heads,
             head_dim=self.head_dim,
-            intermediate=self.number("moe_intermediate_size", width) if experts else width,
+            intermediate=expert_width,
             vocabulary=self.number("vocab_size"),
             experts=experts,
-            experts_per_token=visited if experts else 0,
+            experts_per_token=(self._first(EXPERTS_PER_TOKEN) or 1) if experts else 0,
             tied=bool(self.config.get("tie_word_embeddings")),
-            kinds=self.kinds,
-            gated=family is not None and family.gated,
+            kinds=kinds,
+            gate=self._gate(family),
             state_layer=self._state_layer(),
+            maps=family.mlp_maps if family is not None else 3,
+            shared=shared,
+            dense=width,
+            values_are_keys=bool(self.config.get("attention_k_eq_v")),
+            positions=self._positions(family),
+            layer_inputs=self._first(("hidden_size_per_layer_input",)),
+            layer_vocabulary=self._first(("vocab_size_per_layer_input",)),
         )
+        dense_layers = self._dense_layers(shape.feed_forward_layers) if experts else 0
+        if experts and dense_layers == shape.feed_forward_layers:
+            none = {"experts": 0, "experts_per_token": 0, "shared": 0, "intermediate": width}
+            return replace(shape, **none)
+        return replace(shape, dense_layers=dense_layers)
+
+    def _first(self, names: Sequence[str]) -> int:
+        """The number by the first of its names that config.json has; else 0."""
+        return next((self.number(name) for name in names if self.config.get(name)), 0)
+
+    def _dense_width(self) -> int:
+        """Width of an MLP."""
+        default = self.number("intermediate_size", 4 * self.hidden_size)
+        width = self._first(("ffn_dim",)) or default
+        if self.config.get("block_auto_adjust_ff_dim"):  # LFM2
+            width = int(2 * width / 3)
+            factor = self.config.get("block_ffn_dim_multiplier")
+            if factor is not None:
+                multiple = self.number("block_multiple_of", 256)
+                width = -(-int(factor * width) // multiple) * multiple
+        return width
+
+    def _dense_layers(self, feed_forward_layers: int) -> int:
+        """Layers of a mixture of experts that have an MLP in the experts' place."""
+        types, listed = self.config.get("mlp_layer_types"), _listed_types(self.config) or []
+        if types is not None:
+            return types.count("dense")
+        if {"mlp", "moe"}.intersection(listed):
+            return feed_forward_layers - listed.count("moe")
+        first = self._first(("first_k_dense_replace", "num_dense_layers"))
+        if first:
+            return min(first, self.layers)
+        layers, dense = range(self.layers), set(self.config.get("mlp_only_layers") or ())
+        if period := self._first(("expert_layer_period",)):
+            offset = self.config.get("expert_layer_offset") or 0
+            dense |= {n for n in layers if n % period != offset}
+        if (start := self.config.get("moe_layer_start_index")) is not None:
+            end = self.config.get("moe_layer_end_index")
+            last = self.layers - 1 if end in (None, -1) else end
+            dense |= {n for n in layers if not start <= n <= last}
+        step = self._first(("decoder_sparse_step", "moe_layer_interval")) or 1
+        return len(dense.intersection(layers) | {n for n in layers if (n + 1) % step})
+
+    def _gate(self, family: Family | None) -> int:
+        """Width of the gates of a layer's attention."""
+        if family is None or not family.gated or self.config.get("use_attention_gate") is False:
+            return 0
+        if family.gate_per_head and self.config.get("gating") in (None, True, "per-head"):
+            return self.attention_heads
+        return self.attention_heads * self.head_dim
+
+    def _positions(self, family: Family | None) -> int:
+        """Rows of a table of positions that is learned."""
+        if family is None or family.learned_positions is None:
+            return 0
+        return (self.max_positions or 0) + family.learned_positions
 
     def _state_layer(self) -> int:
         """Parameters of one layer of linear attention, by the names of the known kinds; else 0."""
@@ -178,7 +253,8 @@ def merged_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the values of its text decoder, where it has one."""
     text = config.get("text_config")
     own = dict(text) if isinstance(text, dict) else {}
-    return {**config, **own, "model_type": config.get("model_type")}
+    outer = ("model_type", "tie_word_embeddings")  # where the head is
+    return {**config, **own, **{name: config[name] for name in outer if name in config}}
 
 
 def _as_loaded(content: Mapping[str, Any], num_layers: int) -> Any:
@@ -242,7 +318,7 @@ def _stored_types(content: Mapping[str, Any], model_type: str, num_layers: int) 
     if period := content.get("attn_layer_period"):
         offset = content.get("attn_layer_offset", 0)
         return [_FULL if n % period == offset else "linear_attention" for n in layers]
-    family = FAMILIES.get(model_type)
+    family = FAMILIES.get(model_type.removeprefix(HYBRID_PREFIX))
     if family is not None and family.beside_states:
         return ["hybrid"] * num_layers
     kind = SLIDING

@@ -106,13 +106,22 @@ def final_states(decoder: Any, batch: Batch, device: torch.device) -> Tensor:
     return states
 
 
-def batches_of_rank(sizes: list[int], ranks: Ranks) -> list[int]:
-    """Indices of this rank's batches: the largest first, each to the rank with the least work."""
+def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
+    """Indices of this rank's batches among those of all rounds, given the batches' sizes by round.
+
+    Gradients and evaluations that can end early take a round at a time, so each round is shared out
+    evenly by itself: the largest batch first, each to the rank with the fewest batches of the round
+    and the least work of all rounds.
+    """
     work = [0] * ranks.size
-    own = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        least = work.index(min(work))
-        work[least] += sizes[index]
-        if least == ranks.rank:
-            own.append(index)
+    own, first = [], 0
+    for sizes in rounds:
+        batches = [0] * ranks.size
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            least = min(range(ranks.size), key=lambda rank: (batches[rank], work[rank]))
+            batches[least] += 1
+            work[least] += sizes[index]
+            if least == ranks.rank:
+                own.append(first + index)
+        first += len(sizes)
     return sorted(own)

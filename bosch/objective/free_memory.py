@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bosch.errors import RunError
-from bosch.model.families import decoder_layers, text_config
+from bosch.hardware import free_host_memory
+from bosch.model.stored_config import StoredConfig
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
 
 # What a device's allocator loses between blocks, and what other programs of a machine may want.
 _SHARE_OF_DEVICE = 0.85
 _SHARE_OF_HOST = 0.5
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
     """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
-    text, kinds = text_config(model.config), decoder_layers(model.config)
-    width = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    if getattr(text, "num_experts_per_tok", None):
-        width = int(getattr(text, "moe_intermediate_size", None) or width)
-        width *= int(text.num_experts_per_tok)
-    return ActivationSizes(
-        layers=kinds.count,
-        hidden=text.hidden_size,
-        query=text.num_attention_heads * kinds.head_dim,
-        key_value=kinds.heads * kinds.head_dim,
-        feed_forward=width,
-        value_bytes=model.dtype.itemsize,
-        shards=shards,
-    )
+    shape = StoredConfig.of_loaded(model.config).decoder
+    return ActivationSizes.of(shape, model.dtype.itemsize, shards)
 
 
 def reuse_room(
@@ -50,25 +37,8 @@ def reuse_room(
         free += torch.cuda.memory_reserved(model.device)
         free -= torch.cuda.memory_allocated(model.device)
         return max(0, int(_SHARE_OF_DEVICE * free) - needed)
-    return max(0, int(_SHARE_OF_HOST * (free_host_memory() / processes - needed)))
-
-
-def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes this machine, or the container around this process, can still give out.
-
-    Raises RunError where the system does not say.
-    """
     try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError) as error:
-        raise RunError(
-            f"{meminfo} does not say how much memory is free: set runtime.reuse_memory to a size"
-        ) from error
-    try:
-        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free
-    return min(free, max(0, limit - used))
+        free = free_host_memory()
+    except RunError as error:
+        raise RunError(f"{error}: set runtime.reuse_memory to a size") from error
+    return max(0, int(_SHARE_OF_HOST * (free / processes - needed)))

@@ -79,7 +79,7 @@ class Objective:
         self.rounds = len(rounds)
         self._batches = [batch for batches in rounds for batch in batches]
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
-        sizes = [batch.positions for batch in self._batches]
+        sizes = [[batch.positions for batch in batches] for batches in rounds]
         self._own_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
         self._answers_only = answers_only

@@ -14,6 +14,7 @@ from typing import Any
 
 from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
 from bosch.files import read_json, write_json
+from bosch.hardware import cpu_cores
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import World, without_others
 from pipeline.run import log
@@ -122,8 +123,8 @@ def _environment(world: World, work_dir: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), *inherited)))
     if world.processes_per_node > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        env.setdefault("OMP_NUM_THREADS", str(max(cores // world.processes_per_node, 1)))
+        threads = max(cpu_cores() // world.processes_per_node, 1)
+        env.setdefault("OMP_NUM_THREADS", str(threads))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not world.gpus:
         # Otherwise deepspeed, where it is installed, warns in every process that it found none.

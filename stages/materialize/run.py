@@ -22,7 +22,9 @@ from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from stages.artifacts import HEAD_MASK, MODEL, MaterializeSummary
 from stages.configs import MaterializeConfig
 from stages.context import StageConfig
+from stages.materialize.memory import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card
+from stages.train.checkpoint import save_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +36,6 @@ VERSION = 4
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
-# Models up to this size are compared in float32, where the comparison is sharp.
-_FLOAT32_PARAMETERS = 2_000_000_000
 
 
 def run(
@@ -58,21 +58,18 @@ def run(
     section = config.section
     mask_path = inputs["search"] / HEAD_MASK
     file = HeadMaskFile.load(mask_path)
-    base = load_model(
-        config.model.path,
-        dtype=section.dtype,
-        device=device,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    base = _load_base(config, device)
     config.check_inputs()
     _check_fit(base, file, mask_path)
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
     summary = _memory(base, file.mask, file.window)
     tokens = _probe(base, file.window_size, config.seed)
-    exact = summary["parameters"] <= _FLOAT32_PARAMETERS
-    hybrid = materialize(base, file.mask, file.window)
+    exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file, tokens, exact)
+    if exact:  # it is in float32 by now, with some of its buffers
+        del base
+        base = _load_base(config, device)
+    hybrid = materialize(base, file.mask, file.window, take_weights=True)
     del base
     target = work_dir / MODEL
     _save(hybrid, target, config, section.max_shard_size)
@@ -86,8 +83,17 @@ def run(
     return summary
 
 
-def _check_fit(base: Any, file: HeadMaskFile, mask_path: Path) -> None:
+def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
+    return load_model(
+        config.model.path,
+        dtype=config.section.dtype,
+        device=device,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
+
+def _check_fit(base: Any, file: HeadMaskFile, mask_path: Path) -> None:
     family_of(base.config)
     try:
         check_mask(base.config, file.mask)
@@ -167,7 +173,7 @@ def _save(
         raise UserError(f"{model.path}: the model has no tokenizer; add its tokenizer files")
     shutil.rmtree(target, ignore_errors=True)
     try:
-        hybrid.save_pretrained(target, max_shard_size=max_shard_size)
+        save_model(hybrid, target, max_shard_size)
         tokenizer.save_pretrained(target)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{target}: cannot write the model ({error})") from error

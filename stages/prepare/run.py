@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bosch.files import file_hashes
+from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.calibration import write_calibration
 from data_prep.essays import essay_identity, haystack_words
@@ -153,4 +153,4 @@ def _workers(configured: int | str, tokens: int) -> int:
     """Processes that tokenise; `auto` starts no more than the amount of text is worth."""
     if isinstance(configured, int):
         return max(1, configured)
-    return max(1, min(len(os.sched_getaffinity(0)), tokens // _TOKENS_PER_WORKER))
+    return max(1, min(cpu_cores(), tokens // _TOKENS_PER_WORKER))

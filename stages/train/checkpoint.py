@@ -34,11 +34,26 @@ from stages.train.trainable import is_adapter, merged
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
+def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
+    """As `model.save_pretrained`, in memory for one file at a time.
+
+    That takes the experts of all layers apart first: with them there are two models.
+    """
+    model.save_pretrained(folder, state_dict={})
+    for empty in folder.glob("*.safetensors"):
+        empty.unlink()
+    writer = CheckpointWriter(folder, folder, None, max_shard_size)
+    _name_files(folder, writer.write_weights(model, folder, None))
+
+
 class CheckpointWriter:
-    """Writes `checkpoints/tokens-<n>`: a directory like the one training started from."""
+    """Writes `checkpoints/tokens-<n>`: a directory like the one training started from.
+
+    The weights are saved in `dtype`; with None in the one that each has.
+    """
 
     def __init__(
-        self, work_dir: Path, model_dir: Path, dtype: torch.dtype, max_shard_size: str
+        self, work_dir: Path, model_dir: Path, dtype: torch.dtype | None, max_shard_size: str
     ) -> None:
         self._directory = work_dir / CHECKPOINTS
         self._model_dir = model_dir
@@ -60,7 +75,7 @@ class CheckpointWriter:
                 shutil.rmtree(writing, ignore_errors=True)
                 writing.mkdir(parents=True)
             wait()
-            sizes = self._write_weights(model, writing, lora)
+            sizes = self.write_weights(model, writing, lora)
             wait()
             if first:
                 _name_files(writing, sizes)
@@ -75,7 +90,7 @@ class CheckpointWriter:
                 note_training(writing, tokens, averaged=1 + len(averaged))
                 replace(writing, self._directory / checkpoint_name(tokens))
 
-    def _write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
+    def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
         """Write each group's files on its process, in turn; returns counts for the index."""
         left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         state = {
@@ -95,8 +110,9 @@ class CheckpointWriter:
                 own = own if lora is None else merged(own, lora)
                 self.write_group(model, own, writing / f"part-{number + rank():05d}")
         weights = [value for name, value in state.items() if not is_adapter(name)]
+        parameters = [value for value in weights if isinstance(value, torch.nn.Parameter)]
         return {
-            "total_parameters": sum(map(_count, weights)),
+            "total_parameters": sum(map(_count, parameters)),
             "total_size": sum(map(self._bytes, weights)),
         }
 
@@ -124,12 +140,14 @@ class CheckpointWriter:
 
     def _saved(self, name: str, value: Tensor) -> Tensor:
         """A weight in the precision it is saved in, an adapter as it is, in memory of its own."""
-        changed = value.is_floating_point() and not is_adapter(name)
-        return value.detach().to("cpu", self._dtype if changed else value.dtype, copy=True)
+        dtype = value.dtype if is_adapter(name) else self._saved_dtype(value)
+        return value.detach().to("cpu", dtype, copy=True)
+
+    def _saved_dtype(self, value: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype and value.is_floating_point() else value.dtype
 
     def _bytes(self, value: Tensor) -> int:
-        dtype = self._dtype if value.is_floating_point() else value.dtype
-        return _count(value) * dtype.itemsize
+        return _count(value) * self._saved_dtype(value).itemsize
 
     def write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
         """Write `weights` as files whose names begin with `stem`, as `save_pretrained` would.

@@ -90,7 +90,7 @@ def training_memory(
     number = 2 if mixed_precision else 4
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = number if sharded else 4
-    optimizer = optimizer_bytes(trained, shards)
+    optimizer, gradients = optimizer_bytes(trained, shards), gradient_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
         optimizer += number * count / shards  # weights to compute with, beside the master copy
     frozen = train.freeze == "attention_only"
@@ -107,13 +107,18 @@ def training_memory(
         )
         if not shape.tied:  # the input table is in one unit with the head
             gathered += number * shape.table
-        # Whole gradients, and the same in float32 to be summed over the processes.
-        layer_gradients = (number + 4.0) * layer_share * shape.layer_parameters
-        layer_gradients += tables_trained * number * shape.table
+        # Whole gradients in float32, to be summed over the processes: those of a layer stay until
+        # those of the next are ready. Its own come when its activations are gone.
+        trained_layer = layer_share * shape.layer_parameters
+        layer_gradients = 4.0 * trained_layer + tables_trained * number * shape.table
+        own_gradients = number * trained_layer
+        if accumulation == 1:  # two layers and the input table have none yet at the peak
+            late = 2 * trained_layer + tables_trained * (not shape.tied) * shape.table
+            gradients -= min(gradients, gradient_bytes(round(late), shards))
         tables = tables_trained * (number + 4.0) * shape.tables
     else:
         gathered = number * count if mixed_precision else 0.0  # autocast's copies
-        layer_gradients = tables = 0.0
+        layer_gradients = own_gradients = tables = 0.0
         if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
             gathered += gradient_bytes(trained, 1)
     teacher = 0.0
@@ -125,11 +130,11 @@ def training_memory(
             teacher += number * shape.tables
     return TrainingMemory(
         parameters=parameter_bytes(count, shards),
-        gradients=gradient_bytes(trained, shards),
+        gradients=gradients,
         optimizer=optimizer,
         layer_inputs=layer_inputs,
         gathered=gathered,
-        layer=saved + backward + layer_gradients,
+        layer=max(saved + backward, own_gradients) + layer_gradients,
         attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
         loss=loss(tokens, shape.hidden, shape.vocabulary, number),
         tables=tables,
@@ -151,7 +156,7 @@ def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
     # An adapter has as many parameters as its rank times the sum of its map's two sides.
     sides = 2 * (2 * shape.hidden + shape.query_size + shape.key_value_size)
     if train.freeze == "none" and not shape.experts:
-        sides += 3 * (shape.hidden + shape.intermediate)
+        sides += shape.maps * (shape.hidden + shape.intermediate)
     return shape.layers * train.lora.rank * sides
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
@@ -25,6 +26,7 @@ from stages.evaluate import models, needle_suite
 from stages.evaluate import run as evaluate
 from stages.original import run as original
 from stages.prepare import run as prepare
+from tests.peak_memory import TensorBytes
 from tests.tiny_data import save_tiny_model
 
 SECTION = EvaluateConfig(
@@ -222,3 +224,12 @@ def test_overlap_with_the_calibration_set_is_refused(stages, tmp_path):
     (tmp_path / "work").mkdir()
     with pytest.raises(RunError, match="niah_multikey_2 1 shares the needle"):
         evaluate.run(_config(SECTION, stages / "model"), inputs, tmp_path / "work")
+
+
+def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:
+    file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
+    config = _config(SECTION, stages / "model")
+    with TensorBytes() as held:
+        hybrid = models.load_evaluated(config, config.model, torch.device("cpu"), file)
+    weights = [weight.nbytes for weight in hybrid.state_dict().values()]
+    assert held.peak < sum(weights) + 2 * max(weights)

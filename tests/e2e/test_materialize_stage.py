@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
     assert cache.num_bytes == 100 * per_head + summary["sliding_bytes_constant"]
 
 
+def test_base_and_hybrid_are_not_held_together(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied = []
+
+    def spy(model: Any, *args: Any, **options: Any) -> Any:
+        hybrid = make(model, *args, **options)
+        emptied.append(all(weight.is_meta for weight in model.state_dict().values()))
+        return hybrid
+
+    make = materialize.materialize
+    monkeypatch.setattr(materialize, "materialize", spy)
+    _run(base, tmp_path, "bfloat16")
+    assert emptied == [True]
+
+
 def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
     leftovers = tmp_path / "work" / "model"
     leftovers.mkdir(parents=True)
@@ -140,8 +157,8 @@ def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
 def test_a_model_that_computes_something_else_is_not_accepted(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(model: Any, mask: Any) -> dict[str, torch.Tensor]:
-        return dict(model.state_dict())  # the layout says permuted, the weights are not
+    def forgetful(model: Any, mask: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.state_dict().items()  # the layout says permuted, the weights are not
 
     monkeypatch.setattr(bosch.model.materialize, "permute_heads", forgetful)
     mask = HeadMaskFile("tiny", "bosch", 0.5, WINDOW, 0, 2, 2, [[0], [0]])

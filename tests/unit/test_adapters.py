@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
+from bosch.errors import UserError
 from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
 from bosch.model.interface import layouts_of
@@ -31,6 +32,34 @@ def _hybrid(folder: Path) -> Any:
     )
     hybrid.save_pretrained(folder)
     return hybrid
+
+
+def _offloaded(model: Any) -> Any:
+    return pytest.importorskip("accelerate").cpu_offload(model, torch.device("cpu"))
+
+
+def _wrapped(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason=MISSING)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+def _adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason=MISSING)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_offloaded, "are offloaded"), (_wrapped, "merge_and_unload"), (_adapted, "merge_and_unload")],
+)
+@pytest.mark.parametrize("take_weights", [False, True])
+def test_a_base_with_other_weights_is_refused(change: Any, reason: str, take_weights: bool) -> None:
+    model = change(small_model())
+    before = {name: weight.is_meta for name, weight in model.state_dict().items()}
+    with pytest.raises(UserError, match=reason):
+        materialize(model, random_mask(), Window(WINDOW), take_weights=take_weights)
+    assert before == {name: weight.is_meta for name, weight in model.state_dict().items()}
 
 
 def _torchao() -> Any:

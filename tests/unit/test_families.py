@@ -20,9 +20,11 @@ from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import FAMILIES, decoder_layers, family_of, known_family
 from bosch.model.interface import layouts_of
-from bosch.model.loading import load_model
+from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize, permute_heads
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.model.stored_config import StoredConfig
+from bosch.objective.flops import Flops
 from bosch.window import Window
 from pipeline.recipe.model_shape import ModelInfo, merged_text
 from tests.hybrid_case import (
@@ -101,10 +103,54 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     assert torch.equal(_greedy(hybrid, ids), text) and torch.equal(_greedy(loaded, ids), text)
 
 
+# What the small configurations set and the family's models do not read.
+_UNREAD: dict[str, dict[str, Any]] = {
+    "solar_open": {"first_k_dense_replace": None},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
+    "lfm3": {"num_experts": None},
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_sizes_by_formula_are_those_of_the_model(family: str) -> None:
+    """Parameters, those a token meets, maps of each layer: `plan` against transformers' own model.
+
+    Wide enough for biases and norms of single heads, which the formulas leave out, to be small.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 480,
+        "intermediate_size": 960,
+        **_UNREAD.get(family, {}),
+    }
+    sizes |= {"head_dim": 60} if family == "helium" else {}
+    sizes |= {"word_embed_proj_dim": 480, "ffn_dim": 960} if family == "opt" else {}
+    config = small_config(family, **sizes)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    model.tie_weights()
+    parts = model.get_decoder(), model.get_output_embeddings()
+    parameters = {id(p): p.numel() for part in parts for p in part.parameters()}
+    shape = StoredConfig.of_loaded(config).decoder
+    assert shape.parameters == pytest.approx(sum(parameters.values()), rel=0.01)
+    flops = Flops(model, Window(4))
+    active = (flops._all_linear + flops.head) / 2
+    assert shape.active_parameters == pytest.approx(active, rel=0.01)
+    kinds = decoder_layers(config)
+    if not kinds.states and not shape.layer_inputs:
+        widest = max(flops.layers[n].linear for n in kinds.full) / 2
+        mlp = shape.hidden * shape.maps * shape.active_width
+        router = shape.hidden * shape.experts  # not where the widest is a plain MLP
+        assert shape.attention_parameters + mlp == pytest.approx(widest, abs=router + 0.01 * widest)
+    hybrid = materialize(small_model(family), mask_of(small_config(family)), Window(WINDOW))
+    small = StoredConfig.of_loaded(small_config(family)).decoder
+    assert StoredConfig.of_loaded(hybrid.config).decoder == small
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
-    before, weights = _logits(model, ids), permute_heads(model, mask_of(model.config))
+    before = _logits(model, ids)
+    weights = dict(permute_heads(model, mask_of(model.config)))
     moved = {n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])}
     facts = known_family(model.config)
     parts = {facts.fused} if facts.fused else {"q_proj", "k_proj", "v_proj"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch
@@ -20,13 +21,16 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
+from stages.train.checkpoint import save_model
 from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
+    mask_of,
     random_mask,
     small_model,
     tokens,
 )
+from tests.peak_memory import TensorBytes
 
 WINDOW = 7
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -327,3 +331,56 @@ def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(
     assert [options.get("device_map") for options in calls] == [
         {"": torch.device("cuda", 1)}, None,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma2", "glm4_moe"])
+def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path: Path) -> None:
+    """Also in files: one at a time is what transformers writes, whole experts and fp32 buffers."""
+    base = small_model(family).to(torch.bfloat16)
+    mask = mask_of(base.config)
+    copied = materialize(base, mask, Window(WINDOW))
+    assert not any(weight.is_meta for weight in base.state_dict().values())
+    hybrid = materialize(base, mask, Window(WINDOW), take_weights=True)
+    assert all(weight.is_meta for weight in base.state_dict().values())
+    for weights in ("state_dict", "named_buffers"):
+        expected, actual = (dict(getattr(model, weights)()) for model in (copied, hybrid))
+        assert expected.keys() == actual.keys()
+        for name, weight in actual.items():
+            assert weight.dtype == expected[name].dtype and torch.equal(weight, expected[name])
+    for shard in ("5GB", "20KB"):
+        folders = tmp_path / f"theirs {shard}", tmp_path / f"ours {shard}"
+        copied.save_pretrained(folders[0], max_shard_size=shard)
+        save_model(hybrid, folders[1], shard)
+        theirs, ours = (
+            {
+                name: value
+                for file in folder.glob("*.safetensors")
+                for name, value in load_file(file).items()
+            }
+            for folder in folders
+        )
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        theirs, ours = (
+            {f.name: f.read_bytes() for f in folder.iterdir() if "-of-" not in f.name}
+            for folder in folders
+        )
+        index = "model.safetensors.index.json"
+        metadata = [json.loads(files.pop(index, b"{}")).get("metadata") for files in (theirs, ours)]
+        assert metadata[0] == metadata[1] and theirs == ours
+
+
+def test_materialising_holds_one_model_and_one_file(tmp_path: Path) -> None:
+    """Counted by the storages that are alive after each operation."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16}
+    base = small_model("qwen3_moe", **sizes).to(torch.bfloat16)
+    weights = [weight.nbytes for weight in base.state_dict().values()]
+    small, file = 2**16, 2**22  # small: indices and buffers
+    with TensorBytes() as held:
+        hybrid = materialize(base, random_mask(), Window(WINDOW), take_weights=True)
+    assert sum(weights) <= held.peak <= sum(weights) + max(weights) + small
+    layer = sum(weights) // LAYERS  # its experts are taken apart, beside what is written of them
+    with TensorBytes() as held:
+        save_model(hybrid, tmp_path, f"{file // 2**20}MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert sum(weights) + layer <= held.peak <= sum(weights) + 2 * file + small

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from bosch import hardware
 from bosch.attention import HeadLayout, LogitTransform
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
@@ -265,15 +266,73 @@ def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch)
     assert free_memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
-def test_free_memory_is_the_machines_or_its_containers(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
-    assert free_memory.free_host_memory(meminfo, tmp_path) == 50 * 1024
-    (tmp_path / "memory.max").write_text("20000\n")
-    (tmp_path / "memory.current").write_text("5000\n")
-    assert free_memory.free_host_memory(meminfo, tmp_path) == 15_000
-    with pytest.raises(RunError, match=r"runtime\.reuse_memory"):
-        free_memory.free_host_memory(tmp_path / "none", tmp_path)
+_UNLIMITED = 2**63 - 4096
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "total", "free", "cores"),
+    [
+        ("", {}, 100, 50, 64),
+        # Version 2: at the root in a container, else a folder; the innermost is not the least.
+        ("0::/", {"memory.max": "40960", "memory.current": "30720"}, 40, 10, 64),
+        ("0::/", {"cpu.max": "250 100"}, 100, 50, 3),
+        ("0::/", {"memory.max": "max", "memory.current": "9", "cpu.max": "max 100"}, 100, 50, 64),
+        (
+            "0::/a/b",
+            {
+                "a/memory.max": "40960", "a/memory.current": "35840",
+                "a/memory.stat": "anon 1\ninactive_file 15360", "a/b/memory.max": "81920",
+                "a/b/memory.current": "1024", "a/b/cpu.max": "max 100", "a/cpu.max": "50 100",
+            },
+            40, 20, 1,
+        ),
+        ("0::/../../of/the/host", {"memory.max": "40960", "memory.current": "0"}, 40, 40, 64),
+        # Version 1, alone or beside version 2 without limits of its own.
+        (
+            "4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n0::/",
+            {
+                "memory/docker/1/memory.limit_in_bytes": "40960",
+                "memory/docker/1/memory.usage_in_bytes": "30720",
+                "memory/docker/1/memory.stat": "inactive_file 1\ntotal_inactive_file 5120",
+                "memory/memory.limit_in_bytes": str(_UNLIMITED),
+                "cpu,cpuacct/docker/1/cpu.cfs_quota_us": "400",
+                "cpu,cpuacct/docker/1/cpu.cfs_period_us": "200",
+            },
+            40, 15, 2,
+        ),
+        (
+            "4:memory:/path/of/the/host\n1:cpu:/path",
+            {
+                "memory/memory.limit_in_bytes": "40960", "memory/memory.usage_in_bytes": "0",
+                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100",
+            },
+            40, 40, 64,
+        ),
+    ],
+)  # fmt: skip
+def test_memory_and_cores_are_the_machines_or_its_containers(
+    tmp_path, monkeypatch, group, files, total, free, cores
+):
+    """In KiB, of a machine of 100 with 50 free, and of 64 cores."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable: 50 kB\n")
+    (proc / "self" / "cgroup").write_text(group)
+    for name, content in files.items():
+        (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / name).write_text(f"{content}\n")
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: range(64))
+    assert hardware.host_memory(proc, cgroups) == total * 1024
+    assert hardware.free_host_memory(proc, cgroups) == free * 1024
+    assert hardware.cpu_cores(proc, cgroups) == cores
+
+
+def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
+    with pytest.raises(RunError, match="does not say the MemTotal"):
+        hardware.host_memory(tmp_path)
+    monkeypatch.setattr(free_memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
+    with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
+        free_memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.recipe.model_shape import ModelInfo
 from pipeline.recipe.processes import World
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import STAGES
+from stages.materialize.memory import device_bytes
 from tests.pipeline_case import Case
 
 SHAPE = {
@@ -95,11 +98,77 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
     costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
     distributed = {name for name, cost in costs.items() if cost.distributed}
     assert distributed == {"search", "train", "original", "evaluate"}
-    assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == [1, 2, 2, 4, 4]
+    # Four rounds of one example each: gradients, and masks that may lose early, take one.
+    for method, race, speedups in (
+        ("bosch_plus", False, [1] * 5),
+        ("bosch", True, [1] * 5),
+        ("fisher", True, [1, 2, 2, 4, 4]),
+        ("bosch", False, [1, 2, 2, 4, 4]),
+    ):
+        case.content["search"] |= {"method": method, "race": race}
+        case.save()
+        loaded = load_recipe(case.file, env={})
+        assert loaded.info is not None
+        costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+        assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
     lines = list(plan_lines(loaded, "h100x8"))
     search = next(line for line in lines if line.startswith("  search "))
     assert "on 4 of them" in search
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
+
+
+def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
+    """64 examples, an eighth in a gradient: 64 GPUs are no faster than 8."""
+    hours = {
+        count: _hours("qwen3_14b", "search", "h100", count, None) for count in (1, 4, 8, 16, 64)
+    }
+    assert hours[1] == pytest.approx(8 * hours[8]) and hours[4] == pytest.approx(2 * hours[8])
+    assert hours[8] == hours[16] == hours[64]
+    text = "\n".join(plan_lines(_paper("qwen3_14b"), "h100x64"))
+    assert "take 8 of the batches at a time: more than 8 process(es) have nothing to do" in text
+    assert " on 8 of them" in text
+    # Without gradients and races all 64 are at work.
+    published = "search.method=bosch", "search.strict=true"
+    one, all_64 = (_hours("qwen3_14b", "search", "h100", n, None, *published) for n in (8, 64))
+    assert one == pytest.approx(8 * all_64)
+
+
+def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
+    assert _hours("qwen3_30b_a3b", "train", "a800", 16, None) == pytest.approx(96, rel=0.05)
+    text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "a800x16"))
+    assert "at 0.057 of the peak, as a mixture of experts: four days" in text
+    assert "mixture of experts" not in "\n".join(plan_lines(_paper("qwen3_14b"), "a800x16"))
+    loaded = _paper("qwen3_30b_a3b")
+    assert "mixture of experts" not in "\n".join(plan_lines(loaded, "a800x16", 0.4))
+    # In forward passes experts reach what dense models do: 4.8 seconds against 2.2 (B.4).
+    operations = []
+    for name in ("qwen3_1p7b", "qwen3_30b_a3b"):
+        info = _paper(name).info
+        assert info is not None
+        operations.append(info.decoder.forward_flops(64 * 32768, 32768))
+    assert operations[1] / operations[0] > 4.8 / 2.2
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gib"), [("qwen3_14b", 16, 55), ("qwen3_30b_a3b", 8, 227)]
+)
+def test_the_plan_says_what_the_host_holds_while_restart_points_are_written(
+    name: str, gpus: int, gib: int
+) -> None:
+    text = "\n".join(plan_lines(_paper(name), f"h100x{gpus}"))
+    assert re.search(rf"{gib}(\.\d)? GiB while restart points are written", text), text
+
+
+def test_the_plan_says_that_one_model_is_held_where_a_hybrid_is_made() -> None:
+    info = _paper("qwen3_30b_a3b").info
+    assert info is not None
+    shape = info.decoder
+    assert shape.largest_weight == 128 * 2 * 768 * 2048  # the gates and ups of a layer's experts
+    assert device_bytes(shape, 2) == 2 * (shape.parameters + shape.largest_weight)
+    small = replace(shape, layers=2, kinds=None, experts=8)
+    assert device_bytes(small, 2) == 4 * small.parameters
+    lines = list(plan_lines(_paper("qwen3_30b_a3b"), "a800x8"))
+    assert any("57.6 GiB of weights on one device" in line for line in lines)
 
 
 @pytest.mark.parametrize(("examples", "batch"), [(16, 8), (5, 1), (21, 1), (50, 2)])
@@ -115,7 +184,13 @@ def test_a_search_has_as_many_batches_as_its_objective(
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
     costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
-    assert costs["search"].jobs == sum(map(len, rounds))
+    assert costs["search"].jobs == (sum(map(len, rounds)),)
+    case.content["search"]["method"] = "bosch_plus"  # its gradients take a round
+    case.save()
+    loaded = load_recipe(case.file, env={})
+    assert loaded.info is not None
+    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    assert costs["search"].jobs == tuple(map(len, rounds))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +200,7 @@ PAPER_DAYS = {"qwen3_1p7b": (1, 0.105), "qwen3_30b_a3b": (4, 0.057)}
 
 
 def _hours(
-    name: str, stage: str, device: str, count: int, efficiency: float, *overrides: str
+    name: str, stage: str, device: str, count: int, efficiency: float | None, *overrides: str
 ) -> float:
     """Hours that the plan says for a stage of a recipe on so many devices."""
     recipe = ROOT / "recipes" / f"{name}_r075.yaml"
@@ -135,7 +210,9 @@ def _hours(
     assert loaded.info is not None
     costs = plan_costs(loaded, loaded.info, count)
     cost = next(cost for cost in costs if cost.stage == stage)
-    return stage_hours(cost, device, count, efficiency)
+    if efficiency is not None:
+        cost = replace(cost, efficiency=efficiency)
+    return stage_hours(cost, device, count)
 
 
 def _train_hours(name: str, efficiency: float, tmp_path: Path) -> float:

@@ -145,8 +145,14 @@ def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
-    sizes = [10, 20, 30, 40, 50, 20]
-    shares = [batches_of_rank(sizes, Ranks(rank, size)) for rank in range(size)]
+    rounds = [[10, 20, 30, 40, 50, 20], [10, 9, 8, 20], [5]]
+    shares = [batches_of_rank(rounds, Ranks(rank, size)) for rank in range(size)]
+    sizes = [batch for batches in rounds for batch in batches]
     assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
     work = [sum(sizes[i] for i in share) for share in shares]
-    assert max(work) - min(work) <= max(sizes)
+    assert max(work) - min(work) <= 2 * max(sizes)
+    first = 0
+    for batches in rounds:  # gradients take one: no rank has two while another has none
+        own = [sum(first <= i < first + len(batches) for i in share) for share in shares]
+        assert max(own) - min(own) <= 1
+        first += len(batches)

@@ -8,7 +8,6 @@ Shapes: B batch, T tokens of the prompt.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from bosch.errors import RunError, UserError
+from bosch.hardware import cpu_cores
 from bosch.model.cache import held_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, text_config
@@ -139,7 +139,7 @@ def _wait(device: torch.device) -> None:
 
 def _hardware(device: torch.device) -> dict[str, Any]:
     """Hardware of the run, without the machine's name."""
-    facts: dict[str, Any] = {"device": device.type, "cpu": _cpu_model(), "cores": os.cpu_count()}
+    facts: dict[str, Any] = {"device": device.type, "cpu": _cpu_model(), "cores": cpu_cores()}
     facts["threads"] = torch.get_num_threads()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -8,23 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from bosch.budget import even_layout, swa_budget
 from bosch.errors import UserError
-from bosch.hardware import DEVICES
+from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import CacheSize
 from bosch.model.decoder_shape import DecoderShape
 from bosch.objective.calibration import MAX_ROUNDS
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import any_mask, layers_refusal, served_caches
-from pipeline.commands.plan.fit import remedy, training_budget
+from pipeline.commands.plan.fit import memory_here, remedy, training_budget
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.inputs import missing_inputs
 from pipeline.recipe.model_shape import ModelInfo
@@ -32,13 +31,18 @@ from pipeline.recipe.processes import World
 from pipeline.recipe.recipe import LoadedRecipe, Recipe
 from pipeline.run.graph import Stage
 from stages.formats import format_bytes, format_flops, format_hours
+from stages.materialize.memory import device_bytes
 from stages.train.footprint import trained_parameters
-from stages.train.memory import load_host_bytes, restart_disk_bytes
+from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
 from stages.train.schedule import batch_faults, checkpoint_steps, optimizer_steps
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Share of a device's peak that is reached in practice, recomputation counted as work.
 EFFICIENCY = 0.4
+# The same in training of a mixture of experts: what four days for 2.5B tokens of Qwen3-30B-A3B on
+# 16 A800 come to (BOSCH B.5). Its forward passes reach what dense ones do: one evaluation of it
+# takes 2.2 times as long as of Qwen3-1.7B (B.4), for 2.7 times the operations.
+EXPERTS_EFFICIENCY = 0.057
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
 _TOKENS_PER_CORE_SECOND = 250_000
 # Of a node of named GPUs, where the machine that plans has fewer.
@@ -49,25 +53,27 @@ _GPUS_PER_NODE = 8
 class Cost:
     """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
 
-    The work comes in `jobs` of equal size, each done by one process; 1 is not distributed.
-    `model_flops` leaves recomputation out, as MFU does; 0 where that is not asked for.
+    The work comes in `jobs` of equal size, each done by one process: so many at a time, one group
+    after the other; a single job is not distributed. `model_flops` leaves recomputation out, as MFU
+    does; 0 where that is not asked for. `efficiency` is the share of the devices' peak.
     """
 
     stage: str
     flops: float
     disk: float
     facts: list[str]
-    jobs: int = 1
+    jobs: tuple[int, ...] = (1,)
     model_flops: float = 0.0
+    efficiency: float = EFFICIENCY
 
     @property
     def distributed(self) -> bool:
         """Whether the stage uses more than one process where it gets them."""
-        return self.jobs > 1
+        return sum(self.jobs) > 1
 
     def speedup(self, processes: int) -> float:
         """Speed of so many processes over that of one."""
-        return self.jobs / math.ceil(self.jobs / processes)
+        return sum(self.jobs) / sum(math.ceil(jobs / processes) for jobs in self.jobs)
 
 
 def _split(count: int, rounds: int) -> list[int]:
@@ -85,7 +91,8 @@ def plan_costs(
     """The cost of every stage of a recipe on so many processes, as if nothing was cached."""
     shape = info.decoder
     local = min(processes, local_processes or processes)
-    costs = [_prepare(loaded), _search(loaded, shape, local, on_gpu), _materialize(loaded, shape)]
+    search = _search(loaded, shape, processes, local, on_gpu)
+    costs = [_prepare(loaded), search, _materialize(loaded, shape)]
     if loaded.recipe.train is not None:
         costs.append(_train(loaded, shape, processes, local, on_gpu))
     if loaded.recipe.evaluate is not None:
@@ -106,7 +113,9 @@ def _prepare(loaded: LoadedRecipe) -> Cost:
     return Cost("prepare", 0, tokens * 4.0 + examples * prepare.calibration.length * 6.0, facts)
 
 
-def _search(loaded: LoadedRecipe, shape: DecoderShape, local: int, on_gpu: bool) -> Cost:
+def _search(
+    loaded: LoadedRecipe, shape: DecoderShape, processes: int, local: int, on_gpu: bool
+) -> Cost:
     recipe = loaded.recipe
     calibration, search = recipe.prepare.calibration, recipe.search
     evaluations = most_evaluations(loaded, shape, search.method)
@@ -114,10 +123,10 @@ def _search(loaded: LoadedRecipe, shape: DecoderShape, local: int, on_gpu: bool)
     tokens = examples * length
     one = shape.forward_flops(tokens, length)
     batch = recipe.runtime.eval_batch_size
-    batches = sum(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
+    batches = _batches_by_round(recipe)
     sharded = recipe.runtime.search_parallel == "tensor"
     number = _BYTES[recipe.model.dtype]
-    shards = local if sharded else 1
+    shards = processes if sharded else 1
     weights = number * shape.parameters / shards
     rows = min(batch, examples)
     sizes = ActivationSizes.of(shape, number, shards)
@@ -126,17 +135,39 @@ def _search(loaded: LoadedRecipe, shape: DecoderShape, local: int, on_gpu: bool)
     # One by one onto the GPUs, from files that all processes share; in host memory for each else.
     host = number * shape.parameters if on_gpu or sharded else weights * local
     facts = [
-        f"at most {evaluations:,} evaluations of {tokens:,} tokens in {batches} batches",
+        f"at most {evaluations:,} evaluations of {tokens:,} tokens in {sum(batches)} batches",
         f"{format_flops(one)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
-        _reuse(recipe, sizes, examples if sharded else math.ceil(examples / loaded.world.size)),
+        _reuse(recipe, sizes, examples if sharded else math.ceil(examples / processes)),
         f"host memory while loading: {format_bytes(host)} a node",
     ]
+    jobs = _search_jobs(recipe, search.method)
     if sharded:
-        facts.append(f"one model sharded over {loaded.world.size} processes")
-    jobs = loaded.world.size if sharded else batches
+        facts.append(f"one model sharded over {processes} processes")
+        jobs = (processes,)
+    elif jobs == batches:
+        facts.append(
+            "gradients, and evaluations that may end early, take "
+            f"{' or '.join(str(size) for size in sorted({*batches}))} of the batches at a time: "
+            f"more than {max(batches)} process(es) have nothing to do then"
+        )
     return Cost("search", evaluations * one, 1e6, facts, jobs=jobs)
+
+
+def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
+    """Batches of each round over the calibration set."""
+    examples, batch = recipe.prepare.calibration.examples, recipe.runtime.eval_batch_size
+    return tuple(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
+
+
+def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
+    """Batches that a method measures at a time: a round, or all where nothing can end early."""
+    batches = _batches_by_round(recipe)
+    in_rounds = METHODS[method].gradients or (
+        recipe.search.race and "race" in METHODS[method].settings
+    )
+    return batches if in_rounds else (sum(batches),)
 
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
@@ -159,8 +190,14 @@ def most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> 
 
 
 def _materialize(loaded: LoadedRecipe, shape: DecoderShape) -> Cost:
-    size = shape.parameters * float(_BYTES[loaded.recipe.materialize.dtype])
-    return Cost("materialize", 0, size, [f"{shape.parameters:,} parameters"])
+    section = loaded.recipe.materialize
+    number = _BYTES[section.dtype]
+    facts = [
+        f"{shape.parameters:,} parameters",
+        f"{format_bytes(device_bytes(shape, number))} of weights on one device, weight by weight "
+        f"from the base to the hybrid; written in files of {section.max_shard_size}",
+    ]
+    return Cost("materialize", 0, shape.parameters * float(number), facts)
 
 
 def _train(
@@ -178,21 +215,28 @@ def _train(
     saved = float(checkpoints * shape.parameters * number)
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
-    restart = float(restart_disk_bytes(shape.parameters, trained_parameters(shape, train)))
+    trained = trained_parameters(shape, train)
+    restart = float(restart_disk_bytes(shape.parameters, trained))
+    writing = restart_host_bytes(
+        shape.parameters, trained, runtime.sharding, processes, local, on_gpu
+    )
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
         f"{format_flops(flops)} without recomputation: "
         f"{flops / shape.training_flops(tokens, length, 0.0, search.window):.0%} of the original's",
-        f"host memory while loading: {format_bytes(host)} a node",
+        f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
+        "restart points are written",
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
         f"restart points ({format_bytes(restart)})",
     ]
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
     done = (4 / 3 if runtime.gradient_checkpointing else 1.0) * flops + teacher
-    jobs = train.batch_tokens // length
-    return Cost("train", done, saved + restart, facts, jobs, model_flops=flops + teacher)
+    return Cost(
+        "train", done, saved + restart, facts, (train.batch_tokens // length,), flops + teacher,
+        EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY,
+    )  # fmt: skip
 
 
 def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
@@ -226,9 +270,11 @@ def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
         ],
     }
     activations = ActivationSizes.of(shape, number).plain_pass(rows * longest)
+    # A hybrid that is made from the original takes its weights over one by one.
+    weights = {"original": shape.parameters, "evaluate": shape.parameters + shape.largest_weight}
     for stage, lines in facts.items():
         lines.append(
-            f"per process: {format_bytes(number * shape.parameters)} of weights, "
+            f"per process: {format_bytes(number * weights[stage])} of weights, "
             f"{format_bytes(held[stage])} of KV cache for {rows} samples of {longest:,}"
             f"{_states_text(shape)}, about {format_bytes(activations)} in a pass"
         )
@@ -242,7 +288,7 @@ def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
             ),
             samples * count * 300.0,
             facts[stage],
-            jobs=samples,
+            jobs=(samples,),
         )
         for stage, count in models.items()
     ]
@@ -257,8 +303,7 @@ def _states_text(shape: DecoderShape) -> str:
 def find_hardware(text: str | None, world: World) -> tuple[str, int]:
     """Name and count of what to plan for: `h100x8`, else the GPUs or the cores found here."""
     if text is None:
-        cores = os.cpu_count() or 1
-        return ("h100", world.size) if world.gpus else ("cpu", cores)
+        return ("h100", world.size) if world.gpus else ("cpu", cpu_cores())
     match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x(\d+))?", text.lower())
     if match is None or match[2] == "0":
         near = suggest(text.lower(), list(DEVICES))
@@ -266,8 +311,7 @@ def find_hardware(text: str | None, world: World) -> tuple[str, int]:
         raise UserError(
             f"--hardware {text}: expected one of {', '.join(DEVICES)}, as in h100x8{hint}"
         )
-    alone = os.cpu_count() or 1 if match[1] == "cpu" else 1
-    return match[1], int(match[2] or alone)
+    return match[1], int(match[2] or (cpu_cores() if match[1] == "cpu" else 1))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -281,8 +325,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--efficiency",
         metavar="SHARE",
         type=_share,
-        default=EFFICIENCY,
-        help=f"share of the device's peak that is reached (default: {EFFICIENCY})",
+        help=f"share of the device's peak that is reached (default: {EFFICIENCY}, in training of "
+        f"a mixture of experts {EXPERTS_EFFICIENCY})",
     )
 
 
@@ -302,7 +346,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
 
 
 def plan_lines(
-    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float = EFFICIENCY
+    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Iterator[str]:
     """The plan as lines of text. Raises UserError where the model's shape cannot be known."""
     if loaded.info is None:
@@ -317,13 +361,15 @@ def plan_lines(
     costs = plan_costs(
         loaded, loaded.info, processes, _per_node(name, loaded.world), on_gpu=name != "cpu"
     )
+    if efficiency is not None:
+        costs = [replace(cost, efficiency=efficiency) for cost in costs]
     weights = shape.parameters * float(_BYTES[loaded.recipe.model.dtype])
-    yield f"{loaded.recipe.name} on {count} x {name}, at {efficiency:.2g} of its peak"
+    yield f"{loaded.recipe.name} on {count} x {name}, at {efficiency or EFFICIENCY:.2g} of its peak"
     yield f"  model        {format_bytes(weights)} of weights in search and evaluation"
     total_hours = 0.0
     for cost in costs:
-        used = min(count, cost.jobs)
-        hours = stage_hours(cost, name, count, efficiency)
+        used = min(count, max(cost.jobs))
+        hours = stage_hours(cost, name, count)
         total_hours += hours
         fewer = f" on {used} of them" if name != "cpu" and used < count else ""
         time = f", {format_hours(hours)}{fewer}" if cost.flops else ""
@@ -331,17 +377,23 @@ def plan_lines(
         yield f"  {cost.stage:<12} {work}{format_bytes(cost.disk)} on disk"
         facts = list(cost.facts)
         if cost.model_flops:
-            facts.append(f"an MFU of {efficiency * cost.model_flops / cost.flops:.2g} is assumed")
+            mfu = cost.efficiency * cost.model_flops / cost.flops
+            facts.append(f"an MFU of {mfu:.2g} is assumed")
+        if cost.efficiency == EXPERTS_EFFICIENCY:
+            facts.append(
+                f"at {cost.efficiency:.2g} of the peak, as a mixture of experts: four days of "
+                "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
+            )
         if cost.stage == "search":
-            facts.append(_hours_of_methods(loaded, shape, cost, name, count, efficiency))
+            facts.append(_hours_of_methods(loaded, shape, cost, name, count))
         if cost.stage == "train":
-            facts += _memory_facts(loaded, shape, processes, name)
+            facts += _memory_facts(loaded, shape, processes, name, count)
         for fact in facts:
             yield f"  {'':<12} - {fact}"
     flops, disk = sum(cost.flops for cost in costs), sum(cost.disk for cost in costs)
     total = f"{format_flops(flops)}, {format_hours(total_hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
-    yield from _other_hardware(costs, count, efficiency)
+    yield from _other_hardware(costs, count)
     yield from _served(loaded, loaded.info)
     if weights > device.memory * 2**30:
         yield f"  note: the weights do not fit into one {name} of {device.memory:g} GiB"
@@ -352,40 +404,37 @@ def _per_node(name: str, world: World) -> int:
     return world.processes_per_node if name == "cpu" else max(world.gpus, _GPUS_PER_NODE)
 
 
-def stage_hours(cost: Cost, name: str, count: int, efficiency: float) -> float:
+def stage_hours(cost: Cost, name: str, count: int) -> float:
     """Hours of a stage on `count` devices."""
     faster = count if name == "cpu" else cost.speedup(count)
-    return cost.flops / (DEVICES[name].tflops * 1e12 * faster * efficiency) / 3600
+    return cost.flops / (DEVICES[name].tflops * 1e12 * faster * cost.efficiency) / 3600
 
 
-def _other_hardware(costs: Sequence[Cost], count: int, efficiency: float) -> Iterator[str]:
+def _other_hardware(costs: Sequence[Cost], count: int) -> Iterator[str]:
     """All stages on other devices, as many of them."""
     for name in ("a800", "h100", "h200", "cpu"):
-        stages = {c.stage: stage_hours(c, name, count, efficiency) for c in costs if c.flops}
+        stages = {c.stage: stage_hours(c, name, count) for c in costs if c.flops}
         hours = ", ".join(f"{stage} {format_hours(hours)}" for stage, hours in stages.items())
         yield f"  {name + ' x ' + str(count):<12} {hours}"
 
 
 def _hours_of_methods(
-    loaded: LoadedRecipe,
-    shape: DecoderShape,
-    search: Cost,
-    name: str,
-    count: int,
-    efficiency: float,
+    loaded: LoadedRecipe, shape: DecoderShape, search: Cost, name: str, count: int
 ) -> str:
     """Most hours of every method, without reuse."""
-    chosen = most_evaluations(loaded, shape, loaded.recipe.search.method)
-    hours = stage_hours(search, name, count, efficiency) / chosen
+    one = search.flops / most_evaluations(loaded, shape, loaded.recipe.search.method)
+    sharded = loaded.recipe.runtime.search_parallel == "tensor"
     times: dict[str, list[str]] = {}
     for method in METHODS:
-        text = format_hours(hours * most_evaluations(loaded, shape, method))
+        flops = one * most_evaluations(loaded, shape, method)
+        jobs = search.jobs if sharded else _search_jobs(loaded.recipe, method)
+        text = format_hours(stage_hours(replace(search, flops=flops, jobs=jobs), name, count))
         times.setdefault(text, []).append(method)
     return "at most " + "; ".join(f"{text}: {', '.join(names)}" for text, names in times.items())
 
 
 def _memory_facts(
-    loaded: LoadedRecipe, shape: DecoderShape, processes: int, name: str
+    loaded: LoadedRecipe, shape: DecoderShape, processes: int, name: str, count: int
 ) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
     recipe = loaded.recipe
@@ -397,8 +446,9 @@ def _memory_facts(
         yield f"does not run on {processes} processes: {faults[0]}"
         return
     on_gpu, capacity = name != "cpu", DEVICES[name].memory * 2**30
-    if not on_gpu:  # the table's figure is a core's share
-        capacity *= (os.cpu_count() or 1) / loaded.world.processes_per_node
+    if not on_gpu:  # the table's figure is a core's share of another machine
+        here = memory_here(loaded) if count == cpu_cores() else None
+        capacity = here or count * capacity / loaded.world.processes_per_node
     budget = training_budget(loaded, shape, processes, capacity, on_gpu)
     yield f"per process {budget.verdict}"
     if not budget.fits:

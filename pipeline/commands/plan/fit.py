@@ -6,9 +6,9 @@ import itertools
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
+from bosch.hardware import host_memory
 from bosch.model.decoder_shape import DecoderShape
 from pipeline.recipe.recipe import LoadedRecipe
 from stages.configs import Runtime, TrainConfig
@@ -138,7 +138,7 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
     """
     if loaded.recipe.train is None or loaded.info is None:
         return
-    capacity = _memory_here(loaded)
+    capacity = memory_here(loaded)
     if capacity is None:
         return
     shape, on_gpu, count = loaded.info.decoder, loaded.world.gpus > 0, loaded.world.size
@@ -151,21 +151,16 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
         )
 
 
-def _memory_here(loaded: LoadedRecipe) -> float | None:
+def memory_here(loaded: LoadedRecipe) -> float | None:
     """Bytes that one process of this machine may hold: a GPU's, or its share of the memory."""
     if not loaded.world.gpus:
-        for line in _lines(Path("/proc/meminfo")):
-            name, _, value = line.partition(":")
-            if name == "MemTotal":
-                return float(value.split()[0]) * 1024 / loaded.world.processes_per_node
-        return None
+        try:
+            return host_memory() / loaded.world.processes_per_node
+        except RunError:
+            return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         return min(float(line) for line in output.stdout.split()) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
