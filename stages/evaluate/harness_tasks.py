@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -69,6 +70,7 @@ def task_manager(names: Sequence[str]) -> Any:
     return whole_index()
 
 
+@functools.cache
 def whole_index() -> Any:
     """The index of thousands of files, which takes many seconds."""
     from lm_eval.tasks import TaskManager

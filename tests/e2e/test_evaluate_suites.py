@@ -15,10 +15,11 @@ from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from stages.artifacts import Scores, read_samples
 from stages.configs import EvaluateConfig, HarnessEvaluation, ModelConfig, Runtime
 from stages.context import StageConfig
-from stages.evaluate import harness_suite
+from stages.evaluate import harness_suite, harness_tasks
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.position_suite import edges, position_table, token_losses
+from stages.evaluate.tables import not_shares
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
 
@@ -100,8 +101,8 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     section = HarnessEvaluation(**_harness(folder, "gsm8k"))
     model = load_model(folder / "model", dtype="float32")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
-    manager = harness_suite.task_manager(["gsm8k"])
-    [task] = harness_suite.load_tasks(manager, "gsm8k", section).values()
+    manager = harness_tasks.task_manager(["gsm8k"])
+    [task] = harness_tasks.load_tasks(manager, "gsm8k", section).tasks.values()
     lm = harness_suite.language_model(model, tokenizer, 2)
     alone = simple_evaluate(lm, tasks=[task], bootstrap_iters=0)["samples"]["gsm8k"]
     prompts = {one["doc_id"]: one["arguments"][0][0] for one in alone}
@@ -130,8 +131,8 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
 
 
 def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
-    small = harness_suite.task_manager(["gsm8k"])
-    monkeypatch.setattr(harness_suite, "whole_index", lambda: small)
+    small = harness_tasks.task_manager(["gsm8k"])
+    monkeypatch.setattr(harness_tasks, "whole_index", lambda: small)
     with pytest.raises(UserError, match="lm-eval knows no task gsm9k"):
         _run(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
 
@@ -148,19 +149,23 @@ def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
 
 def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
     _write(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
-    manager = harness_suite.task_manager(["gsm8k"])
+    manager = harness_tasks.task_manager(["gsm8k"])
     section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / "data"), "hub": False}
-    with pytest.raises(ValueError, match=r"its 5 worked examples come from train.jsonl, which has"):
-        harness_suite.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
+    lacking = harness_tasks.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
+    assert "its 5 worked examples come from train.jsonl, which has" in lacking.missing["gsm8k"]
     zero = HarnessEvaluation(**section, num_fewshot=0)
-    [task] = harness_suite.load_tasks(manager, "gsm8k", zero).values()
+    [task] = harness_tasks.load_tasks(manager, "gsm8k", zero).tasks.values()
     assert len(task.eval_docs) == len(QUESTIONS)
 
 
-def test_record_refuses_what_is_no_share():
-    logged = {"filter": "none", "metrics": ["bleu"], "bleu": 31.0}
-    with pytest.raises(UserError, match="bleu,none, which is no share"):
-        harness_suite.record_of(0, [logged])
+def test_a_score_that_is_no_share_is_missing():
+    logged = {
+        "filter": "none", "metrics": ["rouge1"], "rouge1": 31.0, "target": "", "filtered_resps": [],
+        "arguments": [[""]],
+    }  # fmt: skip
+    record = harness_suite.record_of(0, [logged], {"rouge1"})
+    reasons = not_shares({("task", 0): [record["score"], 0.5], ("other", 0): [1.0]})
+    assert reasons == {"task": "its score is no share of 1 per document"}
 
 
 def test_loss_by_position(folder, tmp_path):
