@@ -115,13 +115,12 @@ def evaluate_models(
         state.wait_for_everyone()
         _answer(config, models, suites, state, own / _FAULTS)
         state.wait_for_everyone()
+        faults = _read_faults(own / _FAULTS, models)
         if state.is_main_process:
-            faults = _read_faults(own / _FAULTS)
-            if faults.keys() >= {model.name for model in models}:
-                raise RunError("; ".join(f"{name}: {fault}" for name, fault in faults.items()))
             scored = [model for model in models if model.name not in faults]
             tables |= _tables(scored, suites, folder, work_dir, original)
             if faults:
+                tables["checkpoints"] |= {name: {} for name in faults}
                 tables["missing"] = {**tables.get("missing", {}), "models": faults}
             tables["sizes"] = file_sizes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
@@ -195,16 +194,24 @@ def _answer(
                         suite.run(model, loaded, bar)
                 except (UserError, ModelError) as error:
                     logger.error("%s has no scores: %s", model.name, error)
-                    fault = {"model": model.name, "fault": str(error)}
+                    fault = {
+                        "model": model.name,
+                        "fault": str(error),
+                        "user": isinstance(error, UserError),
+                    }
                     make_folder(faults)
                     write_json(faults / f"{digest_of(fault)}.rank{state.process_index}.json", fault)
                 loaded = None
 
 
-def _read_faults(folder: Path) -> dict[str, str]:
-    """Why models could not be evaluated, by name."""
+def _read_faults(folder: Path, models: Sequence[Evaluated]) -> dict[str, str]:
+    """Why some of the models could not be evaluated, by name; raises where none could."""
     faults = [load_json(path) for path in sorted(folder.glob("*.json"))]
-    return {fault["model"]: fault["fault"] for fault in faults}
+    reasons = {fault["model"]: fault["fault"] for fault in faults}
+    if models and reasons.keys() >= {model.name for model in models}:
+        kind = UserError if all(fault["user"] for fault in faults) else RunError
+        raise kind("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    return reasons
 
 
 def load_evaluated(

@@ -10,7 +10,9 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
+from pipeline.recipe.inputs import unknown_tasks
 from pipeline.recipe.load import load_recipe
+from stages.configs import HarnessEvaluation
 from tests.pipeline_case import Case, truncate
 
 
