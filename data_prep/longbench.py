@@ -22,6 +22,8 @@ class LongBenchTask(NamedTuple):
     category: str
 
 
+# How lm-eval's names of the tasks begin; those of LongBench-E, on other documents, end in _e.
+PREFIX, _EVEN = "longbench_", "_e"
 _SINGLE, _MULTI = "single-document QA", "multi-document QA"
 _SUMMARY, _FEW_SHOT, _SYNTHETIC, _CODE = "summarisation", "few-shot", "synthetic", "code"
 TASKS = {
@@ -63,6 +65,19 @@ _CJK_PUNCTUATION = (
 )
 
 
+def is_v1(name: str) -> bool:
+    """Whether lm-eval's task of this name is one of the 21 of LongBench v1."""
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX) in TASKS
+
+
+def task_of(name: str) -> str | None:
+    """The task whose prompt and metric lm-eval's task has; None for one that is no LongBench's."""
+    for one in (name, name.removesuffix(_EVEN)):
+        if is_v1(one):
+            return one.removeprefix(PREFIX)
+    return None
+
+
 def groups() -> dict[str, list[str]]:
     """Tasks of the averages: all, the categories, and the two the paper draws otherwise.
 
@@ -76,7 +91,7 @@ def groups() -> dict[str, list[str]]:
     tables[f"LongBench {_FEW_SHOT}, without samsum"] = few_shot
     summaries = [*tables[f"LongBench {_SUMMARY}"], "samsum"]
     tables[f"LongBench {_SUMMARY}, with samsum"] = summaries
-    return {name: [f"longbench_{task}" for task in tasks] for name, tasks in tables.items()}
+    return {name: [f"{PREFIX}{task}" for task in tasks] for name, tasks in tables.items()}
 
 
 def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:

@@ -168,6 +168,12 @@ class Manifest(Summary):
     processes: int | None = None
     gpus: int | None = None
     packages: dict[str, str] = {}
+    files: list[dict[str, Any]] = []
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every file by its path."""
+        return {str(file["path"]): str(file["sha256"]) for file in self.files}
 
     @property
     def gpu_hours(self) -> float | None:
@@ -319,11 +325,21 @@ class TaskScore(MeanScore):
     samples: int
 
 
-class GroupScore(MeanScore):
-    """Unweighted mean of the tasks of a benchmark that have a score, of all that it has."""
+class MetricScore(MeanScore):
+    """A group's score under one metric, and the tasks that it is over."""
 
     tasks: list[str]
+
+
+class GroupScore(MetricScore):
+    """A group's score over those of its `of` tasks that have one.
+
+    `metrics` are its scores by metric and filter, the first of which is its own; empty where it is
+    the unweighted mean of the tasks' scores.
+    """
+
     of: int
+    metrics: dict[str, MetricScore] = {}
 
 
 class SuiteScores(Record):

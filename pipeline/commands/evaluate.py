@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import (
     canonical_json,
     file_hashes,
@@ -24,9 +26,12 @@ from bosch.files import (
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.tables import Table
+from pipeline.recipe.checks import find_faults
+from pipeline.recipe.load import ROOT
+from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import Node, Stage
-from pipeline.run.locks import hold
+from pipeline.run.locks import hold, read_holder
 from pipeline.run.runner import Choice, Runner
 from stages.artifacts import (
     HYBRID,
@@ -37,13 +42,17 @@ from stages.artifacts import (
     SelectedScores,
     SuiteScores,
     checkpoint_folders,
+    checkpoint_name,
     read_samples,
     write_samples,
 )
+from stages.evaluate.answers import MODELS, VERSIONS, content_identity
 from stages.formats import format_length, format_score
+from stages.train.schedule import checkpoint_steps
 
 _POLL_SECONDS = 30.0
-_MODELS = "models.json"
+# Between two stages of a run nobody holds a lock.
+_IDLE_POLLS = 4
 _FUNCTION = "stages.evaluate.selected:run"
 
 
@@ -78,7 +87,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")
     if options.model:
-        scores = _evaluate(runner, node, _directories(options.model))
+        scores = _evaluate(runner, node, _directories(loaded, options.model))
     elif options.watch:
         scores = _watch(runner, node, options.checkpoints)
     else:
@@ -86,12 +95,19 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
     return print_missing(scores)
 
 
-def _directories(paths: Sequence[str]) -> dict[str, Path]:
-    """Model directories by name."""
+def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
+    """Model directories by name; raises UserError for one that the samples cannot be asked."""
     folders = [Path(path).expanduser().resolve() for path in paths]
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
+        info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False)
+        if info is not None:
+            faults = list(file_faults(folder))
+            checked = find_faults(replace(loaded, info=info), input_files=False)
+            faults += [fault for fault in checked if fault.startswith("evaluate.")]
+        for fault in faults:
+            raise UserError(f"--model {folder}: {fault.removeprefix('model.path: ')}")
     names = [folder.name for folder in folders]
     unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}
     return {folder.name if folder.name in unique else str(folder): folder for folder in folders}
@@ -130,20 +146,53 @@ def _checkpoints(runner: Runner, names: Sequence[str] | None) -> dict[str, Path]
 
 
 def _watch(runner: Runner, node: Node, names: Sequence[str] | None) -> SelectedScores:
-    """Evaluate what appears until training is finished and all of it is evaluated."""
+    """Evaluate what appears until training is finished and all of it is evaluated.
+
+    Raises UserError for a name that no checkpoint will have, RunError where nobody trains.
+    """
+    train = runner.loaded.recipe.train
+    planned = [HYBRID, *(checkpoint_name(n) for n in (checkpoint_steps(train) if train else ()))]
+    for name in names or ():
+        if name not in planned:
+            raise UserError(
+                f"--checkpoints {name}: the recipe makes no such checkpoint; it makes "
+                f"{', '.join(planned)}"
+            )
     evaluated: set[str] = set()
     scores: SelectedScores | None = None
-    train = next((one for one in runner.nodes if one.name == "train"), None)
+    idle_polls = 0
     while True:
-        finished = train is None or runner.store.manifest("train", str(train.key)) is not None
+        # Looked at before the checkpoints: what appears between is seen the next time.
+        finished, running = _is_finished(runner), _is_running(runner)
         available = {n: f for n, f in _available(runner).items() if not names or n in names}
         if set(available) - evaluated:
             scores = _evaluate(runner, node, available)
             evaluated = set(available)
-        elif scores is not None and (finished or (names and evaluated == set(names))):
+        elif scores is not None and names and evaluated == set(names):
             return scores
+        elif finished:
+            # Raises for names, or a hybrid, that are still not there.
+            return _evaluate(runner, node, _checkpoints(runner, names))
         else:
+            idle_polls = 0 if running else idle_polls + 1
+            if idle_polls > _IDLE_POLLS:
+                raise RunError(
+                    f"--watch: the training of {runner.name} is neither finished nor running; "
+                    "continue it, or leave --watch out to evaluate what there is"
+                )
             time.sleep(_POLL_SECONDS)
+
+
+def _is_finished(runner: Runner) -> bool:
+    """Whether no further model appears."""
+    last = [one for one in runner.nodes if one.name in ("materialize", "train")][-1]
+    return runner.store.manifest(last.name, str(last.key)) is not None
+
+
+def _is_running(runner: Runner) -> bool:
+    """Whether a process works on a stage of the recipe."""
+    keys = [(one.name, one.key) for one in runner.nodes if one.key is not None]
+    return any(read_holder(runner.store.lock(name, key)) is not None for name, key in keys)
 
 
 def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> SelectedScores:
@@ -151,7 +200,8 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
     original = next(one for one in runner.nodes if one.name == ORIGINAL)
     document: dict[str, Any] = {
         "original": original.key,
-        "models": _stamps(folders),
+        "code": [node.stage.version, VERSIONS],
+        "models": _identities(runner, folders),
     }
     digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
     work = runner.store.work("evaluation", digest)
@@ -165,9 +215,11 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
     lock = runner.store.lock("evaluation", digest)
     with hold(lock, f"{runner.name}: this evaluation", runner.name, wait=True):
         # Starting a process that finds all done takes many times as long as looking here.
-        if SelectedScores.finished(work) is None and not _select(runner, node, document, work):
-            write_json(work / _MODELS, document)
+        if _whole(work) is None and not _select(runner, node, document, work):
+            (work / SelectedScores.FILE).unlink(missing_ok=True)
+            write_json(work / MODELS, document)
             runner.launcher(order, runner.loaded.world)
+            _require_unchanged(runner, folders, document["models"], work)
         scores = SelectedScores.read(work)
     place = runner.store.root / runner.name / "evaluation"
     make_folder(place)
@@ -184,8 +236,8 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
 def _select(runner: Runner, node: Node, document: Mapping[str, Any], work: Path) -> bool:
     """Take the models' scores and answers from an evaluation of more models, if there is one."""
     wanted = document["models"].items()
-    for folder, original, models in _finished(runner, node, document["original"]):
-        scores = SelectedScores.finished(folder) if wanted <= models.items() else None
+    for folder, original, models in _finished(runner, node, document):
+        scores = _whole(folder) if wanted <= models.items() else None
         names = [ORIGINAL, *document["models"]]
         if scores is None or not scores.checkpoints.keys() >= set(names):
             continue
@@ -209,27 +261,55 @@ def _select(runner: Runner, node: Node, document: Mapping[str, Any], work: Path)
     return False
 
 
+def _whole(folder: Path) -> SelectedScores | None:
+    """Finished scores that lack nothing: what was missing may be there by now."""
+    scores = SelectedScores.finished(folder)
+    return None if scores is None or scores.missing else scores
+
+
 def _finished(
-    runner: Runner, node: Node, original_key: str
+    runner: Runner, node: Node, document: Mapping[str, Any]
 ) -> Iterator[tuple[Path, Path, dict[str, Any]]]:
     """Finished evaluations: their folder, that of the original's answers, and their models."""
     if node.key is not None and runner.store.manifest(node.name, node.key) is not None:
-        published = runner.store.published(ORIGINAL, original_key)
-        yield runner.store.published(node.name, node.key), published, _stamps(_available(runner))
-    for file in sorted(runner.store.work("evaluation", "").glob(f"*/{_MODELS}")):
+        published = runner.store.published(ORIGINAL, document["original"])
+        identities = _identities(runner, _available(runner))
+        yield runner.store.published(node.name, node.key), published, identities
+    for file in sorted(runner.store.work("evaluation", "").glob(f"*/{MODELS}")):
         earlier = read_json(file)
-        if earlier is not None and earlier["original"] == original_key:
+        same = ("original", "code")
+        if earlier is not None and all(earlier.get(name) == document[name] for name in same):
             yield file.parent, file.parent, earlier["models"]
 
 
-def _stamps(folders: Mapping[str, Path]) -> dict[str, Any]:
-    return {name: [str(folder), _written(folder)] for name, folder in folders.items()}
+def _identities(runner: Runner, folders: Mapping[str, Path]) -> dict[str, str]:
+    """What the answers of each model are stored under: its content, whatever its name."""
+    model, hasher = runner.loaded.recipe.model, runner.hasher
+    try:
+        identities = {
+            name: content_identity(folder, model, hasher.sha256) for name, folder in folders.items()
+        }
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    hasher.save()
+    return identities
 
 
-def _written(folder: Path) -> list[list[Any]]:
-    """When the model's files were written: other weights at the same place are another model."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+def _require_unchanged(
+    runner: Runner, folders: Mapping[str, Path], identities: Mapping[str, str], work: Path
+) -> None:
+    """Raise RunError, and forget the answers, where a model changed while it was evaluated."""
+    now = _identities(runner, folders)
+    changed = [name for name in folders if now[name] != identities[name]]
+    if not changed:
+        return
+    answers = runner.store.pool("evaluation") / "answers" / VERSIONS
+    for folder in (work, *(answers / identities[name] for name in changed)):
+        shutil.rmtree(folder, ignore_errors=True)
+    raise RunError(
+        f"--model {', '.join(str(folders[name]) for name in changed)}: changed while it was "
+        "evaluated, so its answers are thrown away; run the same command again"
+    )
 
 
 def score_tables(scores: SelectedScores) -> list[Table]:

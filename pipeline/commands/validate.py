@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bosch.errors import UserError
+from data_prep import longbench
 from pipeline.recipe.inputs import unknown_tasks
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import Stage
+from stages.configs import HarnessEvaluation
+from stages.evaluate.harness_tasks import refuse_unscorable, task_manager
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +29,23 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
                 f"{loaded.file}: evaluate.harness.tasks: lm-eval knows no task {name}; "
                 "`lm-eval ls tasks` lists them all"
             )
+        _check_scorable(loaded.file, evaluate.harness)
     names = [stage.name for stage in stages if getattr(loaded.recipe, stage.section) is not None]
     print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
     for download in downloads(loaded):
         print(f"a run fetches {download}")
     return 0
+
+
+def _check_scorable(file: Path, harness: HarnessEvaluation) -> None:
+    """Raise UserError for tasks that lm-eval has and that a run would refuse."""
+    names = [name for name in harness.task_names if longbench.task_of(name) is None]
+    if not names:
+        return
+    try:
+        refuse_unscorable(task_manager(names), names)
+    except UserError as fault:
+        raise UserError(f"{file}: {fault}") from None
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bosch.errors import RunError
 from bosch.files import canonical_json
 from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
 from bosch.progress import Progress
+from bosch.weight_files import weight_files
+from stages.artifacts import Manifest
 from stages.configs import ModelConfig
 
-_KEY = re.compile("[0-9a-f]{64}")
+# In the key of what runs share: to be raised when a model gives other answers to the same samples,
+# and when the same answers get other scores.
+GENERATION, SCORING = 1, 1
+# Names and identities of the models of one evaluation, beside its work.
+MODELS = "models.json"
+# Endings of the files beside the weights that models and tokenizers are read from.
+_READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
 
 
@@ -41,12 +50,41 @@ class Subtask:
     digest: str = ""
 
 
+@dataclass(frozen=True)
+class MetricRule:
+    """A metric that a group sums up, under these filters (None: all that its tasks have).
+
+    `by_size`: the mean over all documents, else over the tasks.
+    """
+
+    metric: str
+    filters: tuple[str, ...] | None
+    by_size: bool
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """Tasks that have a score together; its score is that of the first of the `rules`.
+
+    `tasks` are all there are, with and without answers. Without rules it is the unweighted mean of
+    the tasks' scores. `is_asked`: the recipe names the group itself.
+    """
+
+    tasks: tuple[str, ...]
+    rules: tuple[MetricRule, ...] = ()
+    is_asked: bool = False
+
+
+class ModelError(RunError):
+    """A model cannot be evaluated; others can."""
+
+
 class Suite(Protocol):
     """A benchmark on one rank: which samples are open, their answers, and what it could not do."""
 
     name: str
     missing: dict[str, str]
-    groups: dict[str, list[str]]
+    groups: dict[str, TaskGroup]
 
     @property
     def subtasks(self) -> list[Subtask]:
@@ -90,8 +128,9 @@ class AnswerFolder:
 
     def _folder(self, model: Evaluated) -> Path:
         if self.shared is not None and model.identity is not None:
-            return self.shared / model.identity
-        return self.own / model.name
+            return self.shared / VERSIONS / model.identity
+        # A name may be any text, a path too.
+        return self.own / digest_of({"name": model.name, "identity": model.identity})
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -99,15 +138,47 @@ def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
 
 
-def stored_identity(folder: Path) -> str | None:
-    """What names a model that a stage made in what runs share; None for one outside the store.
+def content_identity(folder: Path, model: ModelConfig, sha256: Callable[[Path], str]) -> str:
+    """What names the model in `folder` in what runs share: the hash of its files, and how it runs.
 
-    The key of the stage, the folder's name, and when it was written: a forced run writes again.
+    `sha256` gives the content hash of a file.
     """
-    key = next((parent.name for parent in folder.parents if _KEY.fullmatch(parent.name)), None)
-    if key is None:
+    files = {path.relative_to(folder).as_posix(): sha256(path) for path in model_files(folder)}
+    how = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+    return hashlib.sha256(canonical_json({"files": files, **how}).encode()).hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Weights, and the files beside them that a model or its tokenizer may be read from."""
+    weights = {folder / name for name in weight_files(folder)}
+    beside = {path for path in folder.iterdir() if path.suffix in _READ}
+    code = {
+        path
+        for path in folder.rglob("*.py")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    }
+    return sorted(path for path in weights | beside | code if path.is_file())
+
+
+def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | None:
+    """`content_identity` of a model below a stage's published output, by the stage's manifest.
+
+    None where the stage ran alone and there is no manifest.
+
+    Raises:
+        RunError: the manifest lacks a file of the model.
+    """
+    if not (stage / Manifest.FILE).is_file():
         return None
-    return f"{key}-{folder.name}-{(folder / 'config.json').stat().st_mtime_ns}"
+    hashes = Manifest.read(stage).hashes
+
+    def sha256(path: Path) -> str:
+        name = path.relative_to(stage).as_posix()
+        if name not in hashes:
+            raise RunError(f"{stage}: {name} is not in {Manifest.FILE}; run its stage again")
+        return hashes[name]
+
+    return content_identity(folder, model, sha256)
 
 
 def _stem(subtask: Subtask) -> str:

@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from data_prep.scoring import string_match
+from stages.evaluate.answers import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,33 @@ class _AllAnswersGiven(StoppingCriteria):
                 text = decode(self._tokenizer, input_ids[row, self._start :])
                 self._done[row] = string_match(text, question.answers, question.any_answer) == 1.0
         return torch.tensor(self._done, device=input_ids.device)
+
+
+class Numbers(LogitsProcessor):  # type: ignore[misc]
+    """Remembers whether a step had logits that are no numbers, of which greedy would take one."""
+
+    def __init__(self) -> None:
+        self._faulty: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        faulty = scores.isnan().any()
+        self._faulty = faulty if self._faulty is None else self._faulty | faulty
+        return scores
+
+    def check(self) -> None:
+        """Raise ModelError where there were some."""
+        if self._faulty is not None and bool(self._faulty):
+            raise _no_numbers()
+
+
+def check_numbers(logits: torch.Tensor) -> None:
+    """Raise ModelError for logits that are no numbers (NaN)."""
+    if bool(logits.isnan().any()):
+        raise _no_numbers()
+
+
+def _no_numbers() -> ModelError:
+    return ModelError("its logits are no numbers (NaN)")
 
 
 def decode(tokenizer: Any, ids: torch.Tensor) -> str:
@@ -97,12 +131,15 @@ def _generate_batch(
         pad_token_id=pad,
         use_cache=True,
     )
+    numbers = Numbers()
     output = model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         generation_config=settings,
+        logits_processor=LogitsProcessorList([numbers]),
         stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
     )
+    numbers.check()
     return [decode(tokenizer, row[length:]) for row in output]
 
 

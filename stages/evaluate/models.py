@@ -13,11 +13,13 @@ import torch
 from accelerate import PartialState
 
 from bosch.attention import resolve_backend
-from bosch.files import file_hashes
+from bosch.errors import RunError, UserError
+from bosch.files import file_hashes, load_json, make_folder, write_json
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.progress import progress
+from bosch.ranks import partners_alive
 from data_prep.calibration import CalibrationNeedles
 from data_prep.essays import essay_identity, haystack_words
 from data_prep.ruler_base import Corpus
@@ -27,7 +29,7 @@ from data_prep.words import words_identity
 from stages.artifacts import ORIGINAL, SAMPLES, Scores, read_samples, write_samples
 from stages.configs import EvaluateConfig, ModelConfig, Runtime
 from stages.context import StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, Suite
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Suite, digest_of
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.needle_suite import NeedleSuite
 from stages.evaluate.position_suite import (
@@ -36,11 +38,20 @@ from stages.evaluate.position_suite import (
     position_losses,
     position_table,
 )
-from stages.evaluate.tables import subtask_scores, suite_records, suite_table
+from stages.evaluate.tables import (
+    metric_scores,
+    not_shares,
+    subtask_scores,
+    suite_records,
+    suite_table,
+)
 
 logger = logging.getLogger(__name__)
 
+_FAULTS = "faults"
 
+
+@partners_alive()
 def evaluate_models(
     config: StageConfig[EvaluateConfig],
     models: Sequence[Evaluated],
@@ -99,11 +110,18 @@ def evaluate_models(
             tables.setdefault("corpus", {})["long documents"] = documents_identity(section.path)
         for suite in suites:
             suite.prepare()
-        state.wait_for_everyone()
-        _answer(config, models, suites, state)
-        state.wait_for_everyone()
         if state.is_main_process:
-            tables |= _tables(models, suites, folder, work_dir, original)
+            shutil.rmtree(own / _FAULTS, ignore_errors=True)
+        state.wait_for_everyone()
+        _answer(config, models, suites, state, own / _FAULTS)
+        state.wait_for_everyone()
+        faults = _read_faults(own / _FAULTS, models)
+        if state.is_main_process:
+            scored = [model for model in models if model.name not in faults]
+            tables |= _tables(scored, suites, folder, work_dir, original)
+            if faults:
+                tables["checkpoints"] |= {name: {} for name in faults}
+                tables["missing"] = {**tables.get("missing", {}), "models": faults}
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
@@ -159,17 +177,41 @@ def _answer(
     models: Sequence[Evaluated],
     suites: Sequence[Suite],
     state: PartialState,
+    faults: Path,
 ) -> None:
-    """Answer this rank's samples for every model, less what has been answered before."""
+    """Answer this rank's samples for every model, less what has been answered before.
+
+    A model that cannot be evaluated leaves a file in `faults`, and the others go on.
+    """
     open_samples = {m.name: sum(suite.open_samples(m) for suite in suites) for m in models}
     with progress(sum(open_samples.values()), "evaluation", "samples") as bar:
         for model in models:
             if open_samples[model.name]:
                 logger.info("evaluating %s (%s)", model.name, model.model.path)
-                loaded = load_evaluated(config, model.model, state.device, model.mask)
-                for suite in suites:
-                    suite.run(model, loaded, bar)
-                del loaded
+                try:
+                    loaded = load_evaluated(config, model.model, state.device, model.mask)
+                    for suite in suites:
+                        suite.run(model, loaded, bar)
+                except (UserError, ModelError) as error:
+                    logger.error("%s has no scores: %s", model.name, error)
+                    fault = {
+                        "model": model.name,
+                        "fault": str(error),
+                        "user": isinstance(error, UserError),
+                    }
+                    make_folder(faults)
+                    write_json(faults / f"{digest_of(fault)}.rank{state.process_index}.json", fault)
+                loaded = None
+
+
+def _read_faults(folder: Path, models: Sequence[Evaluated]) -> dict[str, str]:
+    """Why some of the models could not be evaluated, by name; raises where none could."""
+    faults = [load_json(path) for path in sorted(folder.glob("*.json"))]
+    reasons = {fault["model"]: fault["fault"] for fault in faults}
+    if models and reasons.keys() >= {model.name for model in models}:
+        kind = UserError if all(fault["user"] for fault in faults) else RunError
+        raise kind("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    return reasons
 
 
 def load_evaluated(
@@ -227,13 +269,23 @@ def _tables(
                 original_losses = position_losses(compared, ORIGINAL, length) if compared else None
                 positions[model.name] = position_table(length, losses, original_losses)
                 continue
-            subtasks = subtask_scores(read_samples(work_dir), model.name, suite.name)
+            every = subtask_scores(read_samples(work_dir), model.name, suite.name)
+            unusable = not_shares(every)
+            suite.missing |= unusable
+            subtasks = {key: scores for key, scores in every.items() if key[0] not in unusable}
             if not subtasks:
                 continue
-            scores = (
-                subtask_scores(read_samples(compared), ORIGINAL, suite.name) if compared else None
+            base = list(read_samples(compared)) if compared else None
+            table = suite_table(
+                subtasks,
+                subtask_scores(base, ORIGINAL, suite.name) if base is not None else None,
+                suite.groups,
+                metric_scores(read_samples(work_dir), model.name, suite.name),
+                metric_scores(base, ORIGINAL, suite.name) if base is not None else None,
             )
-            table = suite_table(subtasks, scores, suite.groups)
+            for name, group in suite.groups.items():
+                if name not in table["groups"] and group.is_asked:
+                    suite.missing[name] = "none of its tasks has its metric as a share of 1"
             logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
             checkpoints[model.name][suite.name] = table
     missing = {suite.name: suite.missing for suite in suites if suite.missing}

@@ -15,7 +15,7 @@ from data_prep.ruler_samples import SampleFolder
 from data_prep.ruler_tasks import ANY_ANSWER
 from data_prep.scoring import string_match
 from stages.configs import NeedleEvaluation
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, digest_of
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Question, generate
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class NeedleSuite:
     batch_size: int
     name: str = "needle"
     missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, list[str]] = field(default_factory=dict)
+    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

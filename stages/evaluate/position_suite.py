@@ -22,7 +22,8 @@ from data_prep.ruler_samples import tokenizer_digest
 from data_prep.text import read_utf8
 from stages.artifacts import read_samples
 from stages.configs import PositionEvaluation
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, digest_of
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.generation import check_numbers
 from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.
@@ -46,7 +47,7 @@ class PositionSuite:
     world: int
     name: str = "positions"
     missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, list[str]] = field(default_factory=dict)
+    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _documents: list[np.ndarray] = field(default_factory=list)
 
     @property
@@ -110,6 +111,7 @@ def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
     for start in range(0, tokens.shape[1] - 1, _CHUNK):
         chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]
         output = model(chunk, past_key_values=cache, use_cache=True)
+        check_numbers(output.logits)
         cache = output.past_key_values
         targets = tokens[0, start + 1 : start + 1 + chunk.shape[1]]
         loss = torch.nn.functional.cross_entropy(

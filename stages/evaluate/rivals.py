@@ -14,6 +14,7 @@ from bosch.files import make_folder
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.objective.calibration import CalibrationSet
+from bosch.ranks import partners_alive
 from bosch.search.runs import unsearched_mask
 from stages.artifacts import CALIBRATION, window_name
 from stages.configs import EvaluateConfig, SearchConfig
@@ -24,6 +25,7 @@ from stages.evaluate.models import process_state
 logger = logging.getLogger(__name__)
 
 
+@partners_alive()
 def rivals(config: StageConfig[EvaluateConfig], prepared: Path, work_dir: Path) -> list[Evaluated]:
     """The untrained hybrids of `evaluate.rivals`, by method; called on every rank.
 

@@ -19,7 +19,7 @@ from stages.artifacts import (
 )
 from stages.configs import EvaluateConfig
 from stages.context import StageConfig
-from stages.evaluate.answers import Evaluated, stored_identity
+from stages.evaluate.answers import Evaluated, published_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
 
@@ -37,9 +37,10 @@ def run(
         UserError: a model or the essay folder is missing or damaged.
         RunError: a sample shares a needle with the calibration set.
     """
-    folders = {HYBRID: inputs["materialize"] / MODEL}
+    folders = {HYBRID: (inputs["materialize"] / MODEL, inputs["materialize"])}
     if "train" in inputs:
-        folders |= checkpoint_folders(inputs["train"])
+        checkpoints = checkpoint_folders(inputs["train"])
+        folders |= {name: (folder, inputs["train"]) for name, folder in checkpoints.items()}
     prepared = inputs["prepare"]
     models = rivals(config, prepared, work_dir)
     if config.section.windows:
@@ -50,9 +51,9 @@ def run(
         Evaluated(
             name,
             config.model.model_copy(update={"path": str(folder), "revision": None}),
-            stored_identity(folder),
+            published_identity(folder, config.model, stage),
         )
-        for name, folder in folders.items()
+        for name, (folder, stage) in folders.items()
     ]
     return evaluate_models(
         config,

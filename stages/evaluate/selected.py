@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokenizer import TokenizerSpec
+from bosch.errors import UserError
+from bosch.files import load_json
+from data_prep.ruler_samples import tokenizer_digest
+from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from stages.artifacts import ORIGINAL, SelectedScores
 from stages.configs import EvaluateConfig
 from stages.context import StageConfig
-from stages.evaluate.answers import Evaluated, stored_identity
+from stages.evaluate.answers import MODELS, Evaluated
 from stages.evaluate.models import evaluate_models
 
 
@@ -19,12 +23,36 @@ def run(
 ) -> dict[str, Any]:
     """Write scores.json and samples.jsonl of the models in `inputs` and of the original.
 
-    Returns the content of scores.json. Raises what `evaluate_models` raises.
+    models.json in `work_dir` names each model's identity. Returns the content of scores.json.
+
+    Raises:
+        UserError: a model has another tokenizer than the recipe's model: the same samples would
+            mean something else to it.
+        RunError: as `evaluate_models`.
     """
     model = config.model
+    tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+    identities = load_json(work_dir / MODELS)["models"]
     models = [Evaluated(ORIGINAL, model, config.model_identity)]
     for name, folder in inputs.items():
+        _check_tokenizer(name, TokenizerSpec(str(folder), None, model.trust_remote_code), tokenizer)
         own = model.model_copy(update={"path": str(folder), "revision": None})
-        models.append(Evaluated(name, own, stored_identity(folder)))
-    tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+        models.append(Evaluated(name, own, identities[name]))
     return evaluate_models(config, models, tokenizer, work_dir, kind=SelectedScores).content
+
+
+def _check_tokenizer(name: str, own: TokenizerSpec, recipes: TokenizerSpec) -> None:
+    if _tokens(load_tokenizer(own)) != _tokens(load_tokenizer(recipes)):
+        raise UserError(
+            f"{name}: the tokenizer of {own.path} makes other tokens than that of the recipe's "
+            f"model, {recipes.path}, so their answers do not compare; name it as model.path in a "
+            "recipe of its own"
+        )
+
+
+def _tokens(tokenizer: Any) -> Any:
+    """What decides which tokens a text has, without how batches were last padded and cut."""
+    if not tokenizer.is_fast:
+        return tokenizer_digest(tokenizer)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {key: value for key, value in content.items() if key not in ("padding", "truncation")}

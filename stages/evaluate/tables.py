@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bosch.analysis.bootstrap import Interval
-from bosch.analysis.intervals import compare, mean_interval, wilson
+from bosch.analysis.intervals import compare, mean_interval
 from bosch.errors import RunError
 from data_prep.scoring import mean_and_error
-from stages.evaluate.answers import AnswerFolder, Evaluated, Suite
+from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Suite, TaskGroup
 
 # Scores in [0, 1] of a model in a suite, by task and length, in the order of the samples.
 SubtaskScores = Mapping[tuple[str, int], Sequence[float]]
+# The same under each of the tasks' metrics, which have names like "acc,none".
+MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
+# Scores that count as one, and the original's on the same samples.
+_Part = tuple[Sequence[float], Sequence[float] | None]
 
 
 def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Iterator[dict[str, Any]]:
@@ -43,87 +47,150 @@ def subtask_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str)
     return scores
 
 
-def suite_table(
-    subtasks: SubtaskScores,
-    original: SubtaskScores | None = None,
-    groups: Mapping[str, Sequence[str]] | None = None,
-) -> dict[str, Any]:
-    """A model's table in a suite: task by length, averages, 95 % intervals, all in percent.
+def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> MetricScores:
+    """Values of the tasks' metrics of one model in one suite among lines of samples.jsonl."""
+    scores: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for record in records:
+        if (record["checkpoint"], record["suite"]) == (model, suite):
+            metrics = scores.setdefault((record["task"], record["length"]), {})
+            for metric, value in record.get("scores", {}).items():
+                metrics.setdefault(metric, []).append(value)
+    return scores
 
-    `average` is the unweighted mean over the subtasks, which count as independent. With the
-    `original` model's scores on the same samples every score is compared with its own. `groups`
-    names all tasks of a benchmark: its average covers those among them that have scores.
-    """
-    intervals = {key: wilson(_mean(scores), len(scores)) for key, scores in subtasks.items()}
-    errors = {key: mean_and_error(scores)[1] for key, scores in subtasks.items()}
-    table: dict[str, Any] = {}
-    for (task, length), interval in intervals.items():
-        key = (task, length)
-        table.setdefault(task, {})[str(length)] = {
-            **_points(interval),
-            "standard_error": errors[key],
-            "samples": len(subtasks[key]),
-            **_against(subtasks, original, [key]),
-        }
-    average = _over(intervals, subtasks, original, list(subtasks))
+
+def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
+    """Why some tasks have no score that intervals and averages could be made of, by name."""
     return {
-        "average": average.pop("score"),
-        **average,
-        "standard_error": sum(error**2 for error in errors.values()) ** 0.5 / len(errors),
-        **table,
-        "by_length": {
-            str(length): _over(
-                intervals, subtasks, original, [k for k in subtasks if k[1] == length]
-            )
-            for length in sorted({length for _, length in subtasks})
-        },
-        **({"groups": _groups(intervals, subtasks, original, groups)} if groups else {}),
+        task: "its score is no share of 1 per document"
+        for (task, _), scores in subtasks.items()
+        if not _are_shares(scores)
     }
 
 
-def _over(
-    intervals: Mapping[tuple[str, int], Interval],
+def suite_table(
     subtasks: SubtaskScores,
-    original: SubtaskScores | None,
-    keys: Sequence[tuple[str, int]],
+    original: SubtaskScores | None = None,
+    groups: Mapping[str, TaskGroup] | None = None,
+    metrics: MetricScores | None = None,
+    original_metrics: MetricScores | None = None,
 ) -> dict[str, Any]:
-    """The unweighted mean of some subtasks, and its comparison with the original's."""
-    means, counts = [intervals[key].mean for key in keys], [len(subtasks[key]) for key in keys]
-    mean = mean_interval(means, counts)
-    return {**_points(mean), **_against(subtasks, original, keys)}
+    """A model's table in a suite: task by length, averages, 95 % intervals, all in percent.
+
+    `average` is the unweighted mean over the subtasks, which count as independent; a group that the
+    recipe names counts as one of them where its score is a mean over documents. With the `original`
+    model's scores on the same samples every score is compared with its own. A group has scores by
+    its rules, over those of its tasks that have them.
+    """
+    base = original or {}
+    parts = {key: (scores, base.get(key)) for key, scores in subtasks.items()}
+    table: dict[str, Any] = {}
+    for (task, length), part in parts.items():
+        table.setdefault(task, {})[str(length)] = {
+            **_over([part]),
+            "standard_error": mean_and_error(part[0])[1],
+            "samples": len(part[0]),
+        }
+    rows = {
+        name: _group_row(group, parts, metrics or {}, original_metrics or {})
+        for name, group in (groups or {}).items()
+    }
+    averaged = dict(parts)
+    for name, (row, pooled) in rows.items():
+        if groups and groups[name].is_asked and row and pooled is not None:
+            for key in [key for key in averaged if key[0] in groups[name].tasks]:
+                del averaged[key]
+            averaged[name, 0] = pooled
+    average = _over(list(averaged.values()))
+    errors = [mean_and_error(scores)[1] for scores, _ in averaged.values()]
+    return {
+        "average": average.pop("score"),
+        **average,
+        "standard_error": sum(error**2 for error in errors) ** 0.5 / len(errors),
+        **table,
+        "by_length": {
+            str(length): _over([part for key, part in averaged.items() if key[1] == length])
+            for length in sorted({length for _, length in averaged})
+        },
+        **({"groups": {name: row for name, (row, _) in rows.items() if row}} if rows else {}),
+    }
 
 
-def _groups(
-    intervals: Mapping[tuple[str, int], Interval],
-    subtasks: SubtaskScores,
-    original: SubtaskScores | None,
-    groups: Mapping[str, Sequence[str]],
-) -> dict[str, Any]:
-    table = {}
-    for name, tasks in groups.items():
-        keys = [key for key in subtasks if key[0] in tasks]
-        if keys:
-            table[name] = {
-                **_over(intervals, subtasks, original, keys),
-                "tasks": [task for task, _ in keys],
-                "of": len(tasks),
+def _group_row(
+    group: TaskGroup,
+    parts: Mapping[tuple[str, int], _Part],
+    metrics: MetricScores,
+    original: MetricScores,
+) -> tuple[dict[str, Any], _Part | None]:
+    """A group's row, empty where it has no score; and its score's documents, where they count."""
+    if not group.rules:
+        keys = [key for key in parts if key[0] in group.tasks]
+        if not keys:
+            return {}, None
+        names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
+        return {**_over([parts[key] for key in keys]), **names}, None
+    keys = [key for key in metrics if key[0] in group.tasks and key in parts]
+    scores: dict[str, dict[str, Any]] = {}
+    first: _Part | None = None
+    for rule in group.rules:
+        for metric in _metric_names(rule, [metrics[key] for key in keys]):
+            having = [key for key in keys if metric in metrics[key]]
+            of_tasks: list[_Part] = [
+                (metrics[key][metric], original.get(key, {}).get(metric)) for key in having
+            ]
+            if not having or not all(_are_shares(values) for values, _ in of_tasks):
+                continue
+            pooled = _pooled(of_tasks) if rule.by_size else None
+            if not scores:
+                first = pooled
+            scores[metric] = {
+                **_over([pooled] if pooled is not None else of_tasks),
+                "tasks": [task for task, _ in having],
             }
-    return table
+    if not scores:
+        return {}, None
+    return {**next(iter(scores.values())), "of": len(group.tasks), "metrics": scores}, first
 
 
-def _against(
-    subtasks: SubtaskScores, original: SubtaskScores | None, keys: Sequence[tuple[str, int]]
-) -> dict[str, Any]:
-    """The comparison with the original over some subtasks; empty where it has not answered them."""
-    if original is None or any(len(original.get(k, ())) != len(subtasks[k]) for k in keys):
+def _metric_names(rule: MetricRule, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of a rule's metric under its filters; without some, under all that the tasks have."""
+    if rule.filters is not None:
+        return [f"{rule.metric},{name}" for name in rule.filters]
+    start = f"{rule.metric},"
+    return sorted({name for task in tasks for name in task if name.startswith(start)})
+
+
+def _pooled(parts: Sequence[_Part]) -> _Part:
+    """All documents of some tasks as those of one, over which the mean is that by size."""
+    scores = [value for values, _ in parts for value in values]
+    originals = [base for _, base in parts if base is not None]
+    whole = len(originals) == len(parts)
+    return scores, [value for base in originals for value in base] if whole else None
+
+
+def _over(parts: Sequence[_Part]) -> dict[str, Any]:
+    """The unweighted mean of some parts, and its comparison with the original's."""
+    scores = [values for values, _ in parts]
+    mean = mean_interval([_mean(values) for values in scores], [len(values) for values in scores])
+    return {**_points(mean), **_against(parts)}
+
+
+def _against(parts: Sequence[_Part]) -> dict[str, Any]:
+    """The comparison with the original; empty where it has not answered the same samples."""
+    scores = [values for values, _ in parts]
+    originals = [base for _, base in parts if base is not None]
+    if [len(base) for base in originals] != [len(values) for values in scores]:
         return {}
-    result = compare([subtasks[key] for key in keys], [original[key] for key in keys])
+    result = compare(scores, originals)
     table: dict[str, Any] = {"p_value": result.p_value}
     for name, interval in (("difference", result.difference), ("ratio", result.ratio)):
         if interval is not None:
             mean, low, high = (100 * value for value in interval)
             table |= {name: mean, f"{name}_low": low, f"{name}_high": high}
     return {"against_original": table}
+
+
+def _are_shares(values: Sequence[float]) -> bool:
+    return all(0 <= value <= 1 for value in values)
 
 
 def _points(interval: Interval) -> dict[str, float]:

@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from stages.artifacts import Scores, read_samples
+from pipeline.run.hashing import file_digest
+from stages.artifacts import Scores, SelectedScores, read_samples
 from stages.configs import EvaluateConfig, HarnessEvaluation, ModelConfig, Runtime
 from stages.context import StageConfig
-from stages.evaluate import harness_suite
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate import answers, harness_suite, harness_tasks, selected
+from stages.evaluate import models as evaluation
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content_identity
 from stages.evaluate.harness_suite import HarnessSuite
+from stages.evaluate.harness_tasks import read_records
+from stages.evaluate.models import evaluate_models
 from stages.evaluate.position_suite import edges, position_table, token_losses
+from stages.evaluate.tables import not_shares
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
 
@@ -100,8 +105,8 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     section = HarnessEvaluation(**_harness(folder, "gsm8k"))
     model = load_model(folder / "model", dtype="float32")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
-    manager = harness_suite.task_manager(["gsm8k"])
-    [task] = harness_suite.load_tasks(manager, "gsm8k", section).values()
+    manager = harness_tasks.task_manager(["gsm8k"])
+    [task] = harness_tasks.load_tasks(manager, "gsm8k", section).tasks.values()
     lm = harness_suite.language_model(model, tokenizer, 2)
     alone = simple_evaluate(lm, tasks=[task], bootstrap_iters=0)["samples"]["gsm8k"]
     prompts = {one["doc_id"]: one["arguments"][0][0] for one in alone}
@@ -130,8 +135,8 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
 
 
 def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
-    small = harness_suite.task_manager(["gsm8k"])
-    monkeypatch.setattr(harness_suite, "whole_index", lambda: small)
+    small = harness_tasks.task_manager(["gsm8k"])
+    monkeypatch.setattr(harness_tasks, "whole_index", lambda: small)
     with pytest.raises(UserError, match="lm-eval knows no task gsm9k"):
         _run(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
 
@@ -148,19 +153,164 @@ def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
 
 def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
     _write(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
-    manager = harness_suite.task_manager(["gsm8k"])
+    manager = harness_tasks.task_manager(["gsm8k"])
     section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / "data"), "hub": False}
-    with pytest.raises(ValueError, match=r"its 5 worked examples come from train.jsonl, which has"):
-        harness_suite.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
+    lacking = harness_tasks.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
+    assert "its 5 worked examples come from train.jsonl, which has" in lacking.missing["gsm8k"]
     zero = HarnessEvaluation(**section, num_fewshot=0)
-    [task] = harness_suite.load_tasks(manager, "gsm8k", zero).values()
+    [task] = harness_tasks.load_tasks(manager, "gsm8k", zero).tasks.values()
     assert len(task.eval_docs) == len(QUESTIONS)
 
 
-def test_record_refuses_what_is_no_share():
-    logged = {"filter": "none", "metrics": ["bleu"], "bleu": 31.0}
-    with pytest.raises(UserError, match="bleu,none, which is no share"):
-        harness_suite.record_of(0, [logged])
+def test_a_score_that_is_no_share_is_missing():
+    logged = {
+        "filter": "none", "metrics": ["rouge1"], "rouge1": 31.0, "target": "", "filtered_resps": [],
+        "arguments": [[""]],
+    }  # fmt: skip
+    record = harness_suite.record_of(0, [logged], {"rouge1"})
+    reasons = not_shares({("task", 0): [record["score"], 0.5], ("other", 0): [1.0]})
+    assert reasons == {"task": "its score is no share of 1 per document"}
+
+
+def _select(folder, work, models, identities=None, **section):
+    """The command's evaluation of model directories beside the original."""
+    config = StageConfig(
+        EvaluateConfig(needle=None, **section),
+        ModelConfig(path=str(folder / "model"), dtype="float32"),
+        seed=1,
+        runtime=Runtime(eval_batch_size=2),
+        shared=folder / "pool",
+        model_identity="m" * 64,
+    )
+    work.mkdir()
+    names = identities or {name: name.replace("/", "-") for name in models}
+    (work / "models.json").write_text(json.dumps({"models": names}))
+    selected.run(config, models, work)
+    return SelectedScores.read(work)
+
+
+def _model_with_nan(place):
+    model = load_model(save_tiny_model(place), dtype="float32")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(place)
+    return place
+
+
+def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder, tmp_path):
+    """In every suite, whether its logits are no numbers or its weights cannot be loaded."""
+    broken = save_tiny_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    models = {"nan": _model_with_nan(tmp_path / "nan"), "broken": broken}
+    section = {
+        "harness": _harness(folder, "longbench_trec", max_length=300),
+        "positions": {"length": 300, "documents": 1, "path": str(folder / "texts")},
+    }
+    models["good"] = save_tiny_model(tmp_path / "good", seed=1)
+    scores = _select(folder, tmp_path / "work", models, **section)
+    assert set(scores.missing["models"]) == {"nan", "broken"}
+    assert scores.missing["models"]["nan"] == "its logits are no numbers (NaN)"
+    assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
+    assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 3
+    assert set(scores.positions) == {"original", "good"}
+    for suite, part in section.items():
+        with pytest.raises(RunError, match="nan: its logits are no numbers"):
+            evaluate_models(
+                StageConfig(
+                    EvaluateConfig(needle=None, **{suite: part}),
+                    ModelConfig(path=str(models["nan"]), dtype="float32"), 1, Runtime(),
+                ),
+                [Evaluated("nan", ModelConfig(path=str(models["nan"]), dtype="float32"))],
+                TokenizerSpec(str(folder / "model")),
+                tmp_path / f"alone-{suite}",
+            )  # fmt: skip
+
+
+def test_logits_that_are_no_numbers_show_in_what_the_harness_asks(folder, tmp_path):
+    from lm_eval.api.instance import Instance
+
+    loaded = load_model(_model_with_nan(tmp_path / "nan"), dtype="float32")
+    tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
+    lm = harness_suite.language_model(loaded, tokenizer, 1)
+    asked = {
+        "loglikelihood": ("What is 1 plus 1?", " 2"),
+        "generate_until": ("What is 1 plus 1?", {"until": [], "max_gen_toks": 2}),
+    }
+    for kind, arguments in asked.items():
+        with pytest.raises(ModelError, match="no numbers"):
+            getattr(lm, kind)([Instance(kind, {}, arguments, 0, ("task", 0, 1))])
+
+
+def test_answers_belong_to_weights_and_not_to_names(folder, tmp_path, monkeypatch):
+    """Names are paths where two models share their last name: nothing is written there."""
+    models = {
+        str(place): save_tiny_model(place, seed=seed)
+        for seed, place in enumerate((tmp_path / "a/model", tmp_path / "b/model"), 1)
+    }
+    files = {name: sorted(path.name for path in place.iterdir()) for name, place in models.items()}
+    section = {"positions": {"length": 300, "documents": 2, "path": str(folder / "texts")}}
+    config = ModelConfig(path=str(folder / "model"), dtype="float32")
+
+    def identities():
+        return {name: content_identity(p, config, file_digest) for name, p in models.items()}
+
+    scores = _select(folder, tmp_path / "one", models, identities(), **section)
+    losses = [scores.positions[name].loss for name in models]
+    assert losses[0] != losses[1]
+    for name, place in models.items():
+        assert sorted(path.name for path in place.iterdir()) == files[name]
+    # Other weights at the first place are another model; the second's answers are there.
+    first = next(iter(models.values()))
+    (first / "model.safetensors").write_bytes(
+        (save_tiny_model(tmp_path / "c", seed=3) / "model.safetensors").read_bytes()
+    )
+    loads = []
+    load = evaluation.load_evaluated
+    monkeypatch.setattr(
+        evaluation, "load_evaluated", lambda *args: loads.append(args[1].path) or load(*args)
+    )
+    again = _select(folder, tmp_path / "two", models, identities(), **section)
+    assert loads == [str(first)]
+    assert again.positions[str(first)].loss not in losses
+    # Answers of another generation or scoring are another's.
+    monkeypatch.setattr(answers, "VERSIONS", "generation-1-scoring-2")
+    loads.clear()
+    _select(folder, tmp_path / "three", models, identities(), **section)
+    assert len(loads) == 3
+    assert {path.name for path in (folder / "pool/answers").iterdir()} >= {
+        "generation-1-scoring-1", "generation-1-scoring-2",
+    }  # fmt: skip
+
+
+def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):
+    other = save_tiny_model(tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["padding"] = {
+        "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "x",
+    }  # fmt: skip
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    section = {"positions": {"length": 300, "documents": 1, "path": str(folder / "texts")}}
+    _select(folder, tmp_path / "padded", {"other": other}, **section)
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = merges[: len(merges) // 2]
+    smaller = save_tiny_model(tmp_path / "smaller")
+    (smaller / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"other: the tokenizer of .* makes other tokens"):
+        _select(folder, tmp_path / "work", {"other": smaller}, **section)
+
+
+def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
+    data = tmp_path / "data/longbench"
+    _write(data / "trec_e.jsonl", read_records(folder / "data/longbench/trec.jsonl"))
+    section = _harness(folder, "longbench_trec", max_length=300)
+    even = {**section, "tasks": ["longbench_trec_e"], "data_dir": str(data.parent)}
+    one, other = (
+        _run(folder, tmp_path / str(n), harness=part).checkpoints["original"]["harness"]
+        for n, part in enumerate((section, even))
+    )
+    assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
+    assert other.groups == {} and one.groups["LongBench"].of == 21
 
 
 def test_loss_by_position(folder, tmp_path):

@@ -10,8 +10,10 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
+from pipeline.recipe.inputs import unknown_tasks
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import without_others
+from stages.configs import HarnessEvaluation
 from tests.pipeline_case import Case, truncate
 
 
@@ -384,11 +386,15 @@ def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
 def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """boolq is a task of the folder super_glue."""
-    known = "evaluate.harness={tasks: [gsm8k, boolq, longbench, arc_easy], max_length: 1k}"
+    known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy], max_length: 1k}"
     assert main(["validate", str(case.file), known]) == 0
     assert main(["validate", str(case.file), "evaluate.harness={tasks: [gsm8k, gsm9k]}"]) == 2
     assert "evaluate.harness.tasks: lm-eval knows no task gsm9k" in capsys.readouterr().err
+    # boolq is a task of the folder super_glue.
+    assert unknown_tasks(HarnessEvaluation(tasks=["boolq", "gsm9k"])) == ["gsm9k"]
+    for task, fault in (("wikitext", "measures perplexity"), ("mbpp", "runs code")):
+        assert main(["validate", str(case.file), f"evaluate.harness={{tasks: [{task}]}}"]) == 2
+        assert f"evaluate.harness.tasks: {task} {fault}" in capsys.readouterr().err
 
 
 def test_train_and_evaluate_can_be_left_out(case: Case) -> None:

@@ -1,0 +1,343 @@
+"""Tasks, groups and tags of lm-evaluation-harness: what a name stands for, and their data."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from data_prep import longbench
+from data_prep.text import read_utf8
+from stages.configs import HarnessEvaluation
+from stages.evaluate.answers import MetricRule, TaskGroup
+
+logger = logging.getLogger(__name__)
+
+_SPLITS = ("train", "validation", "test", "dev")
+# Fields of a task's configuration that name a split of its data.
+_SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_split")
+_WHERE = "evaluate.harness.tasks"
+# Shares whose mean no other way to sum them up gives.
+_PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
+
+
+@dataclass
+class LoadedTasks:
+    """What a name stands for: tasks, why others have no data, and groups that have a score."""
+
+    tasks: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, TaskGroup] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands in lm-eval's groups for a task without data."""
+
+    task_name: str
+
+
+def task_manager(names: Sequence[str]) -> Any:
+    """The harness's index of the folders that these tasks are in by their names, else the whole.
+
+    Raises:
+        UserError: lm-eval is not installed.
+    """
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "evaluate.harness: lm-evaluation-harness is not installed; "
+            "pip install 'bosch-pipeline[eval]'"
+        )
+    from lm_eval.tasks import TaskManager
+
+    below = Path(spec.origin).parent / "tasks"
+    folders = {below / name.split("_")[0] for name in names}
+    if all(folder.is_dir() for folder in folders):
+        paths = sorted(str(folder) for folder in folders)
+        manager = TaskManager(include_path=paths, include_defaults=False)
+        # Tasks of a group or a tag may lie in other folders.
+        if set(names) <= set(manager.all_subtasks):
+            return manager
+    return whole_index()
+
+
+@functools.cache
+def whole_index() -> Any:
+    """The index of thousands of files, which takes many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
+    """The tasks that a task, group or tag of lm-eval stands for, by name; builds none of them.
+
+    A task that stands inside its group and nowhere else is called <group>::<task>.
+
+    Raises:
+        UserError: lm-eval knows no such name.
+    """
+    index = manager.task_index
+    if name not in index:
+        raise UserError(
+            f"{_WHERE}: lm-eval knows no task {name}; `lm-eval ls tasks` lists them all"
+        )
+
+    def of_name(one: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        entry = index[one]
+        if entry.kind.name == "TAG":
+            for member in sorted(entry.tags & index.keys()):
+                yield from of_name(member)
+        elif entry.kind.name == "GROUP":
+            yield from of_group(one, entry.cfg)
+        else:
+            yield one, entry.cfg
+
+    def of_group(group: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        members = config.get("task") or []
+        for member in [members] if isinstance(members, str) else members:
+            one = member if isinstance(member, str) else member.get("group", member.get("task"))
+            if one in index:
+                yield from of_name(one)
+            elif isinstance(member, Mapping) and "group" in member:
+                yield from of_group(f"{group}::{one}", member)
+            else:
+                yield f"{group}::{one}", member if isinstance(member, Mapping) else {}
+
+    return dict(of_name(name))
+
+
+def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
+    """Raise UserError for tasks that run code of the model, or whose score is no share of 1."""
+    for name in names:
+        configs = leaf_configs(manager, name)
+        faults = {
+            "runs code that the model writes, which this project does not do": [
+                one for one, config in configs.items() if config.get("unsafe_code")
+            ],
+            "measures perplexity, which is no share of 1 (evaluate.positions measures loss)": [
+                one
+                for one, config in configs.items()
+                if config.get("output_type") == "loglikelihood_rolling"
+            ],
+        }
+        for fault, tasks in faults.items():
+            if tasks:
+                task = tasks[0] if tasks[0] == name else f"{name} has {tasks[0]}, which"
+                raise UserError(f"{_WHERE}: {task} {fault}; leave it out")
+
+
+def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTasks:
+    """The tasks that `name` stands for, each on its own local data where there is some.
+
+    They are lm-eval's, with the settings that its groups give them.
+
+    Raises:
+        UserError: lm-eval knows no such name, or its tasks cannot be scored here.
+    """
+    refuse_unscorable(manager, [name])
+    leaves = leaf_configs(manager, name)
+    inside = [one for one in leaves if "::" in one]
+    if inside and not section.hub:
+        raise UserError(
+            f"{_WHERE}: the data of {inside[0]} comes from the hub alone; set "
+            "evaluate.harness.hub: true or leave it out"
+        )
+    # Advice that is none to whoever runs a recipe.
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
+    loaded = LoadedTasks()
+    with _built_by(manager, lambda *args: _build(manager, section, loaded.missing, *args)):
+        whole = manager.load([name])
+    loaded.tasks = {
+        one: task for one, task in whole["tasks"].items() if not isinstance(task, _Absent)
+    }
+    for one, group in whole.get("groups", {}).items():
+        if group.has_aggregation:
+            loaded.groups[one] = TaskGroup(
+                tuple(_leaf_names(group)),
+                tuple(
+                    MetricRule(
+                        rule.metric,
+                        None if rule.filter_list is None else tuple(rule.filter_list),
+                        bool(rule.weight_by_size),
+                    )
+                    for rule in group.aggregate_metric_list
+                ),
+                is_asked=one == name,
+            )
+    return loaded
+
+
+class _built_by:
+    """While it lasts lm-eval builds every task of an index by `build(original, entry, overrides)`.
+
+    lm-eval has no setting for one task of a group: what is set for a group all its tasks inherit.
+    """
+
+    def __init__(self, manager: Any, build: Callable[..., Any]) -> None:
+        self._factory, self._build = manager._factory, build
+
+    def __enter__(self) -> None:
+        original = self._factory._build_task
+        self._factory._build_task = lambda entry, overrides: self._build(original, entry, overrides)
+
+    def __exit__(self, *_: object) -> None:
+        del self._factory._build_task
+
+
+def _build(
+    manager: Any,
+    section: HarnessEvaluation,
+    missing: dict[str, str],
+    original: Callable[..., Any],
+    entry: Any,
+    overrides: Mapping[str, Any] | None,
+) -> Any:
+    """A task with its data; without them its place, with the reason in `missing`."""
+    changes = dict(overrides or {})
+    try:
+        files = local_files(manager.task_index, entry.name, section.data_dir)
+        if not files and not section.hub:
+            raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
+        if files:
+            splits = _splits({**entry.cfg, **changes})
+            changes["custom_dataset"] = lambda **_: _datasets(files, splits)
+        if section.num_fewshot is not None:
+            changes["num_fewshot"] = section.num_fewshot
+        task = original(entry, changes)
+        _check_task(task)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a task's own data and code raise
+        missing[entry.name] = reason = no_data(error)
+        logger.warning("%s has no score: %s", entry.name, reason)
+        return _Absent(entry.name)
+    return task
+
+
+def no_data(error: Exception) -> str:
+    """Why a task has no score."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"its data could not be read ({reason})"
+
+
+def _check_task(task: Any) -> None:
+    """Raise where a task has no documents or worked examples, or no score that is a mean."""
+    if not len(task.eval_docs):
+        raise ValueError("it has no documents")
+    shots = task.config.num_fewshot or 0
+    examples = sum(1 for _ in islice(task.fewshot_docs() or (), shots)) if shots else 0
+    if examples < shots:
+        split = task.fewshot_cfg.split or "train"
+        raise ValueError(
+            f"its {shots} worked examples come from {split}.jsonl, which has {examples}; add "
+            "it, or set num_fewshot"
+        )
+    if not mean_metrics(task):
+        raise UserError(
+            f"{_WHERE}: {task.task_name} measures {', '.join(task.aggregation())}, which is no "
+            "mean of a share of 1 per document; leave it out"
+        )
+
+
+def mean_metrics(task: Any) -> set[str]:
+    """The task's metrics that are the mean of their values for each document."""
+
+    def is_mean(aggregation: Any) -> bool:
+        try:
+            return abs(float(aggregation(list(_PROBE))) - _PROBE_MEAN) < 1e-9
+        except Exception:  # it sums up something else than numbers
+            return False
+
+    return {metric for metric, how in task.aggregation().items() if is_mean(how)}
+
+
+def _leaf_names(group: Any) -> Iterator[str]:
+    for child in group:
+        name = getattr(child, "task_name", None)
+        yield from _leaf_names(child) if name is None else [name]
+
+
+def local_files(index: Mapping[str, Any], name: str, data_dir: str | None) -> dict[str, Path]:
+    """Files of a task below the data folder, by split.
+
+    LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; else
+    <folder>/<task>/<split>.jsonl. A task on the same data whose name `name` begins with lends its
+    files: gsm8k's serve gsm8k_cot too.
+    """
+    if data_dir is None:
+        return {}
+    root = Path(data_dir)
+    if longbench.task_of(name) is not None:
+        file = root / "longbench" / f"{name.removeprefix(longbench.PREFIX)}.jsonl"
+        return {"test": file} if file.is_file() else {}
+    config = index[name].cfg
+    splits = _splits(config)
+    words = name.split("_")
+    for count in range(len(words), 0, -1):
+        folder = "_".join(words[:count])
+        if folder != name and (folder not in index or _data(index[folder].cfg) != _data(config)):
+            continue
+        files = {split: root / folder / f"{split}.jsonl" for split in splits}
+        there = {split: path for split, path in files.items() if path.is_file()}
+        if there:
+            return there
+    return {}
+
+
+def _data(config: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    return tuple((config or {}).get(name) for name in ("dataset_path", "dataset_name"))
+
+
+def _splits(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the splits that a task reads."""
+    fewshot = config.get("fewshot_config")
+    named = [config.get(name) for name in _SPLIT_FIELDS]
+    named.append(fewshot.get("split") if isinstance(fewshot, Mapping) else None)
+    return tuple(dict.fromkeys(name for name in named if isinstance(name, str))) or _SPLITS
+
+
+def _datasets(files: Mapping[str, Path], splits: Sequence[str]) -> dict[str, Any]:
+    """A dataset for each split; one without a file is empty, for a task may do without it."""
+    from datasets import Dataset
+
+    there = {
+        split: Dataset.from_list([_with_both_names(record) for record in read_records(path)])
+        for split, path in files.items()
+    }
+    columns = next(iter(there.values())).column_names
+    empty = Dataset.from_dict({name: [] for name in columns})
+    return {split: there.get(split, empty) for split in splits}
+
+
+def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of LongBench, whose two public copies call a field `input` and `question`."""
+    if "input" in record and "context" in record:
+        return {"question": record["input"], **record}
+    return record
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Raises ValueError that names file and line."""
+    records = []
+    for number, line in enumerate(read_utf8(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected an object")
+        records.append(record)
+    return records

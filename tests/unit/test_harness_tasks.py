@@ -1,0 +1,215 @@
+"""Groups and tags of lm-eval: all of their tasks, each with its own prompts, files and rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+import pytest
+from lm_eval.api.task import ConfigurableTask, TaskConfig
+from lm_eval.tasks import TaskManager, _factory
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from bosch.errors import UserError
+from stages.configs import HarnessEvaluation
+from stages.evaluate import harness_tasks
+from stages.evaluate.answers import MetricRule, TaskGroup
+from stages.evaluate.harness_tasks import leaf_configs, load_tasks, refuse_unscorable
+from stages.evaluate.tables import suite_table
+
+FOLDERS = (
+    "mmlu", "gpqa", "arc", "bbh", "leaderboard", "babilong", "minerva_math", "glue", "longbench",
+    "blimp", "agieval", "wikitext", "humaneval", "mbpp", "gsm8k", "benchmarks", "hellaswag",
+)  # fmt: skip
+GROUPS = (
+    "mmlu", "mmlu_stem", "gpqa", "ai2_arc", "bbh", "leaderboard", "babilong", "minerva_math",
+    "glue", "longbench_e", "blimp", "agieval",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def manager() -> TaskManager:
+    below = Path(lm_eval.tasks.__file__).parent
+    paths = [str(below / name) for name in FOLDERS]
+    return TaskManager(include_path=paths, include_defaults=False)
+
+
+class Stub(ConfigurableTask):
+    """A task that keeps its settings and has two documents."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = TaskConfig(**config)
+        self.given = config
+
+    @property
+    def eval_docs(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{}, {}]
+
+    def fewshot_docs(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{}] * 100
+
+    def aggregation(self) -> dict[str, Any]:
+        return {"acc": lambda values: sum(values) / len(values)}
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks without data, and without the packages that some tasks' functions need."""
+    monkeypatch.setattr(_factory, "ConfigurableTask", Stub)
+    monkeypatch.setattr(
+        _factory, "load_yaml", lambda path, resolve_func: load_yaml(path, resolve_func=False)
+    )
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_has_the_tasks_that_lm_eval_gives_it(manager: TaskManager, name: str) -> None:
+    theirs = manager.load([name])
+    ours = load_tasks(manager, name, HarnessEvaluation(tasks=[name]))
+    assert len(theirs["tasks"]) > 1
+    assert ours.tasks.keys() == theirs["tasks"].keys() == leaf_configs(manager, name).keys()
+    assert ours.missing == {}
+    for one, task in theirs["tasks"].items():
+        assert ours.tasks[one].given == task.given
+    scored = {n: g for n, g in theirs.get("groups", {}).items() if g.has_aggregation}
+    assert ours.groups.keys() == scored.keys()
+    for one, group in scored.items():
+        assert set(ours.groups[one].tasks) == {task.task_name for task in group.get_all_tasks()}
+        assert ours.groups[one].is_asked == (one == name)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_settings_of_the_recipe_reach_every_task(manager: TaskManager) -> None:
+    loaded = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"], num_fewshot=1))
+    assert {task.given["num_fewshot"] for task in loaded.tasks.values()} == {1}
+    # What was put in place of lm-eval's own builder is gone.
+    assert "_build_task" not in vars(manager._factory)
+
+
+def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:
+    for subject, answer in (("anatomy", 0), ("astronomy", 1)):
+        row = {"question": f"A question of {subject}?", "choices": ["a", "b", "c", "d"]}
+        _write(tmp_path / f"mmlu_{subject}/test.jsonl", [{**row, "answer": answer}] * 2)
+    # The folder of the group is that of none of its subjects.
+    _write(tmp_path / "mmlu/test.jsonl", [{"question": "?", "choices": [*"abcd"], "answer": 2}])
+    section = HarnessEvaluation(tasks=["mmlu"], data_dir=str(tmp_path), hub=False)
+    loaded = load_tasks(manager, "mmlu", section)
+    assert loaded.tasks.keys() == {"mmlu_anatomy", "mmlu_astronomy"}
+    for name, task in loaded.tasks.items():
+        subject = name.removeprefix("mmlu_")
+        context = task.fewshot_context(task.eval_docs[0], 0)
+        assert f"about {subject}" in context and f"A question of {subject}?" in context
+    assert len(loaded.missing) == 55 and "holds no files of" in loaded.missing["mmlu_virology"]
+    assert loaded.groups["mmlu"].rules == (MetricRule("acc", None, True),)
+    assert len(loaded.groups["mmlu"].tasks) == 57
+    assert len(loaded.groups["mmlu_stem"].tasks) == 19
+
+
+def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
+    manager: TaskManager, tmp_path: Path
+) -> None:
+    _write(tmp_path / "gsm8k/test.jsonl", [{}])
+    index = manager.task_index
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)).keys() == {"test"}
+    _write(tmp_path / "mmlu_flan/test.jsonl", [{}])
+    name = "mmlu_flan_cot_zeroshot_anatomy"
+    assert harness_tasks.local_files(index, name, str(tmp_path)) == {}
+
+
+def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path: Path) -> None:
+    row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
+    _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
+    section = HarnessEvaluation(tasks=["mnli"], data_dir=str(tmp_path), hub=False)
+    loaded = load_tasks(manager, "mnli", section)
+    assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == 3
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("wikitext", "wikitext measures perplexity"),
+        ("humaneval", "humaneval runs code that the model writes"),
+        ("mbpp", "mbpp runs code that the model writes"),
+        ("gsm9k", "lm-eval knows no task gsm9k"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_its_settings(
+    manager: TaskManager, name: str, fault: str
+) -> None:
+    with pytest.raises(UserError, match=f"evaluate.harness.tasks: .*{fault}"):
+        refuse_unscorable(manager, ["hellaswag", name])
+
+
+@pytest.mark.usefixtures("stubs")
+def test_metrics_that_are_no_mean_are_refused_before_an_answer(
+    manager: TaskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stub, "aggregation", lambda _: {"bleu": max})
+    with pytest.raises(UserError, match="hellaswag measures bleu, which is no mean"):
+        load_tasks(manager, "hellaswag", HarnessEvaluation(tasks=["hellaswag"]))
+
+
+def test_data_of_a_task_inside_its_group_comes_from_the_hub_alone(manager: TaskManager) -> None:
+    section = HarnessEvaluation(tasks=["flan_held_in"], hub=False)
+    with pytest.raises(UserError, match=r"flan_held_in::.*-0 comes from the hub alone"):
+        load_tasks(manager, "flan_held_in", section)
+
+
+RIGHT = {"a": [1, 1, 1, 1, 1, 1, 0, 1], "b": [0, 1], "c": [0, 0, 1, 1]}
+NORM = {"a": [1, 0, 1, 0, 1, 0, 1, 0], "b": [1, 1]}
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+@pytest.mark.parametrize("filters", [None, ["none"], ["none", "strict"]])
+def test_a_groups_score_follows_its_own_rule(by_size: bool, filters: list[str] | None) -> None:
+    """Nested groups, several metrics and filters: the numbers are those of lm-eval's Group."""
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import AggMetricConfig
+
+    metrics = {
+        ("a", 0): {"acc,none": RIGHT["a"], "acc,strict": NORM["a"], "acc_norm,none": NORM["a"]},
+        ("b", 0): {"acc,none": RIGHT["b"], "acc_norm,none": NORM["b"]},
+        ("c", 0): {"acc,none": RIGHT["c"]},
+    }
+    rules = [
+        AggMetricConfig(metric, filters, weight_by_size=by_size) for metric in ("acc_norm", "acc")
+    ]
+    outer, inner = Group("outer", aggregate_metric_list=rules), Group("inner")
+    for group, names in ((outer, ["a"]), (inner, ["b", "c", "gone"])):
+        for one in names:
+            group.add(Stub({"task": one}))
+    outer.add(inner)
+    flat = {
+        name: {**{m: sum(v) / len(v) for m, v in by.items()}, "sample_len": len(by["acc,none"])}
+        for (name, _), by in metrics.items()
+    }
+    theirs = outer.aggregate(flat)
+
+    named = None if filters is None else tuple(filters)
+    group = TaskGroup(
+        ("a", "b", "c", "gone"),
+        tuple(MetricRule(metric, named, by_size) for metric in ("acc_norm", "acc")),
+        is_asked=True,
+    )
+    subtasks = {key: by["acc,none"] for key, by in metrics.items()}
+    table = suite_table(subtasks, subtasks, {"outer": group}, metrics, metrics)
+    row = table["groups"]["outer"]
+    expected = {m: v for m, v in theirs.items() if m in metrics["a", 0]}
+    assert {m: one["score"] for m, one in row["metrics"].items()} == pytest.approx(
+        {metric: 100 * value for metric, value in expected.items()}
+    )
+    assert row["score"] == pytest.approx(100 * theirs["acc_norm,none"])
+    assert (row["tasks"], row["of"]) == (["a", "b"], 4)
+    assert row["low"] < row["score"] < row["high"]
+    assert row["against_original"]["difference"] == 0.0
+    # A group of documents is one task among others; else its tasks are.
+    average = row["score"] if by_size else 100 * (7 / 8 + 1 / 2 + 1 / 2) / 3
+    assert table["average"] == pytest.approx(average)
+    assert table["by_length"]["0"]["score"] == table["average"]
