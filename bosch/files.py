@@ -1,18 +1,48 @@
-"""Write files so that a crash or a power cut leaves either the old or the new content."""
+"""Files: written so that a crash leaves the old or the new content, and read within limits."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 _TEMPORARY = ".tmp-"
-_MOST_JSON_BYTES = 256 * 1024**2
+NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
+_SCANNED_BYTES = 2**20
+# For scanning JSON: what opens a value or parts two, and brackets as signed bytes, in and out.
+_SEPARATORS = b",:[{"
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@dataclass(frozen=True)
+class JsonLimits:
+    """How large a JSON text may be that a stranger may have written.
+
+    A value in Python takes up to about 100 bytes however short it is in the file, so the count of
+    values (each key, list and object is one too) bounds the memory, and bytes alone do not.
+    """
+
+    most_bytes: int
+    most_values: int
+    most_depth: int = 100
+
+
+# The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
+# 100,000 tensors has 12 MB and 200,000.
+JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
+# config.json and its like: some MB where every module's quantisation is listed. transformers takes
+# 30 microseconds for a key.
+CONFIG_LIMITS = JsonLimits(4 * 2**20, 100_000)
 
 
 def canonical_json(value: Any) -> str:
@@ -88,28 +118,84 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None where it is missing or torn."""
+    """The value of a JSON file; None where it is missing, torn or beyond all limits."""
     try:
         return load_json(path)
     except (OSError, ValueError):
         return None
 
 
-def load_json(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> Any:
+def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
-    with path.open("rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"longer than {most_bytes:,} bytes")
-    return parse_json(content)
+    return parse_json(_read_within(path, limits), limits)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError for whatever is wrong with it, deep nesting included."""
+def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:
+    """Raise ValueError for a file beyond the limits, before another library reads it as JSON.
+
+    It may still be no JSON. Raises OSError where it cannot be read.
+    """
+    _scan(_read_within(path, limits), limits)
+
+
+def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
+    """The value of a JSON text in UTF-8; ValueError for whatever is wrong with it."""
+    _scan(text, limits)
     try:
-        return json.loads(text)
+        return json.loads(text.decode())
     except RecursionError:
         raise ValueError("too many values inside each other") from None
+
+
+def _read_within(path: Path, limits: JsonLimits) -> bytes:
+    with open_regular(path) as file:
+        content = file.read(limits.most_bytes + 1)
+    if len(content) > limits.most_bytes:
+        raise ValueError(f"longer than {limits.most_bytes:,} bytes")
+    return content
+
+
+def _scan(text: bytes, limits: JsonLimits) -> None:
+    """Raise ValueError where a JSON text has more values, or more inside each other, than allowed.
+
+    Nothing is built. Up to the first character at which the text is no JSON, what stands outside
+    its strings is what a parser sees there.
+    """
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    values, quotes, depth = 1, 0, 0
+    for start in range(0, len(text), _SCANNED_BYTES):
+        parts = text[start : start + _SCANNED_BYTES].split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        values += sum(map(outside.count, _SEPARATORS))
+        if max(values, quotes // 2) > limits.most_values:
+            raise ValueError(f"more than {limits.most_values:,} values")
+        steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
+        if max(itertools.accumulate(steps, initial=depth)) > limits.most_depth:
+            raise ValueError(f"more than {limits.most_depth} values inside each other")
+        depth += sum(steps)
+
+
+def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """A file opened for reading, as bytes.
+
+    Raises OSError, also for a pipe, socket or device, which would block or never end.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        _refuse(path)
+    # Whatever has taken the file's place in between is not waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        _refuse(path)
+    return open(descriptor, "rb", buffering=buffering)
+
+
+def _refuse(path: str | os.PathLike[str]) -> NoReturn:
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def file_sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:

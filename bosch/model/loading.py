@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import cached_file
 
 from bosch.attention import resolve_backend
 from bosch.errors import UserError
-from bosch.files import load_json
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
 from bosch.model.families import FAMILIES, HYBRID_PREFIX
 from bosch.model.registration import register_model
+from bosch.model.untrusted import DEQUANTISED, check_model_file, check_model_files
+from bosch.weight_files import weight_faults
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Configuration of a model directory or hub name; raises UserError when it cannot be read."""
     folder = Path(path)
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
+    is_local = os.path.isdir(path)
+    if is_local:
+        if not os.path.isfile(folder / "config.json"):
             raise UserError(f"{path}: not a model directory, it has no config.json")
-        try:
-            load_json(file)
-        except ValueError as error:
-            raise UserError(f"{file}: not valid JSON ({error}); get the model again") from error
-    elif path.startswith((".", "/", "~")) or folder.exists():
+        check_model_files(folder)
+    elif path.startswith((".", "/", "~")) or os.path.exists(path):
         raise UserError(f"{path}: no such model directory")
     try:
+        for name in ("config.json", "generation_config.json") if not is_local else ():
+            file = cached_file(
+                path, name, revision=revision, _raise_exceptions_for_missing_entries=False
+            )
+            if file is not None:
+                check_model_file(Path(file))
         return AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -73,7 +79,9 @@ def load_model(
     name = str(path)
     if config is None:
         config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {}
+    # Not the one that config.json names, which transformers may fetch from the hub as a kernel.
+    options: dict[str, Any] = {"attn_implementation": None}
+    _load_dequantised(config)
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
     if is_hybrid(config):
@@ -89,6 +97,8 @@ def load_model(
             return make(
                 config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
             ).eval()
+    if os.path.isdir(name) and (fault := next(weight_faults(Path(name)), None)) is not None:
+        raise UserError(fault)
     if device is not None and torch.device(device).type == "cuda" and _has_accelerate():
         # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
         # the host's memory first.
@@ -97,7 +107,7 @@ def load_model(
         loaded: Any = auto_class(config).from_pretrained(
             name, config=config, dtype=torch_dtype, revision=revision,
             trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options,
+            ignore_mismatched_sizes=True, use_safetensors=True, **options,
         )  # fmt: skip
     except UserError:
         raise
@@ -110,6 +120,14 @@ def load_model(
     if device is not None:
         model.to(device)
     return model.eval()
+
+
+def _load_dequantised(config: Any) -> None:
+    """Have weights that kernels from the hub would compute with loaded in the model's dtype."""
+    for part in (config, config.get_text_config(decoder=True)):
+        quantisation = getattr(part, "quantization_config", None)
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
+            part.quantization_config = {**quantisation, "dequantize": True}
 
 
 def _has_accelerate() -> bool:

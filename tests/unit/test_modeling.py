@@ -221,7 +221,7 @@ def test_damaged_directories_are_refused_in_one_sentence(tmp_path: Path) -> None
     weights = tmp_path / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="cannot load the model: Error"):
+    with pytest.raises(UserError, match="header asks for"):
         load_model(tmp_path)
     weights.unlink()
     with pytest.raises(UserError, match="cannot load the model: Error"):

@@ -132,7 +132,7 @@ def test_escapes_from_a_strangers_file_do_not_reach_the_terminal(case: Case) -> 
 
 
 def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
-    for text in ("[" * 200_000, "9" * 5000, "{", '{"a": ' * 100_000):
+    for text in (b"[" * 200_000, b"9" * 5000, b"{", b'{"a": ' * 100_000):
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
     write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
