@@ -11,7 +11,7 @@ from bosch.files import JSON_LIMITS, load_json, open_regular, parse_json
 # A model of 10**12 parameters has some hundred files.
 _MOST_FILES = 10_000
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 # What transformers would take weights from as well, or instead: an adapter beside them, and a
 # distributed checkpoint. No key covers these.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
@@ -32,7 +32,7 @@ def weight_faults(directory: Path) -> Iterator[str]:
         return
     for name in names:
         try:
-            if name != _INDEX:
+            if name != INDEX:
                 _check_safetensors(directory / name)
         except UserError as fault:
             yield str(fault)
@@ -43,7 +43,7 @@ def weight_files(directory: Path) -> list[str]:
 
     Raises UserError for an index that cannot be read, or that names a file outside the directory.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
     # Where both are there, transformers reads the one file.
     single = [_WEIGHTS] if (directory / _WEIGHTS).is_file() or not index.is_file() else []
     if not index.is_file():
@@ -63,7 +63,7 @@ def weight_files(directory: Path) -> list[str]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise UserError(f"{index} names the weights {name!r}, no file of its directory")
-    return [*single, _INDEX, *sorted(names)]
+    return [*single, INDEX, *sorted(names)]
 
 
 def _check_safetensors(path: Path) -> None:

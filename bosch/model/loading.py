@@ -18,7 +18,12 @@ from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
 from bosch.model.families import FAMILIES, HYBRID_PREFIX
 from bosch.model.registration import register_model
-from bosch.model.untrusted import DEQUANTISED, check_model_file, check_model_files
+from bosch.model.untrusted import (
+    DEQUANTISED,
+    check_faults,
+    model_file_fault,
+    model_file_faults,
+)
 from bosch.weight_files import weight_faults
 
 
@@ -29,7 +34,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     if is_local:
         if not os.path.isfile(folder / "config.json"):
             raise UserError(f"{path}: not a model directory, it has no config.json")
-        check_model_files(folder)
+        check_faults(model_file_faults(folder))
     elif path.startswith((".", "/", "~")) or os.path.exists(path):
         raise UserError(f"{path}: no such model directory")
     try:
@@ -38,7 +43,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
                 path, name, revision=revision, _raise_exceptions_for_missing_entries=False
             )
             if file is not None:
-                check_model_file(Path(file))
+                check_faults(model_file_fault(Path(file)))
         return AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -97,8 +102,8 @@ def load_model(
             return make(
                 config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
             ).eval()
-    if os.path.isdir(name) and (fault := next(weight_faults(Path(name)), None)) is not None:
-        raise UserError(fault)
+    if os.path.isdir(name):
+        check_faults(weight_faults(Path(name)))
     if device is not None and torch.device(device).type == "cuda" and _has_accelerate():
         # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
         # the host's memory first.

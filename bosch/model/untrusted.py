@@ -8,15 +8,30 @@ nothing are let by, wherever in the file they stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError, printable
 from bosch.files import CONFIG_LIMITS, JSON_LIMITS, check_json, load_json
+from bosch.weight_files import INDEX
 
-# Read as configurations; the others, those of tokenizers, hold whole vocabularies.
-_CONFIGS = ("config.json", "generation_config.json")
+# Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
+# names of all tensors,
+TOKENIZER_FILE = "tokenizer.json"
+_LARGE = (TOKENIZER_FILE, "vocab.json", "tekken.json", INDEX)
+# these only settings.
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "normalizer.json", "chat_template.json", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+_NO_JSON = ("*.model", "*.spm", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt", "vocab.bpe")
+# Florence 2 has 1,000; transformers compares each with all others: 32 s for 50,000.
+_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_MOST_SPECIAL_TOKENS = 10_000
 _ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
     "flash_attention_4",
@@ -39,26 +54,41 @@ DEQUANTISED = ("fp8", "mxfp4")
 _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
 
 
-def check_model_files(directory: Path) -> None:
-    """Raise UserError for JSON beyond all limits, and for a configuration that chooses code."""
-    for path in sorted(directory.glob("*.json")):
-        check_model_file(path)
+def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> Iterator[str]:
+    """A sentence for each file beyond all limits, and for a configuration that chooses code."""
+    for name in (*_LARGE, *CONFIG_FILES):
+        if name not in read_already and os.path.lexists(directory / name):
+            yield from model_file_fault(directory / name)
+    for pattern in _NO_JSON:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file() and path.stat().st_size > JSON_LIMITS.most_bytes:
+                yield f"{path} is longer than {JSON_LIMITS.most_bytes:,} bytes"
 
 
-def check_model_file(path: Path) -> None:
-    """The same for one file of a model directory."""
-    small = path.name in _CONFIGS
+def model_file_fault(path: Path) -> Iterator[str]:
+    """The same for one JSON file of a model directory."""
     try:
-        if not small and path.name != "tokenizer_config.json":
+        if path.name in _LARGE:
             check_json(path, JSON_LIMITS)
             return
-        content = load_json(path, CONFIG_LIMITS if small else JSON_LIMITS)
+        content = load_json(path, CONFIG_LIMITS)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read as JSON ({reason}); get the model again") from None
-    fault = next(code_faults(content), None)
+        yield f"{path} cannot be read as JSON ({reason}); get the model again"
+        return
+    for fault in itertools.islice(code_faults(content), 1):
+        yield f"{path}: {fault}"
+    for name in _SPECIAL_TOKENS if isinstance(content, dict) else ():
+        tokens = content.get(name)
+        if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
+            yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"
+
+
+def check_faults(faults: Iterator[str]) -> None:
+    """Raise UserError for the first fault."""
+    fault = next(faults, None)
     if fault is not None:
-        raise UserError(f"{path}: {fault}")
+        raise UserError(fault)
 
 
 def code_faults(content: Any, place: str = "") -> Iterator[str]:

@@ -270,12 +270,24 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
             yield f"{half} model.dtype asks for float32; choose sdpa or flex"
         if train is not None and train.mixed_precision == "no":
             yield f"{half} train.mixed_precision = no trains in float32; choose sdpa or flex"
+    if backend in ("flex", "flash", "varlen") and _has_other_logits(loaded):
+        yield (
+            f"runtime.attention: {backend} has neither capped attention scores nor an extra logit "
+            "per head, the model has; choose sdpa"
+        )
     dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
     if backend == "flex" and train is not None and dropout:
         yield (
             "runtime.attention: flex has no attention dropout, the model's config.json asks for "
             f"{dropout}; choose sdpa or flash"
         )
+
+
+def _has_other_logits(loaded: LoadedRecipe) -> bool:
+    try:
+        return loaded.info is not None and not loaded.info.plain_logits
+    except UserError:  # said of the model already
+        return False
 
 
 def _output_root(loaded: LoadedRecipe) -> Iterator[str]:

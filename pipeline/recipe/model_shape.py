@@ -15,8 +15,8 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json
 from bosch.model.stored_config import StoredConfig, merged_text
-from bosch.model.untrusted import check_model_file, code_faults
-from bosch.weight_files import weight_faults
+from bosch.model.untrusted import code_faults, model_file_faults
+from bosch.weight_files import INDEX, weight_faults
 
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
@@ -209,9 +209,5 @@ def file_faults(directory: Path) -> Iterator[str]:
         yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
     for fault in weight_faults(directory):
         yield f"model.path: {fault}"
-    for path in sorted(directory.glob("*.json")):
-        try:
-            if path.name != "config.json":  # it is read, with what is wrong in it, for its sizes
-                check_model_file(path)
-        except UserError as fault:
-            yield f"model.path: {fault}"
+    for fault in model_file_faults(directory, {"config.json", INDEX}):
+        yield f"model.path: {fault}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -352,6 +353,27 @@ def test_flash_needs_half_precision_in_search_and_training(case: Case) -> None:
     assert "train.mixed_precision = no trains in float32" in message
     load_recipe(case.file, ["runtime.attention=sdpa", *changes[1:]])
     load_recipe(case.file, changes[:1])
+
+
+@pytest.mark.parametrize(
+    ("config", "is_plain"),
+    [
+        ({"model_type": "gemma2"}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, True),
+        ({"model_type": "gpt_oss"}, False),
+        ({"model_type": "qwen3"}, True),
+    ],
+)
+@pytest.mark.parametrize("backend", ["flex", "flash", "varlen", "sdpa", "auto"])
+def test_capped_scores_need_a_backend_that_has_them(
+    case: Case, config: dict[str, Any], is_plain: bool, backend: str
+) -> None:
+    case.change_config(**config)
+    if is_plain or backend in ("sdpa", "auto"):
+        load_recipe(case.file, [f"runtime.attention={backend}"])
+    else:
+        assert "neither capped attention scores" in case.fault(f"runtime.attention={backend}")
 
 
 def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
