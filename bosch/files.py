@@ -128,7 +128,7 @@ def read_json(path: Path) -> Any:
 
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
-    return parse_json(_read_within(path, limits), limits)
+    return parse_json(read_within(path, limits.most_bytes), limits)
 
 
 def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:
@@ -136,7 +136,7 @@ def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:
 
     It may still be no JSON. Raises OSError where it cannot be read.
     """
-    check_json_text(_read_within(path, limits), limits)
+    check_json_text(read_within(path, limits.most_bytes), limits)
 
 
 def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
@@ -148,11 +148,12 @@ def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
         raise ValueError("too many values inside each other") from None
 
 
-def _read_within(path: Path, limits: JsonLimits) -> bytes:
+def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
+    """A file's bytes. Raises OSError, or ValueError where it is longer than `most_bytes`."""
     with open_regular(path) as file:
-        content = file.read(limits.most_bytes + 1)
-    if len(content) > limits.most_bytes:
-        raise ValueError(f"longer than {limits.most_bytes:,} bytes")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"longer than {most_bytes:,} bytes")
     return content
 
 

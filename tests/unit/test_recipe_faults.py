@@ -64,7 +64,13 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
         ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),
         ("model.path=" + "m" * 5000, "model.path: no path can be that long"),
+        ("search.mask=" + "m" * 5000, "search.mask: no path can be that long"),
+        ("runtime.output_root=~nobody-here/x", "there is no user nobody-here here"),
+        ("prepare.calibration.essay_dir=~nobody-here", "there is no user nobody-here here"),
+        ("runtime.output_root=/proc", "runtime.output_root: /proc is the system's own"),
+        ("runtime.output_root=/proc/self/x", "runtime.output_root: /proc/self/x is the system's"),
         ("name=" + "n" * 300, "name: 'nnn"),
+        ("name=ü→", "name: 'ü→' cannot name a folder; use 1 to 100 letters"),
         ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name: expected one line of"),
         ('report.title="\\e[31mred"', "a text holds the control character '\\x1b'"),
         ("evaluate.needle.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
@@ -305,6 +311,24 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
     assert "damaged Parquet file" in case.fault(*overrides)
     (tmp_path / "empty").mkdir()
     assert "empty holds no file" in case.fault(f"prepare.sources.0.path={tmp_path / 'empty'}")
+
+
+@pytest.mark.parametrize("command", ["validate", "status", "run"])
+@pytest.mark.parametrize("place", ["runs", "runs/tiny"])
+@pytest.mark.parametrize(("target", "what"), [(None, "a file"), ("gone", "a link that leads now")])
+def test_what_is_no_folder_for_results_is_named(
+    case: Case,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    place: str,
+    target: str | None,
+    what: str,
+) -> None:
+    path = case.folder / place
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target) if target else path.touch()
+    assert main([command, str(case.file)]) == 2
+    assert f"runtime.output_root: {path} is {what}" in capsys.readouterr().err
 
 
 def test_processes_come_from_torchrun_variables(case: Case) -> None:
