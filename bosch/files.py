@@ -1,10 +1,11 @@
-"""Write files so that a crash or a power cut leaves either the old or the new content."""
+"""Files: written so that a crash leaves the old or the new content, and read within limits."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -20,11 +22,37 @@ from bosch.this_process import is_alive, process_place
 _TEMPORARY = ".tmp-"
 # The place and number of the process that writes a temporary file, so that others see it is dead.
 _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
-_MOST_JSON_BYTES = 256 * 1024**2
 _CHUNK = 4 * 1024**2
-NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
+NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
+_SCANNED_BYTES = 2**20
+# For scanning JSON: what opens a value or parts two, and brackets as signed bytes, in and out.
+_SEPARATORS = b",:[{"
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@dataclass(frozen=True)
+class JsonLimits:
+    """How large a JSON text may be that a stranger may have written.
+
+    A value in Python takes up to about 100 bytes however short it is in the file, so the count of
+    values (each key, list and object is one too) bounds the memory, and bytes alone do not.
+    """
+
+    most_bytes: int
+    most_values: int
+    most_depth: int = 100
+
+
+# The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
+# 100,000 tensors has 12 MB and 200,000.
+JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
+# config.json and its like: tokenizer_config.json of Gemma 3 lists 6,400 tokens in 1.2 MB and 96,000
+# values, and a config.json may list every module's quantisation. transformers takes 30 microseconds
+# for a key.
+CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
 
 
 def canonical_json(value: Any) -> str:
@@ -106,28 +134,64 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None where it is missing or torn."""
+    """The value of a JSON file; None where it is missing, torn or beyond all limits."""
     try:
         return load_json(path)
     except (OSError, ValueError):
         return None
 
 
-def load_json(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> Any:
+def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
+    return parse_json(read_within(path, limits.most_bytes), limits)
+
+
+def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:
+    """Raise ValueError for a file beyond the limits, before another library reads it as JSON.
+
+    It may still be no JSON. Raises OSError where it cannot be read.
+    """
+    check_json_text(read_within(path, limits.most_bytes), limits)
+
+
+def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
+    """The value of a JSON text in UTF-8; ValueError for whatever is wrong with it."""
+    check_json_text(text, limits)
+    try:
+        return json.loads(text.decode())
+    except RecursionError:
+        raise ValueError("too many values inside each other") from None
+
+
+def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
+    """A file's bytes. Raises OSError, or ValueError where it is longer than `most_bytes`."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"longer than {most_bytes:,} bytes")
-    return parse_json(content)
+    return content
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError for whatever is wrong with it, deep nesting included."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("too many values inside each other") from None
+def check_json_text(text: bytes, limits: JsonLimits) -> None:
+    """Raise ValueError where a JSON text has more values, or more inside each other, than allowed.
+
+    Nothing is built. Up to the first character at which the text is no JSON, what stands outside
+    its strings is what a parser sees there.
+    """
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    values, quotes, depth = 1, 0, 0
+    for start in range(0, len(text), _SCANNED_BYTES):
+        parts = text[start : start + _SCANNED_BYTES].split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        values += sum(map(outside.count, _SEPARATORS))
+        if max(values, quotes // 2) > limits.most_values:
+            raise ValueError(f"more than {limits.most_values:,} values")
+        steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
+        if max(itertools.accumulate(steps, initial=depth)) > limits.most_depth:
+            raise ValueError(f"more than {limits.most_depth} values inside each other")
+        depth += sum(steps)
 
 
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:

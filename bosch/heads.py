@@ -7,6 +7,7 @@ mask can be read, compared and written without loading torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import load_json, write_json
+from bosch.files import CONFIG_LIMITS, load_json, write_json
 from bosch.window import Window
 
 _FORMAT = 1
+_MOST_HEADS = 10_000  # a layer; no model is near it
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +204,13 @@ class HeadMaskFile:
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
         try:
-            content = load_json(Path(path))
+            content = load_json(Path(path), CONFIG_LIMITS)
         except OSError as error:
             raise UserError(f"{path}: cannot read the head mask ({error.strerror})") from error
         except ValueError as error:
-            raise UserError(f"{path}: the head mask is not valid JSON; make it again") from error
+            raise UserError(
+                f"{path}: the head mask is not valid JSON ({error}); make it again"
+            ) from error
         return _checked_file(content, path)
 
 
@@ -236,6 +240,13 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
             raise UserError(f"{path}: {name} has an unexpected value {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{path}: {name} is {value}, expected a finite number")
+    ratio, heads = content["swa_ratio"], content["num_key_value_heads"]
+    if not 0 <= ratio <= 1:
+        raise UserError(f"{path}: swa_ratio is {ratio}, expected a share from 0 to 1")
+    if not 1 <= heads <= _MOST_HEADS:
+        raise UserError(f"{path}: num_key_value_heads is {heads}; that is no model")
     rows = content["swa_kv_heads"]
     if not all(isinstance(row, list) and all(type(h) is int for h in row) for row in rows):
         raise UserError(f"{path}: swa_kv_heads must hold one list of head indices per layer")

@@ -1,4 +1,4 @@
-"""Whether the safetensors files of a model directory are there and whole; reads headers only."""
+"""Whether a model directory's weights are there and whole, and no others; reads headers only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from bosch.errors import UserError
-from bosch.files import load_json, open_regular, parse_json
+from bosch.files import JSON_LIMITS, load_json, open_regular, parse_json
 
-_HEADER_LIMIT = 100 * 1024**2
+# A model of 10**12 parameters has some hundred files.
+_MOST_FILES = 10_000
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+# What transformers would take weights from as well, or instead: an adapter beside them, and a
+# distributed checkpoint. No key covers these.
+_OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
 
 
 def weight_faults(directory: Path) -> Iterator[str]:
-    """A sentence for each file of weights that is missing, damaged or cut short."""
+    """A sentence for each file of weights that is missing, damaged, cut short or one too many."""
+    for pattern in _OTHER_WEIGHTS:
+        for other in sorted(directory.glob(pattern))[:1]:
+            yield (
+                f"{other} is beside the model: transformers would load other weights by it; merge "
+                "an adapter into the model, or move the file away"
+            )
     try:
         names = weight_files(directory)
     except UserError as fault:
@@ -22,7 +32,7 @@ def weight_faults(directory: Path) -> Iterator[str]:
         return
     for name in names:
         try:
-            if name != _INDEX:
+            if name != INDEX:
                 _check_safetensors(directory / name)
         except UserError as fault:
             yield str(fault)
@@ -33,7 +43,7 @@ def weight_files(directory: Path) -> list[str]:
 
     Raises UserError for an index that cannot be read, or that names a file outside the directory.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
     # Where both are there, transformers reads the one file.
     single = [_WEIGHTS] if (directory / _WEIGHTS).is_file() or not index.is_file() else []
     if not index.is_file():
@@ -47,11 +57,13 @@ def weight_files(directory: Path) -> list[str]:
     if not isinstance(weights, dict):
         raise UserError(f"{index} is damaged: it has no weight_map")
     names = {name if isinstance(name, str) else repr(name) for name in weights.values()}
+    if len(names) > _MOST_FILES:
+        raise UserError(f"{index} names {len(names):,} files of weights; that is no model")
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise UserError(f"{index} names the weights {name!r}, no file of its directory")
-    return [*single, _INDEX, *sorted(names)]
+    return [*single, INDEX, *sorted(names)]
 
 
 def _check_safetensors(path: Path) -> None:
@@ -59,8 +71,10 @@ def _check_safetensors(path: Path) -> None:
         size = path.stat().st_size
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            if size < 8 or length > size - 8:
                 raise ValueError("its header is cut short")
+            if length > JSON_LIMITS.most_bytes:
+                raise ValueError(f"its header has {length:,} bytes")
             header = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         expected = 8 + length + max(ends, default=0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bosch.errors import UserError
+from bosch.files import load_json
 from data_prep.text import read_utf8
 
 _SUFFIXES = (".txt", ".md", ".json")
@@ -62,11 +62,10 @@ def haystack_files(folder: Path, name: str = "essay_dir") -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    text = read_utf8(path)
     if path.suffix != ".json":
-        return text
+        return read_utf8(path)
     try:
-        field = json.loads(text)["text"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        field = load_json(path)["text"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: expected a JSON object with a field `text`") from None
     return str(field)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from bosch.errors import RunError, UserError
 from data_prep.filters import Filters
 from data_prep.records import printable, text_problem
@@ -23,6 +25,7 @@ def open_dataset(
     """
     from datasets import load_dataset
 
+    _register_zstd()
     local = is_local(path)
     name = str(Path(path).expanduser()) if local else path
     commit = None if local else revision
@@ -30,6 +33,19 @@ def open_dataset(
         return load_dataset(name, subset, split=split, revision=commit, streaming=True)
     except Exception as error:
         raise _fault(f"{where}: dataset {path}", error) from None
+
+
+def _register_zstd() -> None:
+    """Have fsspec, by which datasets opens files, read .zst as a source of kind jsonl does.
+
+    By itself it does so only where one more package is installed.
+    """
+    from fsspec.compression import compr, register_compression
+
+    if "zstd" not in compr:
+        register_compression(
+            "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
+        )
 
 
 def read_dataset(

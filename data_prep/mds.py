@@ -8,7 +8,6 @@ variable size, then the columns' bytes in the index's order.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from bosch.errors import UserError
-from bosch.files import open_regular
+from bosch.files import open_regular, parse_json
 from data_prep.mds_index import Shard
+from data_prep.records import RECORD_LIMITS
 from data_prep.text import decode_utf8
 
 # A file of a few kilobytes may claim to be gigabytes when it is decompressed.
@@ -135,7 +135,7 @@ def _decoder(encoding: str, where: str) -> _Decoder:
     if encoding == "bytes":
         return bytes
     if encoding == "json":
-        return lambda data: json.loads(bytes(data))
+        return lambda data: parse_json(bytes(data), RECORD_LIMITS)
     if encoding == "int" or encoding in _SCALARS:
         dtype = np.dtype("<i8" if encoding == "int" else encoding)
         return lambda data: np.frombuffer(data, dtype)[0].item()

@@ -9,12 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bosch.errors import UserError
+from bosch.files import load_json
 
 INDEX = "index.json"
 
 # What an index may state, each with its constructor's name in hashlib or xxhash.
 _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
+
+# Of one shard: some for each of its columns.
+_MOST_VALUES = 10_000
 
 # Offsets in a shard are 32-bit.
 _Size = Annotated[int, Field(ge=0, lt=2**32)]
@@ -75,10 +79,6 @@ class Shard(_Model):
         return bool(self.raw_data.hashes)
 
 
-class _Index(_Model):
-    shards: list[Shard]
-
-
 def read_index(path: Path) -> list[Shard]:
     """The shards of an index, in order.
 
@@ -87,20 +87,50 @@ def read_index(path: Path) -> list[Shard]:
             its folder; says where.
     """
     try:
-        shards = _Index.model_validate_json(path.read_bytes()).shards
+        content = load_json(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _no_index(path, " ".join(str(error).split())) from None
+    entries = content.get("shards") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise _no_index(path, "expected an object with a list `shards`")
+    return [_shard(path, number, entry) for number, entry in enumerate(entries)]
+
+
+def _shard(path: Path, number: int, entry: Any) -> Shard:
+    # Wrong values are reported one by one, each in a kilobyte: a shard may not have many.
+    if _is_larger(entry, _MOST_VALUES):
+        raise _no_index(path, f"shards.{number}: more than {_MOST_VALUES:,} values")
+    try:
+        shard = Shard.model_validate(entry)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(f"{name}"[:50] for name in fault["loc"])
+        place = ".".join(f"{name}"[:50] for name in ("shards", number, *fault["loc"]))
         place = "".join(c if c.isprintable() else "?" for c in place)
-        reason = f"{place}: {fault['msg']}" if place else fault["msg"]
-        raise UserError(f"{path}: not an index of MDS shards, version 2 ({reason})") from None
-    for number, shard in enumerate(shards):
-        fault_text = _fault(shard)
-        if fault_text:
-            raise UserError(f"{path}: shards.{number}: {fault_text}")
-    return shards
+        raise _no_index(path, f"{place}: {fault['msg']}") from None
+    fault_text = _fault(shard)
+    if fault_text:
+        raise UserError(f"{path}: shards.{number}: {fault_text}")
+    return shard
+
+
+def _no_index(path: Path, reason: str) -> UserError:
+    return UserError(f"{path}: not an index of MDS shards, version 2 ({reason})")
+
+
+def _is_larger(value: Any, most: int) -> bool:
+    """Whether a JSON value holds more than `most` values and keys."""
+    waiting, count = [value], 0
+    while waiting and count <= most:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            count += len(value)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return count > most
 
 
 def _fault(shard: Shard) -> str | None:

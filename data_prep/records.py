@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from bosch.errors import UserError
-from bosch.files import open_regular, require_regular
+from bosch.files import JsonLimits, check_json_text, open_regular, require_regular
 from data_prep.filters import Filters
 from data_prep.text import decode_utf8
 
-# A record is held whole while it is read; one of this size takes up to a gigabyte.
+# A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do
+# its values.
 MOST_RECORD_BYTES = 64 * 2**20
+RECORD_LIMITS = JsonLimits(MOST_RECORD_BYTES, 2_000_000, most_depth=1000)
+# A shorter line cannot hold so many.
+_COUNTED_BYTES = 2**20
+# What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
+_MOST_DECOMPRESSED = 2**26
+_MOST_RATIO = 256
+_MOST_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
 
@@ -39,8 +48,9 @@ def read_jsonl(
         UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
     try:
+        most_bytes = _most_bytes(path)
         with _open_binary(path) as file:
-            at = start
+            at, empty_lines = start, 0
             if at:
                 file.seek(at - 1)
                 at += _skip_line(file) - 1
@@ -52,9 +62,22 @@ def read_jsonl(
                     raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
                     yield _record_text(line, at, path, field, filters)
+                    empty_lines = 0
+                else:
+                    empty_lines += 1
                 at += len(line)
+                if empty_lines > _MOST_EMPTY_LINES or at > most_bytes:
+                    raise UserError(
+                        f"{path}: more than {_MOST_EMPTY_LINES:,} empty lines one after another, "
+                        f"or {_MOST_RATIO} times its size decompressed; that is no text"
+                    )
     except OSError as error:
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
+
+
+def _most_bytes(path: Path) -> float:
+    size = path.stat().st_size
+    return _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
 
 
 def _skip_line(file: io.BufferedIOBase) -> int:
@@ -76,6 +99,11 @@ def _open_binary(path: Path) -> io.BufferedIOBase:
 
 
 def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters) -> str | None:
+    try:
+        if len(line) > _COUNTED_BYTES:
+            check_json_text(line, RECORD_LIMITS)
+    except ValueError as error:
+        raise _record_fault(path, at, f"a record of {error}; leave it out") from None
     try:
         record, checked = _parse(line, path, at)
     except json.JSONDecodeError as error:
@@ -171,10 +199,11 @@ def parquet_row_groups(path: Path, field: str) -> int:
     return int(file.num_row_groups)
 
 
-def _open_parquet(path: Path) -> Any:
+def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
     try:
         require_regular(path)
-        return pq.ParquetFile(path)
+        # A text that is repeated stays one: a file of kilobytes may repeat a large one for ever.
+        return pq.ParquetFile(path, read_dictionary=list(texts))
     except _PARQUET_FAULTS as error:
         reason = _reason(error)
         raise UserError(f"{path}: not a whole Parquet file ({reason}); get it again") from None
@@ -195,12 +224,14 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
     """
     where, row = f"{path}, row group {group}", 0
     try:
-        file = _open_parquet(path)
+        file = _open_parquet(path, [field])
         rows = _rows_per_batch(file, group, field)
         columns = list(dict.fromkeys([field, *filters.matches]))
         for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
             filter_columns = [name for name in filters.matches if name in batch.schema.names]
             for index, scalar in enumerate(batch.column(field)):
+                if isinstance(scalar, pa.DictionaryScalar):
+                    scalar = scalar.value
                 if _scalar_bytes(scalar) > MOST_RECORD_BYTES:
                     raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
                 value = scalar.as_py()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bosch.errors import UserError
+from bosch.files import load_json
 from data_prep.essays import essay_identity
 from data_prep.needles import (
     Needle,
     encode_prompt,
 )
-from data_prep.text import read_utf8
 from data_prep.words import WordLists, ruler_words
 
 # From here on RULER's own steps are used; below, its smallest haystacks do not fit.
@@ -185,6 +184,8 @@ class RulerTask(ABC):
 def read_data(path: Path) -> Any:
     """The JSON content of one of RULER's files. Raises UserError where it is damaged."""
     try:
-        return json.loads(read_utf8(path))
-    except json.JSONDecodeError as error:
+        return load_json(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON ({error}); get the file again") from None

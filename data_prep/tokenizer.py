@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import math
+import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +17,19 @@ import numpy as np
 
 from bosch.errors import UserError
 from bosch.files import load_json
+from bosch.model.untrusted import (
+    CONFIG_FILES,
+    TOKENIZER_FILE,
+    check_faults,
+    model_file_fault,
+    model_file_faults,
+)
 
 # Characters that are encoded at once; each takes more than 100 bytes while it is.
 WINDOW = 2**17
 OVERLAP = 2**12
+# Unicode's own forms make 18 characters of one at most, and a few steps put one beside each.
+_MOST_GROWTH = 256
 
 
 @dataclass(frozen=True)
@@ -37,8 +50,9 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _check_files(spec)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
     except Exception as error:
@@ -46,6 +60,90 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
             _check_json(file)
         reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
+    if tokenizer.is_fast:  # also one that was converted from another form
+        backend = tokenizer.backend_tokenizer
+        parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
+        check_growth(spec.path, {k: json.loads(v.__getstate__()) for k, v in parts.items() if v})
+    return tokenizer
+
+
+def _check_files(spec: TokenizerSpec) -> None:
+    """Raise UserError for files that would take all memory, or time, while they are loaded."""
+    if os.path.isdir(spec.path):
+        folder = Path(spec.path)
+        check_faults(model_file_faults(folder))
+        file: Path | None = folder / TOKENIZER_FILE
+    else:
+        file = _hub_files(spec)
+    if file is not None and file.is_file():
+        try:
+            content = load_json(file)
+        except ValueError as error:
+            raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
+        # Before it is loaded: that runs the normalizer over the added tokens.
+        check_growth(str(file), content if isinstance(content, dict) else {})
+
+
+def _hub_files(spec: TokenizerSpec) -> Path | None:
+    """tokenizer.json of a name on the hub, once all files that are read were checked."""
+    from transformers.utils import cached_file
+
+    files = {}
+    for name in (*CONFIG_FILES, TOKENIZER_FILE):
+        try:
+            file = cached_file(
+                spec.path, name, revision=spec.revision, _raise_exceptions_for_missing_entries=False
+            )
+        except Exception:  # transformers says what is wrong with the name or the network
+            return None
+        if file is not None:
+            files[name] = Path(file)
+            check_faults(model_file_fault(Path(file)))
+    return files.get(TOKENIZER_FILE)
+
+
+def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
+    """Raise UserError where a normalizer or decoder may make a text many times longer."""
+    for part in ("normalizer", "decoder"):
+        try:
+            growth = _growth(tokenizer.get(part))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{where}: damaged, {part} has a wrong value ({reason})") from None
+        if growth > _MOST_GROWTH:
+            raise UserError(
+                f"{where}: its {part} may make a text {growth:,.0f} times longer; that is no "
+                "tokenizer"
+            )
+
+
+def _growth(part: Any) -> float:
+    """How many characters one may become at most in a part of a tokenizer.
+
+    Those of Unicode's own forms are not counted: they are bounded however often they are applied.
+    """
+    if not isinstance(part, dict):
+        return 1.0
+    kind = part.get("type")
+    if kind == "Sequence":
+        steps = part.get("normalizers") or part.get("decoders") or ()
+        return math.prod(map(_growth, steps))
+    if kind == "Replace":
+        # An expression may match between any two characters.
+        text = part["pattern"].get("String")
+        added = len(part["content"])
+        return max(1.0, added / len(text)) if text else 1.0 + added
+    if kind == "Prepend":
+        return 1.0 + len(part["prepend"])
+    if kind == "ByteLevel":
+        return 4.0  # bytes of a character
+    if kind == "Precompiled":
+        table = base64.b64decode(part["precompiled_charsmap"] or "")
+        replacements = table[4 + int.from_bytes(table[:4], "little") :]
+        # The first four bytes: the size of what leads to these, each of which ends with a zero.
+        longest = max(replacements.split(b"\0"), key=len)
+        return max(1.0, len(longest.decode("utf-8", "replace")))
+    return 1.0
 
 
 def _check_json(file: Path) -> None:

@@ -205,7 +205,7 @@ class SearchConfig(Section):
         ),
     )
 
-    mask: str | None = Field(
+    mask: PathText | None = Field(
         None, description="File with the head mask that method given takes, see docs/format.md."
     )
 

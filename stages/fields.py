@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal, TypeVar
 
@@ -72,6 +73,8 @@ def path_text(value: str) -> str:
     name = max((name.encode() for name in value.split("/")), key=len)
     if len(name) > 255 or len(value.encode()) > 4000:
         raise ValueError(f"no path can be that long ({len(value):,} characters)")
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        raise ValueError(f"there is no user {value.partition('/')[0][1:]} here; write the folder")
     return value
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import yaml
 
-from bosch.files import open_regular
+from bosch.files import read_within
 
 _FRONT = "---"
 _KEYS = ("license", "license_name", "license_link")
 _MOST_CHARACTERS = 500
+_MOST_BYTES = 4 * 2**20
 
 
 def licence_of(card: Path) -> dict[str, str]:
@@ -19,8 +20,7 @@ def licence_of(card: Path) -> dict[str, str]:
     Only their own lines are parsed: a stranger wrote the rest.
     """
     try:
-        with open_regular(card) as file:
-            lines = file.read().decode("utf-8").splitlines()
+        lines = read_within(card, _MOST_BYTES).decode().splitlines()
     except (OSError, ValueError):
         return {}
     if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,30 +13,40 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import cached_file
 
 from bosch.attention import resolve_backend
 from bosch.errors import UserError
-from bosch.files import load_json
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
 from bosch.model.families import FAMILIES, HYBRID_PREFIX
 from bosch.model.registration import register_model
+from bosch.model.untrusted import (
+    DEQUANTISED,
+    check_faults,
+    model_file_fault,
+    model_file_faults,
+)
+from bosch.weight_files import weight_faults
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Configuration of a model directory or hub name; raises UserError when it cannot be read."""
     folder = Path(path)
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
+    is_local = os.path.isdir(path)
+    if is_local:
+        if not os.path.isfile(folder / "config.json"):
             raise UserError(f"{path}: not a model directory, it has no config.json")
-        try:
-            load_json(file)
-        except ValueError as error:
-            raise UserError(f"{file}: not valid JSON ({error}); get the model again") from error
-    elif path.startswith((".", "/", "~")) or folder.exists():
+        check_faults(model_file_faults(folder))
+    elif path.startswith((".", "/", "~")) or os.path.exists(path):
         raise UserError(f"{path}: no such model directory")
     try:
+        for name in ("config.json", "generation_config.json") if not is_local else ():
+            file = cached_file(
+                path, name, revision=revision, _raise_exceptions_for_missing_entries=False
+            )
+            if file is not None:
+                check_faults(model_file_fault(Path(file)))
         return AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -76,7 +87,9 @@ def load_model(
     name = str(path)
     if config is None:
         config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {}
+    # Not the one that config.json names, which transformers may fetch from the hub as a kernel.
+    options: dict[str, Any] = {"attn_implementation": None}
+    _load_dequantised(config)
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
     if is_hybrid(config):
@@ -90,6 +103,8 @@ def load_model(
             return make(
                 config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
             ).eval()
+    if os.path.isdir(name):
+        check_faults(weight_faults(Path(name)))
     if device is not None and torch.device(device).type == "cuda" and _has_accelerate():
         # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
         # the host's memory first.
@@ -98,7 +113,7 @@ def load_model(
         loaded: Any = auto_class(config).from_pretrained(
             name, config=config, dtype=torch_dtype, revision=revision,
             trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options,
+            ignore_mismatched_sizes=True, use_safetensors=True, **options,
         )  # fmt: skip
     except UserError:
         raise
@@ -145,6 +160,14 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _load_dequantised(config: Any) -> None:
+    """Have weights that kernels from the hub would compute with loaded in the model's dtype."""
+    for part in (config, config.get_text_config(decoder=True)):
+        quantisation = getattr(part, "quantization_config", None)
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
+            part.quantization_config = {**quantisation, "dequantize": True}
 
 
 def _has_accelerate() -> bool:

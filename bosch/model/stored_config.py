@@ -99,6 +99,17 @@ class StoredConfig:
         with _wrong_types():
             family_of(_as_loaded(self.config, layers))
 
+    @property
+    def plain_logits(self) -> bool:
+        """Whether attention takes no more than scaled scores: no caps, no extra logit per head."""
+        text = text_config(_as_loaded(self.config, self.layers))
+        family = FAMILIES.get(str(text.model_type))
+        if family is None:
+            return True
+        # The families that cap scores do so where config.json does not say.
+        capped = getattr(text, "attn_logit_softcapping", family.caps_scores or None) is not None
+        return not capped and "sinks" not in family.per_head
+
     def check_heads(self) -> None:
         """Raise UserError when query heads do not share KV heads evenly."""
         if self.attention_heads % self.key_value_heads:

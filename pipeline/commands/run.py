@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from bosch.errors import UserError
+from bosch.files import make_folder
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.plan.fit import refuse_what_cannot_fit
@@ -49,6 +51,13 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
         return 0
     if "train" in runner.chosen:
         refuse_what_cannot_fit(loaded)
+    folder = loaded.output_root / loaded.recipe.name
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise UserError(
+            f"runtime.output_root: {folder} cannot be made ({error.strerror}: {error.filename})"
+        ) from None
     ran = runner.run()
     name = loaded.recipe.name
     folder = typed_path(loaded.output_root / name)

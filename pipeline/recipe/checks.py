@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from stages.train.schedule import batch_faults, checkpoint_steps, optimizer_step
 _PATH_KINDS = ("text", "jsonl", "parquet", "mds", "huggingface")
 # Kinds whose documents are records with further fields.
 _RECORD_KINDS = ("jsonl", "parquet", "huggingface")
+_NO_FILES = ("/proc", "/sys")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -270,6 +272,11 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
             yield f"{half} model.dtype asks for float32; choose sdpa or flex"
         if train is not None and train.mixed_precision == "no":
             yield f"{half} train.mixed_precision = no trains in float32; choose sdpa or flex"
+    if backend in ("flex", "flash", "varlen") and _has_other_logits(loaded):
+        yield (
+            f"runtime.attention: {backend} has neither capped attention scores nor an extra logit "
+            "per head, the model has; choose sdpa"
+        )
     dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
     if backend == "flex" and train is not None and dropout:
         yield (
@@ -278,9 +285,24 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
+def _has_other_logits(loaded: LoadedRecipe) -> bool:
+    try:
+        return loaded.info is not None and not loaded.info.plain_logits
+    except UserError:  # said of the model already
+        return False
+
+
 def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
-    if loaded.output_root.exists() and not loaded.output_root.is_dir():
-        yield f"runtime.output_root: {loaded.output_root} is a file; expected a folder"
+    root = loaded.output_root
+    if str(root.resolve()).startswith(_NO_FILES):
+        yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
+        return
+    for path in (root / loaded.recipe.name, root, *root.parents):
+        if os.path.lexists(path):
+            if not path.is_dir():
+                what = "a link that leads nowhere" if not path.exists() else "a file"
+                yield f"runtime.output_root: {path} is {what}; expected a folder"
+            return
 
 
 _CHECKS: tuple[Callable[[LoadedRecipe], Iterator[str]], ...] = (

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR, irregular_entries, load_json
+from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
 from bosch.model.stored_config import StoredConfig, merged_text
-from bosch.weight_files import weight_faults
+from bosch.model.untrusted import code_faults, model_file_faults
+from bosch.weight_files import INDEX, weight_faults
 
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
@@ -39,7 +40,6 @@ TOKENIZER_FILES = (
 )
 # Of those whose names are the model's own.
 _TOKENIZER_PATTERNS = ("*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
-_MOST_CONFIG_BYTES = 16 * 1024**2
 
 
 def tokenizer_files(directory: Path) -> list[str]:
@@ -179,8 +179,10 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
-    config = _read_json(path)
-    config = merged_text(config)
+    content = _read_json(path)
+    for fault in code_faults(content):
+        raise UserError(f"model.path: {path}: {fault}")
+    config = merged_text(content)
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")
     if config.get("hybrid_attention"):
@@ -192,7 +194,7 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = load_json(path, _MOST_CONFIG_BYTES)
+        value = load_json(path, CONFIG_LIMITS)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"model.path: {path} cannot be read as JSON ({reason})") from None
@@ -208,4 +210,6 @@ def file_faults(directory: Path) -> Iterator[str]:
     if not has_tokenizer(directory):
         yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
     for fault in weight_faults(directory):
+        yield f"model.path: {fault}"
+    for fault in model_file_faults(directory, {"config.json", INDEX}):
         yield f"model.path: {fault}"

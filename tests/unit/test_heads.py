@@ -113,6 +113,13 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ({"window_size": "16"}, "window_size"),
         ({"window_size": 0}, "window_size"),
         ({"sinks": True}, "sinks"),
+        ({"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
+        ({"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
+        ({"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
+        ({"score": float("inf")}, "score is inf, expected a finite"),
+        ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000; that is no model"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
     ],
 )
 def test_damaged_file_names_the_field(tmp_path: Path, change: dict, named: str) -> None:

@@ -35,6 +35,41 @@ def case(tmp_path: Path) -> Case:
         (lambda c: truncate(c.model / "model.safetensors", 30), "header is cut short"),
         (lambda c: write_index(c, "gone.safetensors"), "gone.safetensors are missing"),
         (lambda c: (c.model / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+        (lambda c: write_header(c, b"{" + b" " * 2**26), "its header has 67,108,865 bytes"),
+        (lambda c: write_header(c, b"[" + b"{}," * 2**22), "more than 6,000,000 values"),
+        (lambda c: write_names(c, 10_001), "names 10,001 files of weights"),
+        (lambda c: (c.model / "adapter_config.json").write_text("{}"), "beside the model"),
+        (
+            lambda c: (c.model / "shard-00000-model-00000-of-00001.safetensors").touch(),
+            "beside the model",
+        ),
+        (lambda c: c.change_config(x=[{}] * 150_000), "more than 200,000 values"),
+        (lambda c: c.change_config(x=" " * 2**22), "longer than 4,194,304 bytes"),
+        (lambda c: c.change_config(x=nested(101)), "more than 100 values inside each other"),
+        (lambda c: (c.model / "tokenizer.json").write_text("[" * 9999), "inside each other"),
+        (lambda c: (c.model / "generation_config.json").symlink_to("gone"), "No such file"),
+        (
+            lambda c: (c.model / "special_tokens_map.json").write_text(
+                json.dumps({"additional_special_tokens": ["a"] * 10_001})
+            ),
+            "has 10,001 tokens",
+        ),
+        (lambda c: c.change_config(attn_implementation="org/kernel"), "would load code"),
+        (lambda c: c.change_config(_attn_implementation="org/kernel@v1:f"), "would load code"),
+        (lambda c: c.change_config(_attn_implementation={"": "org/kernel"}), "would load code"),
+        (
+            lambda c: c.change_config(text_config={"a": [{"attn_implementation": "org/kernel"}]}),
+            "text_config.a.0.attn_implementation = 'org/kernel' would load code",
+        ),
+        (lambda c: c.change_config(experts_implementation="sonicmoe"), "would load code"),
+        (lambda c: c.change_config(quantization_config={"quant_method": "eetq"}), "by 'eetq'"),
+        (lambda c: c.change_config(transformers_weights="b.safetensors"), "other code or files"),
+        (
+            lambda c: (c.model / "tokenizer_config.json").write_text(
+                '{"fast_tokenizer_files": ["tokenizer.4.0.json"]}'
+            ),
+            "other code or files",
+        ),
     ],
 )
 def test_damaged_models_are_refused(
@@ -44,6 +79,25 @@ def test_damaged_models_are_refused(
     message = case.fault()
     assert message.startswith("model.path: ")
     assert expected in message
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def write_header(case: Case, header: bytes) -> None:
+    length = len(header).to_bytes(8, "little")
+    (case.model / "model.safetensors").write_bytes(length + header)
+
+
+def write_names(case: Case, count: int) -> None:
+    (case.model / "model.safetensors").unlink()
+    weights = {f"w{n}": f"{n}.safetensors" for n in range(count)}
+    index = case.model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
 
 
 def write_index(case: Case, name: str) -> None:
@@ -81,6 +135,8 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
         {"model_type": "gemma3_text", "sliding_window": None},
         {"model_type": "gemma2", "sliding_window": 9},
         {"model_type": "gpt_oss"},
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        {"attn_implementation": "flash_attention_2", "experts_implementation": None},
         {"model_type": "olmo3", "sliding_window": 9},
         {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
         {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,13 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
         ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),
         ("model.path=" + "m" * 5000, "model.path: no path can be that long"),
+        ("search.mask=" + "m" * 5000, "search.mask: no path can be that long"),
+        ("runtime.output_root=~nobody-here/x", "there is no user nobody-here here"),
+        ("prepare.calibration.essay_dir=~nobody-here", "there is no user nobody-here here"),
+        ("runtime.output_root=/proc", "runtime.output_root: /proc is the system's own"),
+        ("runtime.output_root=/proc/self/x", "runtime.output_root: /proc/self/x is the system's"),
         ("name=" + "n" * 300, "name: 'nnn"),
+        ("name=ü→", "name: 'ü→' cannot name a folder; use 1 to 100 letters"),
         ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name: expected one line of"),
         ('report.title="\\e[31mred"', "a text holds the control character '\\x1b'"),
         ("evaluate.needle.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
@@ -309,6 +316,24 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
     assert "empty holds no file" in case.fault(f"prepare.sources.0.path={tmp_path / 'empty'}")
 
 
+@pytest.mark.parametrize("command", ["validate", "status", "run"])
+@pytest.mark.parametrize("place", ["runs", "runs/tiny"])
+@pytest.mark.parametrize(("target", "what"), [(None, "a file"), ("gone", "a link that leads now")])
+def test_what_is_no_folder_for_results_is_named(
+    case: Case,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    place: str,
+    target: str | None,
+    what: str,
+) -> None:
+    path = case.folder / place
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target) if target else path.touch()
+    assert main([command, str(case.file)]) == 2
+    assert f"runtime.output_root: {path} is {what}" in capsys.readouterr().err
+
+
 def test_processes_come_from_torchrun_variables(case: Case) -> None:
     env = {
         "NPROC_PER_NODE": "2",
@@ -370,6 +395,27 @@ def test_flash_needs_half_precision_in_search_and_training(case: Case) -> None:
     assert "train.mixed_precision = no trains in float32" in message
     load_recipe(case.file, ["runtime.attention=sdpa", *changes[1:]])
     load_recipe(case.file, changes[:1])
+
+
+@pytest.mark.parametrize(
+    ("config", "is_plain"),
+    [
+        ({"model_type": "gemma2"}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, True),
+        ({"model_type": "gpt_oss"}, False),
+        ({"model_type": "qwen3"}, True),
+    ],
+)
+@pytest.mark.parametrize("backend", ["flex", "flash", "varlen", "sdpa", "auto"])
+def test_capped_scores_need_a_backend_that_has_them(
+    case: Case, config: dict[str, Any], is_plain: bool, backend: str
+) -> None:
+    case.change_config(**config)
+    if is_plain or backend in ("sdpa", "auto"):
+        load_recipe(case.file, [f"runtime.attention={backend}"])
+    else:
+        assert "neither capped attention scores" in case.fault(f"runtime.attention={backend}")
 
 
 def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:

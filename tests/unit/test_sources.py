@@ -256,3 +256,44 @@ def test_unknown_split_or_subset(tmp_path, split, subset):
     (tmp_path / "train.jsonl").write_bytes(lines(["x"]))
     with pytest.raises(UserError, match=r"source s: dataset .*cannot be read \("):
         read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))
+
+
+def empty_lines(count: int) -> bytes:
+    return b"\n" * count + lines(["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.gz", gzip.compress(empty_lines(2_000_000)), "1,000,000 empty lines"),
+        ("a.jsonl.zst", zstd(empty_lines(2_000_000)), "1,000,000 empty lines"),
+        ("a.jsonl.zst", zstd(lines([" " * 2**20]) * 80), "256 times its size"),
+        ("a.jsonl", b'{"text": "x", "n": [' + b"{}," * 1_500_000 + b"0]}\n", "line 1: .* values"),
+    ],
+    ids=["gz of lines", "zst of lines", "zst of blanks", "values"],
+)
+def test_a_small_file_that_becomes_large_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read(Source("s", "jsonl", str(tmp_path)))
+
+
+def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
+    """A file of 500 bytes; all its rows in one batch would take as much memory as they show."""
+    text = "x" * 200_000
+    table = pa.table({"text": [text] * 1000})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    del table
+    before = pa.total_allocated_bytes()
+    [part] = list_parts(source := Source("s", "parquet", str(tmp_path)), 0, 128)
+    documents = read_part(part, source)
+    for _ in range(1000):
+        assert next(documents) == text
+        assert pa.total_allocated_bytes() - before < 2**25
+    assert next(documents, None) is None
+
+
+def test_zstd_is_read_as_a_file_and_as_a_dataset(tmp_path):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(lines(TEXTS)))
+    for kind in ("jsonl", "huggingface"):
+        assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)

@@ -8,14 +8,18 @@ import signal
 import socket
 import subprocess
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bosch.errors import LostRankError, RunError, UserError, printable
 from bosch.files import (
+    JsonLimits,
     parse_json,
     read_json,
     remove_old_temporaries,
@@ -296,12 +300,71 @@ def test_escapes_from_a_strangers_file_do_not_reach_the_terminal(case: Case) -> 
 
 
 def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
-    for text in ("[" * 200_000, "9" * 5000, "{", '{"a": ' * 100_000):
+    for text in (b"[" * 200_000, b"9" * 5000, b"{", b'{"a": ' * 100_000):
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
     write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
     assert read_json(tmp_path / "a.json") == {"name": "not UTF-8: \udcff, → ü"}
     assert "→ ü" in (tmp_path / "a.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"[" + b"{}," * 4_000_000 + b"{}]", "more than 6,000,000 values"),
+        (b'["' + b'","' * 7_000_000 + b'"]', "more than 6,000,000 values"),
+        (b'"' * 13_000_000, "more than 6,000,000 values"),
+        (b"[" * 101 + b"]" * 101, "more than 100 values inside each other"),
+        (b'{"a":' * 101 + b"0" + b"}" * 101, "more than 100 values inside each other"),
+        (b'["\\""' + b",{}" * 4_000_000 + b"]", "more than 6,000,000 values"),
+        ('["a"]'.encode("utf-16"), "utf-8"),
+    ],
+    ids=["objects", "strings", "quotes", "depth", "objects' depth", "escapes", "encoding"],
+)
+def test_json_of_many_values_is_refused_before_they_are_built(text: bytes, expected: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=expected):
+            parse_json(text)
+        assert tracemalloc.get_traced_memory()[1] < len(text) + 2**27
+    finally:
+        tracemalloc.stop()
+
+
+def _values(value: object) -> tuple[int, int]:
+    """How many values and keys, and how many inside each other."""
+    below = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(below, list):
+        return 1, 0
+    counts = [_values(item) for item in below]
+    keys = len(below) if isinstance(value, dict) else 0
+    depth = max((depth for _, depth in counts), default=0)
+    return 1 + keys + sum(count for count, _ in counts), 1 + depth
+
+
+_JSON = st.recursive(
+    st.none() | st.integers() | st.text('",\\[{é:\n', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\,:[', max_size=4), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(_JSON, st.booleans(), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_values_and_depth_are_counted_whatever_strings_hold(
+    value: object, is_ascii: bool, scanned: int
+) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii).encode()
+    count, depth = _values(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bosch.files._SCANNED_BYTES", scanned)
+        assert parse_json(text, JsonLimits(0, 2 * count, depth)) == value
+        for limits in (JsonLimits(0, count - 1, depth), JsonLimits(0, 2 * count, depth - 1)):
+            if limits.most_depth >= 0 and limits.most_values > 0:
+                with pytest.raises(ValueError, match="more than"):
+                    parse_json(text, limits)
 
 
 def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:

@@ -7,6 +7,7 @@ where it cannot hold it, the sentence says why. L layers, HKV key/value heads, H
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import load_json, open_regular, write_text
+from bosch.files import CONFIG_LIMITS, load_json, read_within, write_text
 from bosch.heads import HeadMask, HeadMaskFile
 
 # DuoAttention's names within a folder of patterns.
@@ -41,8 +42,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     index does. Without `swa_ratio` every score must be 0 or 1.
     """
     try:
-        with open_regular(path / _GATES) as file:
-            lines = file.read().decode("utf-8").split("\n")
+        lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
         scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
     except OSError as error:
         raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
@@ -85,12 +85,12 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     settings = _read_json(path, dict).get("headwise_config")
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected an object headwise_config")
-    layers = sorted(int(key) for key in settings if key.isdigit())
+    layers = sorted(int(key) for key in settings if re.fullmatch("[0-9]{1,5}", key))
     if not layers or layers != list(range(len(layers))):
         raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
     rows = [settings[str(layer)] for layer in layers]
     for layer, row in enumerate(rows):
-        if not isinstance(row, list) or any(value not in (0, 1) for value in row):
+        if not isinstance(row, list) or not row or any(value not in (0, 1) for value in row):
             raise UserError(f"{path}: headwise_config.{layer} must be a list of 0 and 1")
     mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
     window = _size(settings, "swa_token_num", path, 0) + 1
@@ -132,7 +132,7 @@ def read_minference(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
         for head in range(len(patterns) if isinstance(patterns, dict) else 0):
             pattern = patterns.get(str(head))
             valid = isinstance(pattern, list) and len(pattern) >= 3 and isinstance(pattern[0], str)
-            if not valid:
+            if not valid or any(type(size) is not int for size in pattern[1:3]):
                 raise UserError(f"{path}: layer {layer}, head {head} must be [pattern, size, size]")
             row.append(pattern[0] != _STREAMING)
             if pattern[0] == _STREAMING:
@@ -187,7 +187,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> Head
 
 def _read_json(path: Path, kind: type) -> Any:
     try:
-        content = load_json(path)
+        content = load_json(path, CONFIG_LIMITS)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -6,7 +6,6 @@ Every number is an estimate with its assumption beside it. T is a sequence's tok
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from bosch.budget import even_layout, swa_budget
 from bosch.errors import UserError
+from bosch.files import CONFIG_LIMITS, load_json
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import CacheSize
 from bosch.model.decoder_shape import DecoderShape
@@ -514,7 +514,7 @@ def _full_kv_heads(path: str, info: ModelInfo) -> list[int]:
     The search reads the file with all checks.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["swa_kv_heads"]
+        rows = load_json(Path(path), CONFIG_LIMITS)["swa_kv_heads"]
         full = [info.key_value_heads - len(heads) for heads in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"search.mask: {path} is no head mask ({error})") from None

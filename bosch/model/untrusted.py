@@ -1,0 +1,124 @@
+"""What is checked of a model directory before transformers reads it; imports no torch.
+
+transformers reads JSON of any size, and takes from a config.json not only sizes but also names of
+code: of attention kernels on the hub, which it downloads and loads as native libraries, of ways to
+compute experts, of quantisers, of other files with weights. Only names that are known to fetch
+nothing are let by, wherever in the file they stand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError, printable
+from bosch.files import CONFIG_LIMITS, JSON_LIMITS, check_json, load_json
+from bosch.weight_files import INDEX
+
+# Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
+# names of all tensors,
+TOKENIZER_FILE = "tokenizer.json"
+_LARGE = (TOKENIZER_FILE, "vocab.json", "tekken.json", INDEX)
+# these only settings.
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "normalizer.json", "chat_template.json", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+_NO_JSON = ("*.model", "*.spm", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt", "vocab.bpe")
+# Florence 2 has 1,000; transformers compares each with all others: 32 s for 50,000.
+_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_MOST_SPECIAL_TOKENS = 10_000
+_ATTENTION = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
+    "flash_attention_4",
+)  # fmt: skip
+_EXPERTS = ("eager", "grouped_mm", "batched_mm")
+# Fields that name code, with the names that transformers or an installed package has.
+_CODE_NAMES = {
+    "attn_implementation": _ATTENTION,
+    "_attn_implementation": _ATTENTION,
+    "_attn_implementation_internal": _ATTENTION,
+    "experts_implementation": _EXPERTS,
+    "_experts_implementation": _EXPERTS,
+    "_experts_implementation_internal": _EXPERTS,
+}
+# Fields that no model needs and that lead elsewhere: to kernels, or to other files than are hashed.
+_REFUSED = ("kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files")
+_QUANTISATION = ("quantization_config", "compression_config")
+# Computed by kernels from the hub, where the package is there; loaded in the model's dtype instead.
+DEQUANTISED = ("fp8", "mxfp4")
+_QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
+
+
+def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> Iterator[str]:
+    """A sentence for each file beyond all limits, and for a configuration that chooses code."""
+    for name in (*_LARGE, *CONFIG_FILES):
+        if name not in read_already and os.path.lexists(directory / name):
+            yield from model_file_fault(directory / name)
+    for pattern in _NO_JSON:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file() and path.stat().st_size > JSON_LIMITS.most_bytes:
+                yield f"{path} is longer than {JSON_LIMITS.most_bytes:,} bytes"
+
+
+def model_file_fault(path: Path) -> Iterator[str]:
+    """The same for one JSON file of a model directory."""
+    try:
+        if path.name in _LARGE:
+            check_json(path, JSON_LIMITS)
+            return
+        content = load_json(path, CONFIG_LIMITS)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        yield f"{path} cannot be read as JSON ({reason}); get the model again"
+        return
+    for fault in itertools.islice(code_faults(content), 1):
+        yield f"{path}: {fault}"
+    for name in _SPECIAL_TOKENS if isinstance(content, dict) else ():
+        tokens = content.get(name)
+        if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
+            yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"
+
+
+def check_faults(faults: Iterator[str]) -> None:
+    """Raise UserError for the first fault."""
+    fault = next(faults, None)
+    if fault is not None:
+        raise UserError(fault)
+
+
+def code_faults(content: Any, place: str = "") -> Iterator[str]:
+    """A sentence for each field of a configuration, at any depth, that chooses code or weights."""
+    if isinstance(content, list):
+        for index, value in enumerate(content):
+            yield from code_faults(value, f"{place}{index}.")
+    if not isinstance(content, Mapping):
+        return
+    for name, value in content.items():
+        path = printable(f"{place}{name:.60}")
+        if name in _CODE_NAMES:
+            chosen = value.values() if isinstance(value, Mapping) else [value]
+            if any(choice is not None and choice not in _CODE_NAMES[name] for choice in chosen):
+                known = ", ".join(_CODE_NAMES[name])
+                yield f"{path} = {value!r:.80} would load code; take it out, or set one of {known}"
+        elif name in _REFUSED and value not in (None, False):
+            yield f"{path} = {value!r:.80} would load other code or files; take it out"
+        elif name in _QUANTISATION and value is not None and not _is_known(value):
+            kind = value.get("quant_method") if isinstance(value, Mapping) else value
+            yield (
+                f"{path}: weights quantised by {kind!r:.60} are not read; take the model's plain "
+                f"weights, or those of {', '.join(sorted(_QUANTISERS))}"
+            )
+        yield from code_faults(value, f"{place}{name:.60}.")
+
+
+def _is_known(quantisation: Any) -> bool:
+    if not isinstance(quantisation, Mapping):
+        return False
+    by_flag = any(quantisation.get(flag) is True for flag in ("load_in_4bit", "load_in_8bit"))
+    method = quantisation.get("quant_method", "bitsandbytes" if by_flag else None)
+    return isinstance(method, str) and method in _QUANTISERS
