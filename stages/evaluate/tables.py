@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bosch.analysis.bootstrap import Interval
-from bosch.analysis.intervals import compare, mean_interval, wilson
+from bosch.analysis.intervals import Interval, compare, mean_score, share
 from bosch.errors import RunError
 from data_prep.scoring import mean_and_error
 from stages.evaluate.answers import AnswerFolder, Evaluated, Suite
@@ -54,7 +53,7 @@ def suite_table(
     `original` model's scores on the same samples every score is compared with its own. `groups`
     names all tasks of a benchmark: its average covers those among them that have scores.
     """
-    intervals = {key: wilson(_mean(scores), len(scores)) for key, scores in subtasks.items()}
+    intervals = {key: share(_mean(scores), len(scores)) for key, scores in subtasks.items()}
     errors = {key: mean_and_error(scores)[1] for key, scores in subtasks.items()}
     table: dict[str, Any] = {}
     for (task, length), interval in intervals.items():
@@ -89,7 +88,7 @@ def _over(
 ) -> dict[str, Any]:
     """The unweighted mean of some subtasks, and its comparison with the original's."""
     means, counts = [intervals[key].mean for key in keys], [len(subtasks[key]) for key in keys]
-    mean = mean_interval(means, counts)
+    mean = mean_score(means, counts)
     return {**_points(mean), **_against(subtasks, original, keys)}
 
 
@@ -118,7 +117,11 @@ def _against(
     if original is None or any(len(original.get(k, ())) != len(subtasks[k]) for k in keys):
         return {}
     result = compare([subtasks[key] for key in keys], [original[key] for key in keys])
-    table: dict[str, Any] = {"p_value": result.p_value}
+    table: dict[str, Any] = {
+        "p_value": result.p_value,
+        "samples": sum(len(subtasks[key]) for key in keys),
+        "visible_loss": None if result.visible_loss is None else 100 * result.visible_loss,
+    }
     for name, interval in (("difference", result.difference), ("ratio", result.ratio)):
         if interval is not None:
             mean, low, high = (100 * value for value in interval)
