@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -204,7 +204,10 @@ class LayerImportance(Record):
 
 
 class TracePoint(Record):
-    """One evaluation of a search; `is_bound`: it ended early and its values are bounds."""
+    """One evaluation of a search; `is_bound`: it ended early and its values are bounds.
+
+    `best_score` is None before the first whole evaluation of its sub-problem.
+    """
 
     step: int
     phase: str
@@ -212,6 +215,7 @@ class TracePoint(Record):
     score: float
     log_likelihood: float | None = None
     best_score: float | None = None
+    mask: str | None = None
     is_bound: bool = False
 
 
@@ -288,12 +292,27 @@ class TrainingStep(Record):
     needle_score: float | None = None
 
 
+Relation = Literal["different", "similar", "undecided"]
+# Points within which two models are called similar.
+MARGIN = 5.0
+MARKS: dict[Relation, str] = {"different": "", "similar": "≈ ", "undecided": "? "}
+ABOUT_MARKS = (
+    f"≈: within {MARGIN:g} points of the original; ?: too few samples to tell whether it differs "
+    "(5 %)"
+)
+
+
 class Against(Record):
     """A model against the original on the same samples, in points; ends of 95 % intervals.
 
-    `ratio` is the share of the original's score that is left, in percent; None where that is 0.
-    `p_value` is that of the two answering equally well.
+    `ratio` is the share of the original's score that is left, in percent; None where the samples do
+    not bound it. `p_value` is that of the two answering equally well. `visible_loss` is the
+    smallest loss that the `samples` show at 5 % in four cases of five; None where they are too few
+    for any.
     """
+
+    samples: int
+    visible_loss: float | None = None
 
     difference: float
     difference_low: float
@@ -304,9 +323,17 @@ class Against(Record):
     p_value: float
 
     @property
-    def is_distinguishable(self) -> bool:
-        """Whether the samples tell the two models apart, at 5 %."""
-        return self.p_value < 0.05
+    def relation(self) -> Relation:
+        """Whether the samples show, at 5 %, that the two differ, or that they are similar."""
+        if not self.difference_low <= 0 <= self.difference_high:
+            return "different"
+        close = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
+        return "similar" if close else "undecided"
+
+
+def mark(against: Against | None) -> str:
+    """What stands before a score that is not shown to differ from the original's."""
+    return "" if against is None else MARKS[against.relation]
 
 
 class MeanScore(Record):
@@ -371,11 +398,14 @@ class SuiteScores(Record):
 
 
 class BinLoss(Record):
-    """Mean over documents in one bin of positions, with its 95 % interval, nats per token."""
+    """Mean over documents in one bin of positions, with its 95 % interval, nats per token.
+
+    One document is too few for an interval.
+    """
 
     mean: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 class PositionLoss(Record):

@@ -3,9 +3,9 @@
     python -m tests.compare_runs runs/before/quickstart runs/after/quickstart
 
 Compares the training data, the calibration set, every evaluated mask with its score and
-log-likelihood in order, the head mask, the losses, all weights, the evaluation's scores and
-answers. Prints what differs and exits 1 if anything does. Timings, manifests, checksums and the
-form of the files are not compared; scores may lie in one stage's folder or in several.
+log-likelihood and every gradient in order, the head mask, the losses, all weights, the evaluation's
+scores and answers. Prints what differs and exits 1 if anything does. Timings, manifests, checksums
+and the form of the files are not compared; scores may lie in one stage's folder or in several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-_EVALUATION = ("mask", "score", "log_likelihood")
+_EVALUATION = ("mask", "score", "log_likelihood", "is_bound")
+_GRADIENT = ("mask", "share")
 _CALIBRATION = ("task", "index", "input_ids", "answer_length")
 _METRICS = ("step", "tokens", "loss", "learning_rate", "grad_norm")
 _SAMPLE = ("checkpoint", "suite", "task", "length", "index")
@@ -36,7 +37,7 @@ def run_results(run: Path) -> dict[str, dict[str, Any]]:
     checkpoints = sorted((run / "train" / "checkpoints").glob("*"))
     models = {"hybrid": run / "materialize" / "model", **{c.name: c for c in checkpoints}}
     examples = _records(run / "prepare/calibration/calibration.jsonl")
-    evaluations = _records(run / "search/evaluations.jsonl")
+    searched = _records(run / "search/evaluations.jsonl")
     metrics = _records(run / "train/metrics.jsonl")
     samples = [r for file in run.glob("*/samples.jsonl") for r in _records(file)]
     return {
@@ -46,7 +47,7 @@ def run_results(run: Path) -> dict[str, dict[str, Any]]:
             file.name: json.loads(file.read_text())["swa_kv_heads"]
             for file in run.glob("search/head_mask.json")
         },
-        "evaluations": _numbered(evaluations, _EVALUATION),
+        "evaluations": {f"line {n}": _searched(r) for n, r in enumerate(searched, start=1)},
         "metrics": _numbered(metrics, _METRICS),
         "weights": {
             f"{name} {tensor}": digest
@@ -92,6 +93,13 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 def _values(record: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(record[field] for field in fields)
+
+
+def _searched(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A line of a search's journal: an evaluation, or a gradient of the gates at a mask."""
+    if "gradient" in record:
+        return (*_values(record, _GRADIENT), record["gradient"]["values"])
+    return _values(record, _EVALUATION)
 
 
 def _numbered(records: Iterable[Mapping[str, Any]], fields: tuple[str, ...]) -> dict[str, Any]:

@@ -1,61 +1,89 @@
-"""95 % intervals of scores in [0, 1], and comparisons of two models on the same samples.
+"""95 % intervals of scores, losses and their differences, and what a comparison can see.
 
-A benchmark's score is the mean over its subtasks, each a task at a length, of the mean over the
-subtask's samples.
+A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
+of the mean over the subtask's samples. Of few samples the intervals of scores are exact or wider;
+tests/benchmarks/coverage.py simulates how often each holds the truth.
+
+S seeds, E examples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy import optimize, special
 
-from bosch.analysis.bootstrap import Interval
+Values = npt.NDArray[np.float64]
 
-_Z = 1.959963984540054  # 97.5 % of the normal distribution lie below
+_TAIL = 0.025
+_LEVEL = 2 * _TAIL
+_POWER = 0.8
+# Values below which Student's interval is taken at 98 %, since skewed ones hold it less often.
+_FEW = 10
+# Samples of the smallest of unequal subtasks from which on each enters with its own interval.
+_LARGE = 100
 _FLIPS = 4000
 _CHUNK = 500
+# A ratio whose interval reaches further is not bounded by the samples.
+_HIGHEST_RATIO = 1e4
+
+
+class Interval(NamedTuple):
+    """Estimate and the ends of its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A mean with the ends of its interval; None where the values are too few for one."""
+
+    mean: float
+    low: float | None
+    high: float | None
 
 
 class Comparison(NamedTuple):
     """First model against second: difference of scores, first over second, and a p-value.
 
-    `p_value` is that of the hypothesis that the two answer equally well.
+    `ratio` is None where the samples are too few, or the second score too low, to bound it.
+    `p_value` is that of the hypothesis that the two answer equally well. `visible_loss` is as in
+    `visible_loss`.
     """
 
     difference: Interval
     ratio: Interval | None
     p_value: float
+    visible_loss: float | None
 
 
-def wilson(mean: float, count: int) -> Interval:
-    """Wilson's interval (1927) of a share; wider than needed where samples have partial scores."""
-    shrunk = 1 + _Z**2 / count
-    centre = (mean + _Z**2 / (2 * count)) / shrunk
-    half = _Z / shrunk * math.sqrt(mean * (1 - mean) / count + (_Z / (2 * count)) ** 2)
-    return Interval(mean, max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean)))
+def share(mean: float, count: float) -> Interval:
+    """Clopper and Pearson's exact interval (1934) of a share of `count` samples.
 
-
-def mean_interval(means: Sequence[float], counts: Sequence[int]) -> Interval:
-    """The unweighted mean of independent subtasks, by the MOVER (Zou and Donner 2008).
-
-    Of a subtask's Wilson and normal limits the farther ones enter, since Wilson's own
-    centre, to which its limits belong, is lost in the mean.
+    Of partial scores in [0, 1] it is wider than needed: none spread more than 0 and 1 do.
     """
-    subtasks = [wilson(mean, count) for mean, count in zip(means, counts, strict=True)]
-    if len(subtasks) == 1:
-        return subtasks[0]
-    below = above = 0.0
-    for subtask, count in zip(subtasks, counts, strict=True):
-        normal = _Z * math.sqrt(subtask.mean * (1 - subtask.mean) / count)
-        below += max(subtask.mean - subtask.low, normal) ** 2
-        above += max(subtask.high - subtask.mean, normal) ** 2
-    mean = sum(means) / len(subtasks)
-    low, high = mean - math.sqrt(below) / len(subtasks), mean + math.sqrt(above) / len(subtasks)
-    return Interval(mean, max(0.0, low), min(1.0, high))
+    hits = mean * count
+    low = float(special.betaincinv(hits, count - hits + 1, _TAIL)) if hits > 1e-9 else 0.0
+    misses = count - hits
+    high = float(special.betaincinv(hits + 1, misses, 1 - _TAIL)) if misses > 1e-9 else 1.0
+    return Interval(mean, low, high)
+
+
+def mean_score(means: Sequence[float], counts: Sequence[int]) -> Interval:
+    """The unweighted mean of independent subtasks.
+
+    They count as one task with as many samples each as the smallest: by Hoeffding (1956) the sum of
+    samples of different chances spreads no more than that of equal chances. Where they are large
+    and of unequal size, each enters with its own interval, by the MOVER (Zou and Donner 2008).
+    """
+    if _is_pooled(counts):
+        return share(sum(means) / len(means), len(counts) * min(counts))
+    return _mover([share(mean, count) for mean, count in zip(means, counts, strict=True)], 0.0, 1.0)
 
 
 def compare(
@@ -63,49 +91,196 @@ def compare(
 ) -> Comparison:
     """Two models on the same samples, subtask by subtask.
 
-    The intervals are normal, with one pseudo-sample of either sign (Agresti and Min 2005), so that
-    models that agree everywhere are not said to be equal; the p-value flips the signs of the
-    samples' differences. `ratio` is None where the second score is 0.
+    The interval of the difference combines those of the gains and of the losses; that of the ratio
+    holds each r at which first - r second may be 0 (Fieller 1954). The p-value flips the signs of
+    the samples' differences; where it does not tell the models apart, neither do the intervals.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
     b = [np.asarray(subtask, dtype=np.float64) for subtask in second]
     if [len(subtask) for subtask in a] != [len(subtask) for subtask in b]:
         raise ValueError("the models have different samples")
+    counts = [len(subtask) for subtask in a]
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    mean = _mean(differences)
-    spread = _Z * _error(differences)
+    difference = _mean_difference(differences)
+    baseline = mean_score([float(subtask.mean()) for subtask in b], counts)
+    ratio = _ratio(difference, baseline, _correlation(differences, b))
+    p_value = _sign_flips(differences, seed)
+    if p_value >= _LEVEL:
+        difference, ratio = _including(difference, 0.0), ratio and _including(ratio, 1.0)
+    gains = sum(float(np.maximum(d, 0.0).mean()) for d in differences) / len(differences)
     return Comparison(
-        Interval(mean, max(-1.0, mean - spread), min(1.0, mean + spread)),
-        _ratio(a, b),
-        _sign_flips(differences, seed),
+        difference,
+        ratio,
+        p_value,
+        visible_loss(len(counts) * min(counts), gains),
     )
 
 
-def _mean(subtasks: Sequence[npt.NDArray[np.float64]]) -> float:
-    return float(sum(subtask.mean() for subtask in subtasks) / len(subtasks))
+def visible_loss(samples: int, gains: float = 0.0) -> float | None:
+    """The smallest loss of score that `samples` paired samples show at 5 % in four cases of five.
 
-
-def _error(subtasks: Sequence[npt.NDArray[np.float64]]) -> float:
-    """Standard error of the mean over subtasks."""
-    variance = sum(
-        float(((subtask - subtask.mean()) ** 2).mean()) / len(subtask) for subtask in subtasks
-    )
-    total = sum(map(len, subtasks))
-    return math.sqrt(variance / len(subtasks) ** 2 + 1 / total**2)
-
-
-def _ratio(
-    first: Sequence[npt.NDArray[np.float64]], second: Sequence[npt.NDArray[np.float64]]
-) -> Interval | None:
-    below = _mean(second)
-    if below == 0:
+    `gains` is the share of samples that the model wins nevertheless, which hide losses (Connor
+    1987). None where not even the loss of every sample would be significant: too few samples.
+    """
+    fewest = math.ceil(1 - math.log2(_LEVEL))  # all of them lost: p = 2 / 2^n
+    if samples < fewest:
         return None
-    ratio = _mean(first) / below
-    spread = _Z * _error([x - ratio * y for x, y in zip(first, second, strict=True)]) / below
-    return Interval(ratio, max(0.0, ratio - spread), ratio + spread)
+
+    def unseen(loss: float) -> float:
+        return float(_POWER - special.bdtrc(fewest - 1, samples, loss))
+
+    exact = optimize.brentq(unseen, 0.0, 1.0)
+    spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
+
+    def missing(loss: float) -> float:
+        discordant = min(1.0, 2 * gains + loss)
+        needed = spread * math.sqrt(discordant) + power * math.sqrt(discordant - loss**2)
+        return float(needed / math.sqrt(samples) - loss)
+
+    normal = optimize.brentq(missing, 0.0, 1.0) if gains > 0 and missing(1.0) < 0 else 0.0
+    return float(max(exact, normal))
 
 
-def _sign_flips(subtasks: Sequence[npt.NDArray[np.float64]], seed: int) -> float:
+def student(values: npt.ArrayLike) -> Estimate:
+    """Student's interval of a mean of independent values [n], of which one is too few.
+
+    Of fewer than ten values it is the one of 98 %, which skewed values hold 95 % of the time.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    mean = float(array.mean())
+    if len(array) < 2:
+        return Estimate(mean, None, None)
+    half = _t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def crossed_mean(results: npt.ArrayLike, *, is_score: bool = False) -> Estimate:
+    """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
+
+    The variances of both means are added (Satterthwaite's degrees of freedom). A score's interval
+    is that of a share with this variance (Korn and Graubard 1998), of no more than E samples. Of
+    one seed it is that of this seed's result. A single result is too few. Raises ValueError when
+    there is none or one is not finite.
+    """
+    values = _matrix(results)
+    mean = float(values.mean())
+    variance, freedom = _satterthwaite(_axis_variances(values))
+    if freedom is None:
+        return Estimate(mean, None, None)
+    if not is_score:
+        half = _t(freedom) * math.sqrt(variance)
+        return Estimate(mean, mean - half, mean + half)
+    count = float(values.shape[1])
+    if variance > 0:
+        narrowing = (special.ndtri(_TAIL) / _t(freedom)) ** 2
+        count = min(count, mean * (1 - mean) / variance * narrowing)
+    return Estimate(*share(mean, max(count, 1.0)))
+
+
+def crossed_difference(
+    first: npt.ArrayLike, second: npt.ArrayLike, *, is_score: bool = False
+) -> Estimate:
+    """Mean of `first` minus mean of `second`, [S, E] each, on the same examples.
+
+    What is hard for both cancels. Seeds vary for each side on its own: seed 3 of one method has
+    nothing to do with seed 3 of another. Scores that agree on every example may differ on the next
+    one, so their interval is no narrower than the exact one of no event in E. Raises ValueError
+    when the examples differ in number.
+    """
+    a, b = _matrix(first), _matrix(second)
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"{a.shape[1]} and {b.shape[1]} examples: not the same set")
+    by_example = (a.mean(axis=0) - b.mean(axis=0))[None]
+    parts = [*_axis_variances(by_example), *_axis_variances(a)[:1], *_axis_variances(b)[:1]]
+    variance, freedom = _satterthwaite(parts)
+    mean = float(by_example.mean())
+    if freedom is None:
+        return Estimate(mean, None, None)
+    half = _t(freedom) * math.sqrt(variance)
+    if is_score:
+        half = max(half, share(0.0, a.shape[1]).high)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _is_pooled(counts: Sequence[int]) -> bool:
+    return max(counts) <= 2 * min(counts) or min(counts) < _LARGE
+
+
+def _mover(parts: Sequence[Interval], lowest: float, highest: float) -> Interval:
+    """The mean of independent estimates; their distances to the limits add as errors do."""
+    mean = sum(part.mean for part in parts) / len(parts)
+    below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
+    above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
+    return Interval(mean, max(lowest, mean - below), min(highest, mean + above))
+
+
+def _mean_difference(subtasks: Sequence[Values]) -> Interval:
+    gains = [float(np.maximum(subtask, 0.0).mean()) for subtask in subtasks]
+    losses = [float(np.maximum(-subtask, 0.0).mean()) for subtask in subtasks]
+    counts = [len(subtask) for subtask in subtasks]
+    if _is_pooled(counts):
+        total = len(counts) * min(counts)
+        return _signed(sum(gains) / len(gains), sum(losses) / len(losses), total)
+    return _mover(list(map(_signed, gains, losses, counts)), -1.0, 1.0)
+
+
+def _signed(gains: float, losses: float, count: int) -> Interval:
+    """Mean of values in [-1, 1] from those of its positive and its negative part, by the MOVER."""
+    up, down = share(gains, count), share(losses, count)
+    # A sample that is won is not lost: the parts are correlated as two cells of a multinomial.
+    p, q = ((part * count + 0.5) / (count + 1.5) for part in (gains, losses))
+    correlation = -math.sqrt(p * q / ((1 - p) * (1 - q)))
+    below = _distance(gains - up.low, down.high - losses, correlation)
+    above = _distance(up.high - gains, losses - down.low, correlation)
+    mean = gains - losses
+    return Interval(mean, max(-1.0, mean - below), min(1.0, mean + above))
+
+
+def _including(interval: Interval, value: float) -> Interval:
+    return Interval(interval.mean, min(interval.low, value), max(interval.high, value))
+
+
+def _distance(first: float, second: float, correlation: float) -> float:
+    """Distance to the limit of a difference from those of its two parts."""
+    return math.sqrt(first**2 + second**2 - 2 * correlation * first * second)
+
+
+def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Interval | None:
+    """(baseline + difference) / baseline."""
+    if baseline.low <= 0:
+        return None
+    ratio = (baseline.mean + difference.mean) / baseline.mean
+
+    def excess(at: float, side: int) -> float:
+        """Limit of first - `at` x second on one side: 0 at the end of the ratio's interval."""
+        factor = 1 - at
+        end = difference.high if side > 0 else difference.low
+        far = baseline.high if side * factor > 0 else baseline.low
+        own, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
+        # Difference and baseline vary against each other, which narrows the sum where factor > 0.
+        joint = -correlation if factor < 0 else 0.0
+        reach = math.sqrt(max(0.0, own**2 + other**2 + 2 * joint * own * other))
+        return difference.mean + factor * baseline.mean + side * reach
+
+    if excess(_HIGHEST_RATIO, 1) > 0:
+        return None
+    low = 0.0 if excess(0.0, -1) <= 0 else _root(lambda at: excess(at, -1), 0.0, ratio)
+    return Interval(ratio, low, _root(lambda at: excess(at, 1), ratio, _HIGHEST_RATIO))
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    return float(optimize.brentq(function, low, high))
+
+
+def _correlation(differences: Sequence[Values], baseline: Sequence[Values]) -> float:
+    """Correlation of a sample's difference with the second model's score, within subtasks."""
+    x = np.concatenate([values - values.mean() for values in differences])
+    y = np.concatenate([values - values.mean() for values in baseline])
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else 0.0
+
+
+def _sign_flips(subtasks: Sequence[Values], seed: int) -> float:
     """Two-sided p-value of the randomisation test, which flips whole differences."""
     weighted = np.concatenate([subtask / len(subtask) for subtask in subtasks])
     weighted = weighted[weighted != 0]
@@ -118,3 +293,36 @@ def _sign_flips(subtasks: Sequence[npt.NDArray[np.float64]], seed: int) -> float
         signs = rng.integers(0, 2, (_CHUNK, len(weighted)), dtype=np.int8) * 2.0 - 1.0
         extreme += int((np.abs(signs @ weighted) >= reached).sum())
     return (extreme + 1) / (_FLIPS + 1)
+
+
+def _matrix(results: npt.ArrayLike) -> Values:
+    values = np.asarray(results, dtype=np.float64)
+    if values.ndim == 1:
+        values = values[:, None]
+    if values.ndim != 2 or values.size == 0:
+        raise ValueError(f"expected results [S, E], got shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError("a result is not finite")
+    return values
+
+
+def _axis_variances(values: Values) -> list[tuple[float, int]]:
+    """Variance of the mean over seeds and over examples, with their degrees of freedom."""
+    means = values.mean(axis=1), values.mean(axis=0)
+    return [(float(m.var(ddof=1)) / len(m) if len(m) > 1 else 0.0, len(m) - 1) for m in means]
+
+
+def _satterthwaite(parts: Sequence[tuple[float, int]]) -> tuple[float, float | None]:
+    """Sum of independent variances and its degrees of freedom; None where there are none."""
+    known = [(variance, freedom) for variance, freedom in parts if freedom > 0]
+    variance = sum(part for part, _ in known)
+    if not known:
+        return 0.0, None
+    if variance == 0:
+        return 0.0, float(max(freedom for _, freedom in known))
+    return variance, variance**2 / sum(part**2 / freedom for part, freedom in known)
+
+
+def _t(freedom: float) -> float:
+    tail = _TAIL if freedom >= _FEW - 1 else 0.01
+    return float(special.stdtrit(freedom, 1 - tail))

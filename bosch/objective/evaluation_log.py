@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,8 @@ class Evaluation:
     log-probability of the answer, in nats. `full_forward_equivalents` are the operations done, over
     those of a pass with every head full that reuses nothing; `whole_pass_equivalents` are those of
     this mask without savings. A pass that ended early because the mask could no longer win gives
-    upper bounds of score and log-likelihood (`is_bound`).
+    upper bounds of score and log-likelihood (`is_bound`). `round_likelihoods` are the means of the
+    rounds (None: not measured), by which the scorer orders the rounds of later passes.
     """
 
     score: float
@@ -35,6 +37,7 @@ class Evaluation:
     full_forward_equivalents: float = 1.0
     whole_pass_equivalents: float = 1.0
     is_bound: bool = False
+    round_likelihoods: tuple[float | None, ...] = ()
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -72,7 +75,7 @@ class EvaluationContext:
 
 
 @dataclass(frozen=True)
-class _Record:
+class Record:
     """An evaluation, and whether it came from the pool instead of this search's own work."""
 
     evaluation: Evaluation
@@ -88,11 +91,11 @@ class _Record:
 class EvaluationLog:
     """The evaluations of one search, in a journal: on disk before the search goes on.
 
-    A mask whose line was torn or damaged is evaluated again. Without a path the log lives in memory
-    only. A mask that this search has not evaluated is looked up in the `pool` of all searches,
-    where there is one. Entries of the pool agree with this process to the bit; the file of a search
-    that was stopped may have been written on another device. Raises RunError when a file cannot
-    be read or written.
+    A mask can have several: passes that ended early, and a whole one. A mask whose line was torn or
+    damaged is evaluated again. Without a path the log lives in memory only. A mask that this search
+    has not evaluated is looked up in the `pool` of all searches, where there is one. Entries of the
+    pool agree with this process to the bit; the file of a search that was stopped may have been
+    written on another device. Raises RunError when a file cannot be read or written.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class EvaluationLog:
         self._pool = pool
         self._has_pool = pool is not None
         self._pooled: dict[str, Evaluation] = {}
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, list[Record]] = {}
         self._gradients: dict[str, GateGradient] = {}
         self._read_journal()
         self._read_pool()
@@ -132,13 +135,23 @@ class EvaluationLog:
 
     def get(self, mask: HeadMask) -> Evaluation | None:
         """This search's complete evaluation of `mask`."""
-        record = self._records.get(mask.key)
-        return None if record is None or record.evaluation.is_bound else record.evaluation
+        for record in self._records.get(mask.key, ()):
+            if not record.evaluation.is_bound:
+                return record.evaluation
+        return None
 
-    def bound(self, mask: HeadMask) -> Evaluation | None:
-        """Upper bounds from an evaluation of `mask` that ended early."""
-        record = self._records.get(mask.key)
-        return record.evaluation if record is not None and record.evaluation.is_bound else None
+    def history(self, mask: HeadMask, phase: str) -> Sequence[Record]:
+        """All evaluations of `mask`, in the order in which they were made.
+
+        A mask that this search has not evaluated whole is looked up in the pool. All ranks must ask
+        for the same masks. What comes from the pool goes into the journal.
+        """
+        if self._has_pool and self.get(mask) is None:
+            self._read_pool()
+            pooled = self._ranks.from_first(self._pooled.get(mask.key))
+            if pooled is not None:
+                self._add(mask.key, Record(pooled, self.context, reused=True), phase)
+        return self._records.get(mask.key, ())
 
     def gradient(self, mask: HeadMask, share: str) -> GateGradient | None:
         """This search's gradient at `mask` over a share of the examples."""
@@ -151,36 +164,17 @@ class EvaluationLog:
             entry = {"mask": mask.key, "share": share, **asdict(self.context)}
             self._journal.append({**entry, "gradient": asdict(gradient)})
 
-    def reused(self, mask: HeadMask) -> bool:
-        """Whether the evaluation of `mask` was paid for by another search."""
-        record = self._records.get(mask.key)
-        return record is not None and record.reused
-
-    def recall(self, mask: HeadMask, phase: str) -> Evaluation | None:
-        """As `get`; a mask that this search has not evaluated is looked up in the pool.
-
-        All ranks must recall the same masks. What comes from the pool goes into the journal.
-        """
-        own = self.get(mask)
-        if own is not None or not self._has_pool:
-            return own
-        self._read_pool()
-        pooled = self._ranks.from_first(self._pooled.get(mask.key))
-        if pooled is not None:
-            self._add(mask.key, _Record(pooled, self.context, reused=True), phase)
-        return pooled
-
     def append(self, mask: HeadMask, evaluation: Evaluation, phase: str) -> None:
         """Remember a new evaluation; returns when the line is on disk."""
-        record = _Record(evaluation, self.context)
+        record = Record(evaluation, self.context)
         self._add(mask.key, record, phase)
         # A bound settles one comparison of this search: other searches cannot use it.
         if self._pool is not None and not evaluation.is_bound:
             self._pool.append(record.entry(mask.key, phase))
             self._pooled[mask.key] = evaluation
 
-    def _add(self, mask_key: str, record: _Record, phase: str) -> None:
-        self._records[mask_key] = record
+    def _add(self, mask_key: str, record: Record, phase: str) -> None:
+        self._records.setdefault(mask_key, []).append(record)
         if self._journal is not None:
             self._journal.append(record.entry(mask_key, phase))
 
@@ -194,8 +188,8 @@ class EvaluationLog:
                 gradient = _from_fields(GateGradient, entry["gradient"])
                 self._gradients[f"{entry['mask']} {entry['share']}"] = gradient
             else:
-                evaluation = _from_fields(Evaluation, entry)
-                self._records[entry["mask"]] = _Record(evaluation, context, entry["reused"])
+                record = Record(_evaluation(entry), context, entry["reused"])
+                self._records.setdefault(entry["mask"], []).append(record)
         if strangers:
             logger.warning(
                 "%s: %d evaluations are of another model, calibration set or window: not used",
@@ -204,16 +198,23 @@ class EvaluationLog:
 
     def _read_pool(self) -> None:
         for entry in [] if self._pool is None else self._pool.read_new():
-            self._pooled.setdefault(entry["mask"], _from_fields(Evaluation, entry))
+            self._pooled.setdefault(entry["mask"], _evaluation(entry))
 
     def _complete_pool(self) -> None:
         """Append to the pool what a search that was killed between the two files had not."""
         if self._pool is None:
             return
-        for key, record in self._records.items():
-            exact = record.context.exact == self.context.exact and not record.evaluation.is_bound
-            if exact and key not in self._pooled:
-                self._pool.append(record.entry(key, "resumed"))
+        for key, records in self._records.items():
+            for record in records:
+                exact = record.context.exact == self.context.exact
+                if exact and not record.evaluation.is_bound and key not in self._pooled:
+                    self._pool.append(record.entry(key, "resumed"))
+                    self._pooled[key] = record.evaluation
+
+
+def _evaluation(entry: dict[str, Any]) -> Evaluation:
+    rounds = tuple(entry["round_likelihoods"])
+    return _from_fields(Evaluation, {**entry, "round_likelihoods": rounds})
 
 
 def _from_fields(kind: type[T], entry: dict[str, Any]) -> T:

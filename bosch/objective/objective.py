@@ -142,16 +142,37 @@ class Objective:
                 f"the model's logits are not finite under head mask {mask.key}: "
                 + remedy(self.model)
             )
-        self._update_round_likelihoods(results, measured)
         all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
-        return Evaluation(
+        evaluation = Evaluation(
             score=score,
             log_likelihood=likelihood,
             seconds=seconds,
             full_forward_equivalents=float(operations.sum()) / all_full,
             whole_pass_equivalents=self.whole_pass_operations(mask) / all_full,
             is_bound=len(measured) < len(self._batches),
+            round_likelihoods=self._round_means(results, measured),
         )
+        self.observe(evaluation)
+        return evaluation
+
+    def observe(self, evaluation: Evaluation) -> None:
+        """Order the rounds of later passes by this evaluation, too.
+
+        `evaluate` does so by itself: this is for one that was made before a search was stopped.
+        Running means over masks; the latest mask counts half.
+        """
+        if len(evaluation.round_likelihoods) != self.rounds:
+            return
+        for number, mean in enumerate(evaluation.round_likelihoods):
+            if mean is not None:
+                self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
+
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        """What `gate_gradient` of that share will cost, in full-forward equivalents."""
+        flops, indices = self._forward.flops, self._batches_of_share(share, shares)
+        operations = sum(flops.gradient(self._batches[index]) for index in indices)
+        all_full = HeadMask.all_full(self.num_layers, self.num_key_value_heads)
+        return float(operations) / self.whole_pass_operations(all_full)
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Derivative of the mean log-likelihood by each KV head's gate, at `mask`.
@@ -160,11 +181,9 @@ class Objective:
         many shares as rounds; a higher number starts again from 0. Raises RunError as `evaluate`.
         """
         started = time.perf_counter()
-        shares = min(shares, self.rounds)
-        share %= shares
         apply_head_mask(self.model, mask, self.window)
         self.check_output_head(mask)
-        indices = [i for i, number in enumerate(self._round_of) if number % shares == share]
+        indices = self._batches_of_share(share, shares)
         gradients = torch.zeros(len(self._batches), *mask.is_full.shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
         for index in sorted(self._own_batches.intersection(indices)):
@@ -252,12 +271,18 @@ class Objective:
     def _examples(self, indices: Sequence[int]) -> int:
         return sum(len(self._batches[index].examples) for index in indices)
 
-    def _update_round_likelihoods(self, results: Tensor, measured: Sequence[int]) -> None:
-        """Running mean of each round's log-likelihood over masks; the latest mask counts half."""
+    def _batches_of_share(self, share: int, shares: int) -> list[int]:
+        """Indices of the batches of a share of the rounds, as in `gate_gradient`."""
+        shares = min(shares, self.rounds)
+        return [i for i, number in enumerate(self._round_of) if number % shares == share % shares]
+
+    def _round_means(self, results: Tensor, measured: Sequence[int]) -> tuple[float | None, ...]:
+        """Mean log-likelihood of the examples of each round; None for one not measured."""
+        means: list[float | None] = [None] * self.rounds
         for number in {self._round_of[index] for index in measured}:
             batches = [self._batches[i] for i in measured if self._round_of[i] == number]
-            mean = float(torch.cat([results[b.examples, 1] for b in batches]).mean())
-            self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
+            means[number] = float(torch.cat([results[b.examples, 1] for b in batches]).mean())
+        return tuple(means)
 
     def _merge(
         self, mask: HeadMask, results: Tensor, operations: Tensor, started: float

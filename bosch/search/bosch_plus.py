@@ -75,13 +75,16 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = _Search(evaluator, settings)
-    if evaluator.has_gradients:
+    if evaluator.has_gradients and search.left >= 1 + search.gradient_cost:
         search.start()
         search.improve()
     else:
-        evaluator.note(
-            "the scorer has no gradients of gates: bosch_plus made swaps at random instead"
+        reason = (
+            "the budget does not pay for one gradient and one mask"
+            if evaluator.has_gradients
+            else "the scorer has no gradients of gates"
         )
+        evaluator.note(f"{reason}: bosch_plus made swaps at random instead")
         search.swap_at_random()
     return final_result(evaluator, settings, search.best.mask, anchors)
 
@@ -125,7 +128,12 @@ class _Search:
         self.full_units = self.num_units - swa_budget(self.num_units, settings.swa_ratio)
         self.budget = self.left = float(plus_budget(settings, self.shape[0]))
         self.gradients = 0
-        self.gradient_cost = 0.0
+        # The dearest share's, so that no gradient costs more than was left for it.
+        self.gradient_cost = max(
+            (evaluator.cost_of_gradient(share, SHARES) for share in range(SHARES))
+            if evaluator.has_gradients
+            else (0.0,)
+        )
         self._rng = np.random.default_rng(0)
         self._tried: set[bytes] = set()
         self._worth_at: dict[bytes, tuple[Worth, int]] = {}
@@ -239,8 +247,7 @@ class _Search:
         """Worth of each unit at a mask: the mean of the gradients that were taken there."""
         result = self.evaluator.gate_gradient(self._mask(bits), self.gradients % SHARES, SHARES)
         self.gradients += 1
-        self.gradient_cost = result.full_forward_equivalents
-        self.left -= self.gradient_cost
+        self.left -= result.full_forward_equivalents
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
             self.gradients, bits.sum(), max(0.0, self.left),

@@ -48,7 +48,11 @@ class Scorer(Protocol):
 
 
 class GradientScorer(Scorer, Protocol):
-    """A scorer that can end a losing evaluation early, and knows what each unit is worth."""
+    """A scorer that can end a losing evaluation early, and knows what each unit is worth.
+
+    It may have `observe(evaluation)`, which takes in an evaluation that was made before a search
+    was stopped, as if this scorer had made it.
+    """
 
     def evaluate(
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
@@ -58,12 +62,16 @@ class GradientScorer(Scorer, Protocol):
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Gradient at `mask` over one of `shares` equal shares of the examples."""
 
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        """What that gradient will cost, in full-forward equivalents."""
+
 
 @dataclass(frozen=True)
 class TracePoint:
     """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
 
-    Where `is_bound` is set the evaluation ended early, and score and log-likelihood are bounds.
+    The masks of `bosch_plus` are one sub-problem, whatever move proposed them. Where `is_bound` is
+    set the evaluation ended early: score and log-likelihood are bounds, which are never the best.
     """
 
     phase: Phase
@@ -71,9 +79,17 @@ class TracePoint:
     subproblem: str
     score: float
     log_likelihood: float
-    best_score: float
+    best_score: float | None
     mask: str
     is_bound: bool = False
+
+
+def search_of(phase: str, subproblem: str) -> tuple[str, str]:
+    """The search whose best mask an evaluation competes with.
+
+    It is the sub-problem; but the starts and moves of `bosch_plus` all go for one best mask.
+    """
+    return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
 
 class Evaluator:
@@ -95,8 +111,12 @@ class Evaluator:
         self.notes: list[str] = []
         self._can_race = "can_win" in inspect.signature(scorer.evaluate).parameters
         self._progress = progress
-        self._evaluations: dict[str, Evaluation] = {}
-        self._reused: set[str] = set()
+        self._read: dict[
+            str, int
+        ] = {}  # evaluations of a mask in the log that this search has seen
+        self._latest: dict[str, Evaluation] = {}
+        self._paid: list[Evaluation] = []
+        self._reused: dict[str, Evaluation] = {}
         self._gradients: dict[tuple[str, str], GateGradient] = {}
         self._best_in_subproblem: dict[tuple[str, str], float] = {}
         self.best_on_budget: tuple[HeadMask, Evaluation] | None = None
@@ -123,11 +143,8 @@ class Evaluator:
         With `can_win` it may end early with bounds, where the scorer can.
         """
         mask = self.units.head_mask(mask)
-        evaluation = self.log.recall(mask, phase)
-        if evaluation is None and can_win is not None:
-            bound = self.log.bound(mask)
-            if bound is not None and not can_win(bound.score, bound.log_likelihood):
-                evaluation = bound
+        repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
+        evaluation = self._known(mask, phase, can_win)
         free = evaluation is not None
         if evaluation is None:
             scorer: Any = self.scorer
@@ -140,13 +157,39 @@ class Evaluator:
                 )
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, phase)
-        repeated = mask.key in self._evaluations
-        self._evaluations[mask.key + "<" * evaluation.is_bound] = evaluation
-        if self.log.reused(mask):
-            self._reused.add(mask.key)
+            self._read[mask.key] = len(self.log.history(mask, phase))
+            self._latest[mask.key] = evaluation
+            self._paid.append(evaluation)
         if not (repeated and phase == "final"):
             self._record(mask, evaluation, phase, subproblem, free)
         return evaluation
+
+    def _known(self, mask: HeadMask, phase: Phase, can_win: CanWin | None) -> Evaluation | None:
+        """The evaluation of `mask` in the log that answers the question, if there is one.
+
+        A search that goes on takes its earlier evaluations from the log one by one, as it made
+        them: a bound where it got a bound, and the whole evaluation where it asked for that.
+        """
+
+        def settles(evaluation: Evaluation) -> bool:
+            lost = can_win is not None and not can_win(*evaluation.rank)
+            return lost or not evaluation.is_bound
+
+        latest = self._latest.get(mask.key)
+        if latest is not None and settles(latest):
+            return latest
+        for record in self.log.history(mask, phase)[self._read.get(mask.key, 0) :]:
+            self._read[mask.key] = self._read.get(mask.key, 0) + 1
+            self._latest[mask.key] = record.evaluation
+            if record.reused:
+                self._reused[mask.key] = record.evaluation
+            else:
+                self._paid.append(record.evaluation)
+                if hasattr(self.scorer, "observe"):
+                    self.scorer.observe(record.evaluation)
+            if settles(record.evaluation):
+                return record.evaluation
+        return None
 
     @property
     def has_gradients(self) -> bool:
@@ -165,6 +208,11 @@ class Evaluator:
         self._gradients[mask.key, name] = gradient
         by_unit = self.units.of_heads(np.array(gradient.values, dtype=np.float64))
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
+
+    def cost_of_gradient(self, share: int, shares: int) -> float:
+        """Full passes that a gradient over this share will cost."""
+        scorer: Any = self.scorer
+        return float(scorer.gradient_passes(share, shares))
 
     @property
     def gradient_passes(self) -> float:
@@ -187,16 +235,15 @@ class Evaluator:
     def costs(self) -> dict[str, float]:
         """Evaluations of this search and what they cost, in the terms of `search/summary.json`.
 
-        Seconds and full-forward equivalents are those of the masks this search measured itself, in
-        all its attempts. Results reused from other searches are counted apart, at what they
-        cost there. `naive_full_forward_equivalents` counts one full pass for every evaluation in
-        the trace, repeated masks of different sub-problems included.
+        Seconds and full-forward equivalents are those of all passes of this search, in all its
+        attempts, those included that ended early. Results reused from other searches are counted
+        apart, at what they cost there. `naive_full_forward_equivalents` counts one full pass for
+        every evaluation in the trace, repeated masks of different sub-problems included.
         """
-        paid = [e for key, e in self._evaluations.items() if key not in self._reused]
-        reused = [self._evaluations[key] for key in self._reused]
-        work: list[Evaluation | GateGradient] = [*paid, *self._gradients.values()]
+        reused = self._reused.values()
+        work: list[Evaluation | GateGradient] = [*self._paid, *self._gradients.values()]
         return {
-            "evaluations": len({key.rstrip("<") for key in self._evaluations}),
+            "evaluations": len(self._latest),
             "reused_evaluations": len(reused),
             "gradients": len(self._gradients),
             "model_seconds": sum(e.seconds for e in work),
@@ -212,9 +259,10 @@ class Evaluator:
     def _record(
         self, mask: HeadMask, evaluation: Evaluation, phase: Phase, subproblem: str, free: bool
     ) -> None:
-        lowest = 0.0 if evaluation.is_bound else evaluation.score
-        best = max(lowest, self._best_in_subproblem.get((phase, subproblem), lowest))
-        self._best_in_subproblem[phase, subproblem] = best
+        search = search_of(phase, subproblem)
+        best = self._best_in_subproblem.get(search)
+        if not evaluation.is_bound and (best is None or evaluation.score > best):
+            best = self._best_in_subproblem[search] = evaluation.score
         self._naive += evaluation.whole_pass_equivalents
         point = TracePoint(
             phase=phase,
@@ -236,13 +284,13 @@ class Evaluator:
         if self.watch is not None:
             self.watch(self)
         logger.debug(
-            "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %.4f",
+            "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s",
             phase, subproblem, point.step, point.score, point.log_likelihood, best,
         )  # fmt: skip
 
-    def _status(self, subproblem: str, best: float) -> str:
+    def _status(self, subproblem: str, best: float | None) -> str:
         """Text behind the counter of evaluations."""
-        status = f"{subproblem}: best score {best:.3f}"
+        status = subproblem if best is None else f"{subproblem}: best score {best:.3f}"
         if self.best_on_budget is not None:
             status += f", on budget {self.best_on_budget[1].score:.3f}"
         return f"{status}, {len(self._reused)} reused" if self._reused else status

@@ -34,6 +34,7 @@ from pipeline.run.graph import Node, Stage
 from pipeline.run.locks import hold, read_holder
 from pipeline.run.runner import Choice, Runner
 from stages.artifacts import (
+    ABOUT_MARKS,
     HYBRID,
     MODEL,
     ORIGINAL,
@@ -43,6 +44,7 @@ from stages.artifacts import (
     SuiteScores,
     checkpoint_folders,
     checkpoint_name,
+    mark,
     read_samples,
     write_samples,
 )
@@ -315,7 +317,7 @@ def _require_unchanged(
 def score_tables(scores: SelectedScores) -> list[Table]:
     """For each suite a row for each task and length, with 95 % intervals.
 
-    ≈ stands before what the samples do not tell from the original (paired test, 5 %).
+    Marks stand before what the samples do not show to differ from the original.
     """
     tables = []
     models = scores.checkpoints
@@ -333,12 +335,11 @@ def score_tables(scores: SelectedScores) -> list[Table]:
             covers = f"{group} ({len(means[0].tasks)} of {means[0].of} tasks)"
             rows.append([covers, *(_cell(mean.score, mean) for mean in means)])
         rows.append(["average", *(_cell(t.average, t) for t in tables_of.values())])
-        title = f"{suite}, 95 % intervals; ≈: not told from the original"
+        title = f"{suite}, 95 % intervals; {ABOUT_MARKS}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))
     return tables
 
 
 def _cell(value: float, score: MeanScore | SuiteScores) -> str:
-    against = score.against_original
-    mark = "≈ " if against is not None and not against.is_distinguishable else ""
-    return f"{mark}{format_score(value)} ({format_score(score.low)}–{format_score(score.high)})"
+    interval = f"{format_score(score.low)}–{format_score(score.high)}"
+    return f"{mark(score.against_original)}{format_score(value)} ({interval})"

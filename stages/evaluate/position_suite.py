@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bosch.analysis.intervals import student
 from bosch.errors import UserError
 from bosch.progress import Progress
 from data_prep.essays import haystack_files
@@ -28,7 +29,6 @@ from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.
 _CHUNK = 1024
-_Z = 1.959963984540054
 
 
 def edges(length: int) -> list[int]:
@@ -124,9 +124,10 @@ def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
 def position_table(
     length: int, answers: Sequence[Sequence[float]], original: Sequence[Sequence[float]] | None
 ) -> dict[str, Any]:
-    """Mean loss of each bin with a 95 % interval over documents, and how much more the original's.
+    """Mean loss of each bin with a 95 % interval over documents, and by how much the original's.
 
-    `answers` [documents, bins] in nats per token; the difference is over the same documents.
+    `answers` [documents, bins] in nats per token; the difference is over the same documents. One
+    document has no interval.
     """
     values = np.asarray(answers)
     table: dict[str, Any] = {
@@ -139,15 +140,8 @@ def position_table(
     return table
 
 
-def _means(values: np.ndarray) -> list[dict[str, float]]:
-    count = len(values)
-    error = (
-        values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(values.shape[1])
-    )
-    return [
-        {"mean": float(mean), "low": float(mean - _Z * e), "high": float(mean + _Z * e)}
-        for mean, e in zip(values.mean(axis=0), error, strict=True)
-    ]
+def _means(values: np.ndarray) -> list[dict[str, float | None]]:
+    return [student(column)._asdict() for column in values.T]
 
 
 def position_losses(folder: Path, model: str, length: int) -> list[list[float]]:

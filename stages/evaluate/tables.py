@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bosch.analysis.bootstrap import Interval
-from bosch.analysis.intervals import compare, mean_interval
+from bosch.analysis.intervals import Interval, compare, mean_score
 from bosch.errors import RunError
 from data_prep.scoring import mean_and_error
 from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Suite, TaskGroup
@@ -170,7 +169,7 @@ def _pooled(parts: Sequence[_Part]) -> _Part:
 def _over(parts: Sequence[_Part]) -> dict[str, Any]:
     """The unweighted mean of some parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
-    mean = mean_interval([_mean(values) for values in scores], [len(values) for values in scores])
+    mean = mean_score([_mean(values) for values in scores], [len(values) for values in scores])
     return {**_points(mean), **_against(parts)}
 
 
@@ -181,7 +180,11 @@ def _against(parts: Sequence[_Part]) -> dict[str, Any]:
     if [len(base) for base in originals] != [len(values) for values in scores]:
         return {}
     result = compare(scores, originals)
-    table: dict[str, Any] = {"p_value": result.p_value}
+    table: dict[str, Any] = {
+        "p_value": result.p_value,
+        "samples": sum(map(len, scores)),
+        "visible_loss": None if result.visible_loss is None else 100 * result.visible_loss,
+    }
     for name, interval in (("difference", result.difference), ("ratio", result.ratio)):
         if interval is not None:
             mean, low, high = (100 * value for value in interval)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bosch.model.cache_size import CacheSize
-from stages.artifacts import PositionLoss, TrainingStep
+from stages.artifacts import BinLoss, TrainingStep
 from stages.formats import (
     format_bytes,
     format_count,
@@ -232,30 +232,83 @@ def cache_by_length(cache: CacheSize, width: float, name: str) -> str:
     )
 
 
-def loss_by_position(curves: Sequence[tuple[str, PositionLoss]], width: float, name: str) -> str:
-    """Loss over the position in a document, one curve with its interval for each model."""
-    low, high = extent([v for _, t in curves for bin in t.loss for v in (bin.low, bin.high)])
-    edges = curves[0][1].edges
+def loss_by_position(
+    curves: Sequence[tuple[str, Sequence[int], Sequence[BinLoss]]],
+    label: str,
+    width: float,
+    name: str,
+) -> str:
+    """Loss over the position in a document, one curve with its intervals for each model.
+
+    A curve is a colour, the edges of its bins, and their losses or differences of losses.
+    """
+    ends = [v for *_, bins in curves for bin in bins for v in (bin.mean, bin.low, bin.high)]
+    low, high = extent(finite(ends))
+    edges = curves[0][1]
     ticks = nice_ticks(low, high)
     left = left_margin(map(_plain, ticks))
     reach = (edges[0], edges[-1])
     plot = Plot.make(width, 300, reach, (low, high), log_x=True, left=left, right=26, top=20)
-    plot.y_axis(ticks, "Loss (nats per token)", _plain)
+    plot.y_axis(ticks, label, _plain)
     plot.x_axis(
         power_ticks(*reach, 2, 11 if width > 400 else 5),
         "Position (tokens, log)",
         lambda value: format_length(int(value)),
     )
-    for css, table in curves:
-        middles = [math.sqrt(a * b) for a, b in itertools.pairwise(table.edges)]
-        means = [bin.mean for bin in table.loss]
+    for css, edges, bins in curves:
+        middles = [math.sqrt(a * b) for a, b in itertools.pairwise(edges)]
+        means = [bin.mean for bin in bins]
         plot.canvas.line(plot.points(list(zip(middles, means, strict=True))), f"line {css}")
-        for x, bin in zip(middles, table.loss, strict=True):
-            plot.canvas.line(plot.points([(x, bin.low), (x, bin.high)]), f"line {css}")
-            tip = f"{bin.mean:.3f} ({bin.low:.3f} to {bin.high:.3f}) nats"
+        for x, bin in zip(middles, bins, strict=True):
+            tip = f"{bin.mean:.3f} nats"
+            if bin.low is not None and bin.high is not None:
+                plot.canvas.line(plot.points([(x, bin.low), (x, bin.high)]), f"line {css}")
+                tip = f"{bin.mean:.3f} ({bin.low:.3f} to {bin.high:.3f}) nats"
             plot.canvas.circle(plot.x(x), plot.y(bin.mean), 3, f"dot {css}", tip)
-    spoken = ", ".join(f"{css} {table.loss[-1].mean:.3f}" for css, table in curves)
-    return plot.canvas.svg(name, "Loss by position", f"In the last bin: {spoken} nats per token.")
+    spoken = ", ".join(f"{css} {bins[-1].mean:.3f}" for css, _, bins in curves)
+    return plot.canvas.svg(name, f"{label} by position", f"In the last bin: {spoken}.")
+
+
+class DifferenceBar(NamedTuple):
+    """A difference from the original with its interval; `css` colours it."""
+
+    label: str
+    css: str
+    mean: float
+    low: float | None
+    high: float | None
+    text: str
+
+
+def differences(bars: Sequence[DifferenceBar], axis: str, width: float, name: str) -> str:
+    """A row for each difference: its interval, and its place left or right of 0."""
+    row, top = 34, 12
+    left = min(0.42 * width, 20 + 7.2 * max(len(bar.label) for bar in bars))
+    right = 20 + 7.0 * max(len(bar.text) for bar in bars) if width > 400 else 20
+    low, high = extent([0.0, *finite([v for bar in bars for v in (bar.mean, bar.low, bar.high)])])
+    plot = Plot.make(
+        width, top + row * len(bars) + 48, (low, high), (0, 1), left=left, right=right, top=top
+    )
+    plot.x_axis(nice_ticks(low, high, 5 if width > 400 else 3), axis, _plain)
+    zero = plot.x(0.0)
+    plot.canvas.line([(zero, top), (zero, plot.y.start)], "line original")
+    for index, bar in enumerate(bars):
+        middle = top + row * (index + 0.5)
+        plot.canvas.text(left - 10, middle + 4, bar.label, "label", "end")
+        if bar.low is not None and bar.high is not None:
+            plot.canvas.line([(plot.x(bar.low), middle), (plot.x(bar.high), middle)],
+                             f"line {bar.css}")  # fmt: skip
+        plot.canvas.circle(plot.x(bar.mean), middle, 5, f"dot {bar.css}", bar.text)
+        if width > 400:
+            plot.canvas.text(width - 6, middle + 4, bar.text, "mark", "end")
+    spoken = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
+    return plot.canvas.svg(name, axis, f"{spoken}.")
+
+
+def signed(value: float, digits: int) -> str:
+    """A difference with its sign, a real minus included; none for 0."""
+    text = f"{value:+.{digits}f}"
+    return text[1:] if not float(text) else text.replace("-", "−")
 
 
 def stage_times(seconds: Sequence[tuple[str, float]], width: float, name: str) -> str:

@@ -28,10 +28,15 @@ from stages.report.scores_section import (
     positions_section,
     scores_section,
     standing_section,
-    verdict_section,
     windows_section,
 )
 from stages.report.search_section import mask_section, search_section
+from stages.report.verdict import (
+    Difference,
+    difference_tiles,
+    differences_section,
+    verdict_section,
+)
 
 NO_TRAIN = "Training is not part of this recipe."
 NO_EVALUATE = "Evaluation is not part of this recipe."
@@ -44,6 +49,7 @@ def render(results: Results, provenance: Provenance, section: ReportConfig) -> s
         verdict_section(results),
         standing_section(results),
         _tiles(results),
+        differences_section(results),
         mask_section(results),
         search_section(results),
         _recovery_section(results),
@@ -69,18 +75,11 @@ def render(results: Results, provenance: Provenance, section: ReportConfig) -> s
 
 def _tiles(results: Results) -> str:
     tiles = [
-        _score_tile("Original model", results.checkpoint(ORIGINAL), None, results, "original"),
-        _score_tile(
-            "Hybrid, untrained",
-            results.checkpoint(HYBRID),
-            results.checkpoint(ORIGINAL),
-            results,
-            "untrained",
-        ),
-        _score_tile(
-            "Hybrid, trained", results.trained, results.checkpoint(ORIGINAL), results, "hybrid"
-        ),
+        _score_tile("Original model", results.checkpoint(ORIGINAL), results, "original"),
+        _score_tile("Hybrid, untrained", results.checkpoint(HYBRID), results, "untrained"),
+        _score_tile("Hybrid, trained", results.trained, results, "hybrid"),
     ]
+    tiles += difference_tiles(results)
     search, cache = results.search, results.cache
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
     windows = f"and at most {format_bytes(cache.windows)} for the windows"
@@ -98,28 +97,23 @@ def _tiles(results: Results) -> str:
 def _score_tile(
     name: str,
     scores: NeedleScores | None,
-    original: NeedleScores | None,
     results: Results,
     colour: str,
 ) -> str:
     if scores is None:
         return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
     more = f"needle average over {scores.suite.samples:,} samples"
-    if original is not None:
-        more = f"needle average, {_change(scores.average - original.average)}"
-    if scores.suite.low is not None:
+    against = scores.suite.against_original
+    if against is not None:
+        change = Difference.of_scores("", against).text
+        more = f"needle average, {change} against the original"
+    elif scores.suite.low is not None:
         low, high = format_score(scores.suite.low), format_score(scores.suite.high)
         more += f", 95 % interval {low} to {high}"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     average = format_score(scores.average)
     return markup.tile(name, average, more, "of 100", colour, f"#{anchor(scores.name)}")
-
-
-def _change(points: float) -> str:
-    if abs(points) < 0.05:
-        return "as the original"
-    return f"{points:+.1f} against the original".replace("-", "−")
 
 
 def _why_no_score(results: Results, trained: bool) -> str:

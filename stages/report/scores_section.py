@@ -1,4 +1,4 @@
-"""The verdict in one sentence, and every score with its interval."""
+"""Every score with its interval."""
 
 from __future__ import annotations
 
@@ -8,52 +8,18 @@ from html import escape
 
 from bosch.search.methods import METHODS
 from stages.artifacts import (
+    ABOUT_MARKS,
     HYBRID,
     ORIGINAL,
-    Against,
     MeanScore,
     SuiteScores,
+    mark,
     named_window,
 )
 from stages.formats import format_length, format_score, format_share
 from stages.report import figures, markup
 from stages.report.predictions import anchor
 from stages.report.results import NeedleScores, Results, label_of
-
-_SAME = "≈"
-
-
-def verdict(results: Results) -> str | None:
-    """What the hybrid keeps of the original at the longest length; None without such scores."""
-    scores = results.trained or results.checkpoint(HYBRID)
-    if scores is None or not scores.suite.by_length:
-        return None
-    length = max(scores.suite.by_length)
-    against = scores.suite.by_length[length].against_original
-    if against is None or against.ratio is None:
-        return None
-    cache = results.cache
-    share = cache.dynamic(length) / cache.original(length)
-    name = "trained" if scores.tokens else "untrained"
-    sentence = (
-        f"At {format_length(length)} the {name} hybrid keeps {_percent(against)} of the original's "
-        f"score with {share:.2f} of its KV cache"
-    )
-    if not against.is_distinguishable:
-        sentence += "; these samples do not tell the two apart"
-    return sentence + "."
-
-
-def _percent(against: Against) -> str:
-    assert against.ratio is not None
-    low, high = against.ratio_low or 0.0, against.ratio_high or 0.0
-    return f"{against.ratio:.1f} % ± {max(high - against.ratio, against.ratio - low):.1f}"
-
-
-def verdict_section(results: Results) -> str:
-    """The verdict as the page's first line; empty where there is none."""
-    sentence = verdict(results)
-    return f'<p class="verdict">{escape(sentence)}</p>' if sentence is not None else ""
 
 
 def standing_section(results: Results) -> str:
@@ -90,10 +56,7 @@ def _bar(label: str, css: str, suite: SuiteScores) -> figures.ScoreBar:
 def scores_section(results: Results, why_none: str) -> str:
     """A table for each model: tasks by lengths, with 95 % intervals."""
     heading = "Scores by task and length"
-    lead = (
-        "RULER by context length, in points of 100, each with its 95 % interval. "
-        f"{_SAME}: the samples do not tell the model from the original (paired test, 5 %)."
-    )
+    lead = f"RULER by context length, in points of 100, each with its 95 % interval. {ABOUT_MARKS}."
     if results.needle is None:
         return markup.section(heading, lead, markup.absent(why_none))
     models = [*results.needle, *results.rivals]
@@ -202,10 +165,8 @@ def _cell(score: MeanScore | None, target: str, length: str) -> str:
     shown = markup.filtered(length=length)
     if score is None:
         return f'<td class="score"{shown} style="--share:0">{format_score(None)}</td>'
-    against = score.against_original
-    mark = f"{_SAME} " if against is not None and not against.is_distinguishable else ""
     interval = f"{format_score(score.low)}–{format_score(score.high)}"
-    value = markup.link(f"#{target}", f"{mark}{format_score(score.score)}")
+    value = markup.link(f"#{target}", f"{mark(score.against_original)}{format_score(score.score)}")
     return (
         f'<td class="score"{shown} style="--share:{score.score / 100:.3f}">{value}'
         f"<small>{interval}</small></td>"
@@ -264,10 +225,22 @@ def positions_section(results: Results) -> str:
     count = curves[0][2].documents
     lead = (
         f"Cross-entropy by position in {count:,} held-out documents, each bin with its 95 % "
-        "interval over documents: where a model stops using what is far, its curve rises."
+        "interval over documents (Student's; of one document there is none): where a model stops "
+        "using what is far, its curve rises."
     )
     keys = [("stroke", css, label_of(str(name)).lower()) for name, css, _ in curves]
+    losses = [(css, table.edges, table.loss) for _, css, table in curves]
     picture = figures.responsive(
-        partial(figures.loss_by_position, [(css, table) for _, css, table in curves]), "positions"
+        partial(figures.loss_by_position, losses, "Loss (nats per token)"), "positions"
     )
-    return markup.section("Loss by position", lead, markup.card(markup.legend(keys) + picture))
+    inner = markup.card(markup.legend(keys) + picture)
+    more = [(css, table.edges, table.difference) for _, css, table in curves if table.difference]
+    if more:
+        picture = figures.responsive(
+            partial(figures.loss_by_position, more, "Difference (nats per token)"),
+            "positions-difference",
+        )
+        inner += markup.card(
+            markup.legend(keys[1:]) + picture, "Less the original's loss, on the same documents"
+        )
+    return markup.section("Loss by position", lead, inner)

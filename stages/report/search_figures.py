@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
+from bosch.search.evaluator import search_of
 from stages.artifacts import TRACES, TracePoint
 from stages.formats import format_share
 from stages.report.charts import Canvas, Plot, left_margin, nice_ticks, svg_file, whole_ticks
@@ -125,13 +126,26 @@ def search_trace(search: Search, quantity: str, width: float, name: str) -> str:
         own = [(point.step, getattr(point, quantity)) for point in whole if point.phase == phase]
         plot.canvas.dots(plot.points(own), f"dots {phase}")
     if is_score:
-        for _, points in groupby(trace, key=lambda point: (point.phase, point.subproblem)):
+        for _, points in groupby(trace, key=lambda p: search_of(p.phase, p.subproblem)):
             plot.canvas.line(_staircase(plot, list(points)), "line best")
+    final = final_point(search)
+    if final is not None:
+        value = getattr(final, quantity)
+        x, y = plot.points([(final.step, value)])[0]
+        tip = f"final mask, evaluation {final.step}: {fmt(value)}"
+        plot.canvas.diamond(x, y, 5, "dot final", tip)
     return plot.canvas.svg(
         name,
         f"{'Score' if is_score else 'Log-likelihood'} over evaluations",
         f"{len(trace)} evaluations, from {min(values):.4g} to {max(values):.4g}.",
     )
+
+
+def final_point(search: Search) -> TracePoint | None:
+    """The evaluation of the mask that the search returned, which need not be its last."""
+    key = search.mask.mask.key
+    whole = [point for point in search.summary.trace if not point.is_bound]
+    return next((point for point in reversed(whole) if point.mask == key), None)
 
 
 def _bands(plot: Plot, trace: Sequence[TracePoint]) -> None:

@@ -9,7 +9,7 @@ from stages.report import figures, markup, search_figures
 from stages.report.results import Results, Search
 
 TRACE_KEYS = (
-    ("anchors", "round", "anchor", "anchors, final mask"),
+    ("anchors", "round", "anchor", "anchors"),
     ("layer_importance", "round", "stage1", "Algorithm 1, layer importance"),
     ("head_selection", "box", "stage3", "Algorithm 3, head selection"),
     ("ablation", "round", "stage1", "one head or layer at a time"),
@@ -51,6 +51,8 @@ def _trace_cards(search: Search) -> str:
         return markup.absent(text)
     phases = {point.phase for point in search.summary.trace}
     keys = [key for phase, *key in TRACE_KEYS if phase in phases]
+    if search_figures.final_point(search) is not None:
+        keys.append(["square", "ratio", "final mask"])
     best = ("stroke", "ink", "best so far in the sub-problem")
     score = markup.legend([*keys, best]) + _trace(search, "score", "trace")
     inner = markup.card(score, "Score over evaluations")

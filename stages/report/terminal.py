@@ -12,7 +12,7 @@ from stages.artifacts import STAGES
 from stages.configs import ReportConfig
 from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.report.results import Results
-from stages.report.scores_section import verdict
+from stages.report.verdict import differences, final_model, verdict
 
 ABSENT = "not part of this recipe"
 
@@ -25,6 +25,10 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
     return {
         "title": title,
         "verdict": verdict(results),
+        "differences": [
+            {"name": row.name, "unit": row.unit, "mean": row.mean, "low": row.low, "high": row.high}
+            for row in differences(results, final_model(results))
+        ],
         "needle": {
             "original": original.average if original else None,
             "hybrid": hybrid.average if hybrid else None,

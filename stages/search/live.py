@@ -58,12 +58,13 @@ class LiveView:
         values = {
             "score": point.score,
             "log_likelihood": point.log_likelihood,
-            "best_score_of_subproblem": point.best_score,
             "phase": float(_PHASES.index(point.phase)),
             "evaluations": costs["evaluations"],
             "reused_evaluations": costs["reused_evaluations"],
             "full_forward_equivalents": costs["full_forward_equivalents"],
         }
+        if point.best_score is not None:
+            values["best_score_of_subproblem"] = point.best_score
         if best is not None:
             mask, evaluation = best
             values["best_score"] = evaluation.score

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +18,6 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.model.tensor_parallel import load_sharded
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
-from bosch.objective.free_memory import reuse_room
 from bosch.objective.objective import Objective
 from bosch.progress import Progress, progress
 from bosch.ranks import Ranks, limit_collectives
@@ -36,6 +34,7 @@ from stages.report.results import Search
 from stages.report.search_figures import trace_files
 from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group
+from stages.search.reuse import reuse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -152,23 +151,12 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         model = load_model(config.model.path, device=ranks.device, **options)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
-    batch_size = config.runtime.eval_batch_size
-    room = config.runtime.reuse_memory
-    if not isinstance(room, int):
-        room = reuse_room(
-            model,
-            section.window,
-            min(batch_size, len(calibration)),
-            calibration.max_length,
-            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            shards=ranks.shards,
-        )
     return Objective(
         model,
         calibration,
         section.window,
-        batch_size=batch_size,
-        reuse_bytes=room,
+        batch_size=config.runtime.eval_batch_size,
+        reuse_bytes=reuse_bytes(config.runtime, model, section.window, calibration, ranks.shards),
         ranks=ranks,
     )
 

@@ -89,8 +89,11 @@ class Landscape:
         flips = self._form.flips(mask.is_full.reshape(-1)) / (self._high - self._low)
         flips = flips * (1 + self._noise[share % 8])
         return GateGradient(
-            flips.reshape(mask.is_full.shape).tolist(), 0.0, _GRADIENT_PASSES / min(shares, 8)
+            flips.reshape(mask.is_full.shape).tolist(), 0.0, self.gradient_passes(share, shares)
         )
+
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        return _GRADIENT_PASSES / min(shares, 8)
 
 
 class _Groups:

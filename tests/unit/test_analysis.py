@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.analysis.bootstrap import bootstrap_mean, paired_difference
 from bosch.analysis.jaccard import jaccard_distance, mean_distances
 from bosch.analysis.optimality import count_on_budget, masks_on_budget, standing
 from bosch.analysis.stability import average_ranks, ranking_stability, spearman
@@ -176,55 +175,3 @@ def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -
     assert result.log_likelihood_gap == pytest.approx(by_likelihood[0] - result.log_likelihood)
     with pytest.raises(ValueError, match="none of the 15"):
         standing(HeadMask.all_full(2, 3), landscape)
-
-
-def test_bootstrap_of_one_axis_has_the_standard_error() -> None:
-    """For a mean of n independent values the interval is about 1.96 standard errors each way."""
-    results = np.random.default_rng(0).normal(3.0, 2.0, size=(1, 400))
-    interval = bootstrap_mean(results)
-    error = results.std() / np.sqrt(400)
-    assert interval.mean == pytest.approx(results.mean())
-    assert interval.high - interval.mean == pytest.approx(1.96 * error, rel=0.1)
-    assert interval.mean - interval.low == pytest.approx(1.96 * error, rel=0.1)
-
-
-def test_bootstrap_draws_seeds_too() -> None:
-    """Seeds that disagree widen the interval however many examples there are."""
-    results = np.repeat(np.array([[0.0], [1.0], [0.0], [1.0]]), 500, axis=1)
-    interval = bootstrap_mean(results)
-    assert (interval.low, interval.mean, interval.high) == (0.0, 0.5, 1.0)
-
-
-def test_pairing_removes_what_is_hard_for_both() -> None:
-    rng = np.random.default_rng(1)
-    hard = rng.normal(0.0, 5.0, size=(1, 300))
-    first, second = hard + rng.normal(0.2, 0.1, (3, 300)), hard + rng.normal(0.0, 0.1, (4, 300))
-    paired = paired_difference(first, second)
-    assert paired.mean == pytest.approx(first.mean() - second.mean())
-    assert 0.1 < paired.low < 0.2 < paired.high < 0.3
-    apart = bootstrap_mean(first)
-    assert apart.high - apart.low > 10 * (paired.high - paired.low)
-    backwards = paired_difference(second, first)
-    assert backwards.mean == pytest.approx(-paired.mean)
-
-
-def test_equal_results_have_no_difference() -> None:
-    results = np.random.default_rng(2).random((1, 40))
-    assert paired_difference(results, results) == (0.0, 0.0, 0.0)
-
-
-def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(3)
-    samples = rng.normal(0.0, 1.0, size=(200, 60))
-    intervals = [bootstrap_mean(sample[None], 0.9, draws=400, seed=1) for sample in samples]
-    covered = np.mean([interval.low <= 0.0 <= interval.high for interval in intervals])
-    assert 0.82 <= covered <= 0.96
-
-
-def test_bootstrap_refuses_what_it_cannot_use() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        bootstrap_mean([0.0, float("nan")])
-    with pytest.raises(ValueError, match="shape"):
-        bootstrap_mean(np.zeros((0, 3)))
-    with pytest.raises(ValueError, match="3 and 4 examples"):
-        paired_difference(np.zeros((2, 3)), np.zeros((2, 4)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ from bosch.objective.objective import Objective
 from bosch.search.bosch import bosch
 from bosch.search.bosch_plus import bosch_plus
 from bosch.search.evaluator import Evaluator
-from bosch.search.methods import METHODS
+from bosch.search.methods import METHODS, plus_budget
+from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.benchmarks.landscapes import RATIO, landscape
@@ -67,7 +70,11 @@ class Layered:
     def gate_gradient(self, mask, share=0, shares=1):
         sliding = (~mask.is_full).reshape(-1).astype(float)
         gradient = self.costs + (self.pairs + self.pairs.T) @ sliding + self.noise
-        return GateGradient(gradient.reshape(mask.is_full.shape).tolist(), 0.0, 1.0)
+        passes = self.gradient_passes(share, shares)
+        return GateGradient(gradient.reshape(mask.is_full.shape).tolist(), 0.0, passes)
+
+    def gradient_passes(self, share=0, shares=1):
+        return 1.0
 
 
 def exact(scorer, ratio, budget=100, log=None):
@@ -155,7 +162,96 @@ def test_what_the_log_knows_does_not_change_the_search(tmp_path, seed):
         path.write_text("".join(lines[:count]))
         again, resumed = exact(Shared(3, 4, seed), 0.5, log=EvaluationLog(path, CONTEXT))
         assert again == whole
-        assert [p.mask for p in resumed.trace] == [p.mask for p in evaluator.trace]
+        assert resumed.trace == evaluator.trace
+
+
+def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
+    """Which examples a losing mask is measured on depends on the masks before it."""
+    path = tmp_path / "evaluations.jsonl"
+    model, calibration = searchable(examples=8)
+
+    def search():
+        objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
+        return exact(objective, 0.5, 120, EvaluationLog(path, objective.context))
+
+    whole, evaluator = search()
+    assert sum(point.is_bound for point in evaluator.trace[20:]) > 3
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:20]))
+    again, resumed = search()
+    assert again == replace(whole, evaluation=ANY, last_phase=ANY)
+    assert resumed.trace == evaluator.trace
+
+
+class Costly(Layered):
+    """Its gradients cost more or less by share, in all 3.2 passes."""
+
+    def __init__(self, layers, heads, seed, shares):
+        super().__init__(layers, heads, seed, noise=0.1)
+        costs = np.random.default_rng(seed).uniform(0.5, 1.5, shares)
+        self.passes = 3.2 * costs / costs.sum()
+
+    def gradient_passes(self, share=0, shares=1):
+        return float(self.passes[share % len(self.passes)])
+
+
+@pytest.mark.parametrize("method", ["bosch_plus", "learned_gates"])
+@pytest.mark.parametrize("shares", [1, 3, 8])
+def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
+    for seed, budget, layers in itertools.product(range(10), (1, 8, 16, 40), (3, 12)):
+        evaluator = Evaluator(Costly(layers, 4, seed, shares), EvaluationLog(None, CONTEXT))
+        options = SearchSettings(0.9, budget_per_layer=budget)
+        find_mask(method, evaluator, options)
+        masks = evaluator.costs()["evaluations"] - 2  # but for the anchors
+        assert masks + evaluator.gradient_passes <= plus_budget(options, layers) + 1e-9
+
+
+def test_a_search_by_swaps_has_one_best_score():
+    """A move whose evaluation ended early is no best, and what came before it still is."""
+    ended_early = 0
+    for seed in range(4):
+        _, evaluator = exact(Layered(6, 8, seed, noise=0.1), 0.75)
+        points = [p for p in evaluator.trace if p.phase in ("start", "swaps")]
+        ended_early += sum(p.is_bound for p in points)
+        best = 0.0
+        for point in points:
+            best = max(best, 0.0 if point.is_bound else point.score)
+            assert point.best_score == best > 0
+    assert ended_early > 0
+
+
+class Halved:
+    """Ends every pass half-way where it may, at half of the cost."""
+
+    num_layers, num_key_value_heads, quantum = 2, 4, 0.25
+
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+        if can_win is None:
+            return Evaluation(0.25, -1.0)
+        return Evaluation(0.5, -0.5, 0.0, 0.5, is_bound=True)
+
+
+def test_every_pass_that_ended_early_is_paid_for(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    mask = HeadMask.all_full(2, 4)
+
+    def wins_at_first():
+        """A sub-problem with this best would have to measure on, but the scorer has given up."""
+        answers = iter([True, False])
+        return lambda score, log_likelihood: next(answers)
+
+    for _ in range(2):  # the second time as a search that goes on
+        evaluator = Evaluator(Halved(), EvaluationLog(path, CONTEXT))
+        evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
+        assert evaluator.costs()["full_forward_equivalents"] == 0.5
+        evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
+        assert evaluator.costs()["full_forward_equivalents"] == 0.5
+        assert evaluator.evaluate(mask, "swaps", "kick", can_win=wins_at_first()).is_bound
+        assert evaluator.costs()["full_forward_equivalents"] == 1.0
+        assert not evaluator.evaluate(mask, "final", "final mask").is_bound
+        assert evaluator.costs()["full_forward_equivalents"] == 2.0
+        assert evaluator.costs()["evaluations"] == 1
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_gradients_of_another_model_are_not_used(tmp_path, caplog):

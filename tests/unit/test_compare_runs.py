@@ -1,4 +1,4 @@
-"""Equal runs compare equal; every kind of changed result is reported."""
+"""Equal runs of bosch_plus compare equal; every kind of changed result is reported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationLog,
+    GateGradient,
+)
 from tests.compare_runs import main, run_results
 
-EVALUATION = {"mask": "1x2:8", "score": 0.5, "log_likelihood": -1.25, "seconds": 0.1}
+MASK = HeadMask.all_full(1, 2)
 METRICS = {"step": 1, "tokens": 64, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": 0.4}
 SAMPLE = {"checkpoint": "hybrid", "suite": "needle", "task": "t", "length": 512, "index": 0}
 
@@ -29,7 +36,9 @@ def run(tmp_path: Path) -> Path:
     record = {"task": "t", "index": 0, "input_ids": [1, 2, 3], "answer_length": 1}
     write(run / "prepare/train/data.arrow", b"\x00\x01")
     write(run / "prepare/calibration/calibration.jsonl", json.dumps(record) + "\n")
-    write(run / "search/evaluations.jsonl", f"{json.dumps(EVALUATION)}\n" * 2)
+    log = EvaluationLog(run / "search/evaluations.jsonl", EvaluationContext("data", "model", 16, 0))
+    log.append(MASK, Evaluation(0.5, -1.25, seconds=0.1), "anchors")
+    log.append_gradient(MASK, "0/8", GateGradient([[0.75, -0.5]]))
     write(run / "search/head_mask.json", json.dumps({"swa_kv_heads": [[1]], "model": "x"}))
     write(run / "train/metrics.jsonl", json.dumps(METRICS) + "\n")
     scores = {"checkpoints": {"hybrid": {"needle": {"average": 75.0}}}}
@@ -68,7 +77,7 @@ def other_weight(run: Path) -> None:
 
 def one_more_evaluation(run: Path) -> None:
     with (run / "search/evaluations.jsonl").open("a") as file:
-        file.write(json.dumps(EVALUATION) + "\n")
+        file.write((run / "search/evaluations.jsonl").read_text().splitlines()[0] + "\n")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,8 @@ def one_more_evaluation(run: Path) -> None:
             replace("prepare/calibration/calibration.jsonl", "3]", "4]"),
             "line 1: ('t', 0, [1, 2, 3]",
         ),
-        (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2:8'"),
+        (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2"),
+        (replace("search/evaluations.jsonl", "0.75", "0.8"), "line 2: ('1x2"),
         (one_more_evaluation, "line 3: only in the second run"),
         (replace("search/head_mask.json", "[[1]]", "[[0]]"), "head_mask.json: [[1]] → [[0]]"),
         (replace("train/metrics.jsonl", "2.5", "2.5000001"), "line 1: (1, 64, 2.5,"),

@@ -38,6 +38,11 @@ def log_of(folder, name, context=CONTEXT):
     return EvaluationLog.shared(path, context, Ranks(), folder / "pool")
 
 
+def evaluation_in(log, mask):
+    [record] = log.history(mask, "anchors")
+    return record.evaluation
+
+
 def search(log, method="bosch", ratio=0.5, stop_after=None):
     """(result, evaluator, masks evaluated); None for the result of a search that was stopped."""
     scorer = Scorer()
@@ -98,12 +103,12 @@ def test_a_stopped_search_goes_on_and_still_knows_what_it_paid(tmp_path):
 def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
     mask = HeadMask.all_full(3, 4)
     one, other = log_of(tmp_path, "one"), log_of(tmp_path, "other")
-    assert other.recall(mask, "anchors") is None
+    assert not other.history(mask, "anchors")
     one.append(mask, Evaluation(0.5, -1.25), "anchors")
     assert other.get(mask) is None
-    assert other.recall(mask, "anchors") == Evaluation(0.5, -1.25)
-    assert other.reused(mask)
-    assert not one.reused(mask)
+    [record] = other.history(mask, "anchors")
+    assert record.evaluation == Evaluation(0.5, -1.25) and record.reused
+    assert [record.reused for record in one.history(mask, "anchors")] == [False]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +124,8 @@ def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
 def test_other_models_data_windows_and_kernels_are_strangers(tmp_path, change):
     mask = HeadMask.all_full(3, 4)
     log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
-    assert log_of(tmp_path, "other", replace(CONTEXT, **change)).recall(mask, "anchors") is None
-    assert log_of(tmp_path, "same").recall(mask, "anchors") is not None
+    assert not log_of(tmp_path, "other", replace(CONTEXT, **change)).history(mask, "anchors")
+    assert log_of(tmp_path, "same").history(mask, "anchors")
 
 
 def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
@@ -129,7 +134,7 @@ def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
     elsewhere = replace(CONTEXT, numerics="gpu")
     again = log_of(tmp_path, "mine", elsewhere)
     assert again.get(mask) is not None
-    assert log_of(tmp_path, "new", elsewhere).recall(mask, "anchors") is None
+    assert not log_of(tmp_path, "new", elsewhere).history(mask, "anchors")
 
 
 def test_a_torn_line_of_the_pool_costs_no_other(tmp_path, caplog):
@@ -141,8 +146,8 @@ def test_a_torn_line_of_the_pool_costs_no_other(tmp_path, caplog):
     reader = log_of(tmp_path, "reader")
     log_of(tmp_path, "two").append(second, Evaluation(0.25, -2.0), "anchors")
     for log in (reader, log_of(tmp_path, "three")):
-        assert log.recall(first, "anchors") == Evaluation(0.5, -1.25)
-        assert log.recall(second, "anchors") == Evaluation(0.25, -2.0)
+        assert evaluation_in(log, first) == Evaluation(0.5, -1.25)
+        assert evaluation_in(log, second) == Evaluation(0.25, -2.0)
     assert "cut off a torn last line" in caplog.text
 
 
@@ -152,7 +157,7 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     alone.parent.mkdir()
     EvaluationLog(alone, CONTEXT).append(mask, Evaluation(0.5, -1.25), "anchors")
     log_of(tmp_path, "mine")
-    assert log_of(tmp_path, "other").recall(mask, "anchors") == Evaluation(0.5, -1.25)
+    assert evaluation_in(log_of(tmp_path, "other"), mask) == Evaluation(0.5, -1.25)
 
 
 def test_a_line_that_was_changed_on_disk_is_not_used(tmp_path):
@@ -160,13 +165,13 @@ def test_a_line_that_was_changed_on_disk_is_not_used(tmp_path):
     log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
     (pool,) = (tmp_path / "pool").iterdir()
     pool.write_text(pool.read_text().replace('"score": 0.5', '"score": 0.7'))
-    assert log_of(tmp_path, "two").recall(mask, "anchors") is None
+    assert not log_of(tmp_path, "two").history(mask, "anchors")
 
 
 def test_bounds_stay_with_the_search_that_made_them(tmp_path):
     mask = HeadMask.all_full(3, 4)
     bound = Evaluation(0.5, -1.25, is_bound=True, whole_pass_equivalents=0.75)
     log_of(tmp_path, "one").append(mask, bound, "anchors")
-    assert log_of(tmp_path, "two").recall(mask, "anchors") is None
+    assert not log_of(tmp_path, "two").history(mask, "anchors")
     again = log_of(tmp_path, "one")
-    assert again.bound(mask) == bound and again.get(mask) is None
+    assert evaluation_in(again, mask) == bound and again.get(mask) is None

@@ -51,6 +51,9 @@ class RandomScores:
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         return GateGradient(self.costs.tolist(), 0.0, 0.0)
 
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        return 0.0
+
 
 def search_with(name: str, scorer: Any, options: SearchSettings) -> tuple[Evaluator, HeadMask]:
     evaluator = Evaluator(scorer, EvaluationLog(None, EvaluationContext("data", "model", 16, 0)))

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,17 +15,22 @@ from typing import Any, get_args
 import pytest
 
 from bosch.errors import RunError
+from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize
 from bosch.search.evaluator import Phase
 from bosch.window import Window
 from pipeline.run import graph
 from stages.artifacts import STAGES, Scores
 from stages.configs import EvaluateConfig
+from stages.evaluate.position_suite import position_table
+from stages.evaluate.tables import suite_table
 from stages.report import run as report
 from stages.report.figures import cache_lengths
 from stages.report.results import load_results
+from stages.report.scores_section import score_table
 from stages.report.search_figures import PHASE_NAMES
 from stages.report.search_section import TRACE_KEYS
+from stages.report.verdict import verdict
 from tests import report_fixture
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -94,7 +100,7 @@ def test_every_picture_is_named_for_those_who_do_not_see_it(tmp_path: Path) -> N
     ids = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     pictures = [attributes for tag, attributes in outline.tags if tag == "svg"]
-    assert len(pictures) == 2 * 14
+    assert len(pictures) == 2 * 17
     for attributes in pictures:
         assert attributes["role"] == "img"
         assert set((attributes["aria-labelledby"] or "").split()) <= set(ids)
@@ -150,15 +156,70 @@ def test_verdict_and_intervals_stand_on_the_page(tmp_path: Path) -> None:
     page, inputs = make(tmp_path)
     [sentence] = re.findall(r'<p class="verdict">([^<]+)</p>', page)
     assert re.fullmatch(
-        r"At 2k the trained hybrid keeps 98\.5 % ± \d\.\d of the original&#x27;s score with "
-        r"0\.\d\d of its KV cache\.",
+        r"At 2k the trained hybrid keeps 98\.5 % \[9\d\.\d, 99\.\d\] of the original&#x27;s score "
+        r"with 0\.\d\d of its KV cache\. "
+        r"Loss at tokens 4 to 7: \+0\.22 \[\+0\.11, \+0\.33\] nats\.",
         sentence,
     )
+    tile = "Loss at tokens 4 to 7, trained</div>"
+    assert f'{tile}<div class="value">+0.22 <small>nats</small></div>' in page
+    assert re.search(r"needle average, −1\.5 \[−\d\.\d, −0\.\d\] against the original", page)
+    for unit in ("points", "nats"):
+        assert wide_picture(page, f"difference-{unit}").count("<circle") == 2
+    # The untrained hybrid and the last checkpoint, three bins each.
+    assert wide_picture(page, "positions-difference").count("<circle") == 2 * 3
+    summary = json.loads((tmp_path / "report" / "summary.json").read_text())
+    assert [row["name"] for row in summary["differences"]] == ["Needle", "Loss at tokens 4 to 7"]
     scores = Scores.read(inputs["evaluate"]).checkpoints["hybrid"]["needle"]
     cell = scores.tasks["niah_single_1"][512]
     assert f"{cell.score:.1f}</a><small>{cell.low:.1f}–{cell.high:.1f}</small>" in page
-    assert cell.against_original is not None and cell.against_original.is_distinguishable
-    assert "≈ 31.0" not in page
+    assert cell.against_original is not None and cell.against_original.relation == "different"
+    assert "≈ 31.0" not in page and "? 31.0" not in page
+
+
+def scores_of(
+    first: Sequence[float], second: Sequence[float], positions: Sequence[float]
+) -> dict[str, Any]:
+    """scores.json of a hybrid and the original with these scores, and losses of documents."""
+    mine, theirs = {("vt", 512): list(first)}, {("vt", 512): list(second)}
+    suites = {name: suite_table(mine, theirs) for name in ("needle", "harness")}
+    content: dict[str, Any] = {
+        "checkpoints": {"original": {"needle": suite_table(theirs)}, "hybrid": suites}
+    }
+    if positions:
+        losses = [[2.0, 2.0 + more] for more in positions]
+        table = position_table(3, losses, [[2.0, 2.0]] * len(losses))
+        content["positions"] = {"hybrid": table}
+    return content
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "positions", "said", "marked"),
+    [
+        ([0] * 5, [1] * 5, [], "; 5 samples are too few to tell the two apart.", "? 0.0"),
+        ([1] * 7 + [0] * 5, [1] * 12, [], "; 12 samples do not decide whether it differs: they "
+         "would show a loss of 58 points.", "? 58.3"),
+        ([1] * 300, [1] * 300, [], "keeps 100.0 % [98.8, 101.2]", ">≈ 100.0"),
+        ([0] * 9 + [1] * 3, [1] * 12, [], "keeps 25.0 % [", ">25.0"),
+        ([1] * 12, [0] * 12, [], "scores +100.0 [", ">100.0"),
+        ([1] * 12, [1] * 12, [0.3], "+0.30 [too few] nats; one document is too few to tell.", ""),
+        ([1] * 12, [1] * 12, [0.2, -0.1, 0.1], " nats; the documents do not decide whether", ""),
+        ([1] * 12, [1] * 12, [0.21, 0.2, 0.22], "2 to 2: +0.21 [+0.17, +0.25] nats.", ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_what_the_samples_do_not_decide(
+    tmp_path: Path, first: list[float], second: list[float], positions: list[float], said: str,
+    marked: str,
+) -> None:  # fmt: skip
+    inputs = report_fixture.publish(tmp_path, without=("train",))
+    content = scores_of(first, second, positions)
+    report_fixture.write_json(inputs["evaluate"] / "scores.json", content)
+    results = load_results(inputs)
+    sentence = verdict(results)
+    assert sentence is not None and said in sentence
+    assert "Other tasks: " in sentence
+    [hybrid] = [scores for scores in results.needle or [] if scores.name == "hybrid"]
+    assert marked in score_table(hybrid)
 
 
 def test_the_first_picture_ranks_search_and_rivals(tmp_path: Path) -> None:
@@ -329,9 +390,11 @@ def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path:
     inputs = report_fixture.publish(tmp_path)
     path = inputs["search"] / "summary.json"
     phases = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
+    mask = HeadMaskFile.load(inputs["search"] / "head_mask.json").mask.key
     trace = [
         {"phase": phase, "step": step, "subproblem": phase, "score": 0.5, "log_likelihood": -1.0,
-         "best_score": 0.5, "is_bound": step in (5, 6)}
+         "best_score": None if step == 5 else 0.5, "is_bound": step in (5, 6),
+         "mask": mask if step in (4, 6) else "another"}
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
     summary = json.loads(path.read_text()) | {"trace": trace, "gradients": 3}
@@ -343,7 +406,14 @@ def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path:
         drawn = {
             phase: d.count("M") for phase, d in re.findall(r"dots (\w+)\" d=\"(.*?)\"", picture)
         }
+        [title] = re.findall(r'class="dot final"[^>]*><title>([^<]+)<', picture)
+        assert title.startswith("final mask, evaluation 4: ")
         assert drawn == {"anchors": 2, "start": 1, "swaps": 1, "final": 1}
+    # One line through starts and swaps, at the best score, which a bound never is.
+    lines = re.findall(r'class="line best" d="M([^"]+)"', wide_picture(page, "trace"))
+    heights = {point.split()[1] for line in lines for point in line.split("L")}
+    assert len(lines) == 2 and len(heights) == 1
+    assert "final mask</li>" in page
     assert "Gradients taken</th><td>3<" in page
     assert {phase for phase, *_ in TRACE_KEYS} | {"repair", "ablation", "final"} == set(
         get_args(Phase)

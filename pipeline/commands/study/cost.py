@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bosch.analysis.bootstrap import Interval, bootstrap_mean, paired_difference
+from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.progress import progress
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import plots
@@ -42,14 +42,14 @@ class Point:
     log_likelihood: Results
 
     @property
-    def score(self) -> Interval:
+    def score(self) -> Estimate:
         """Mean held-out score."""
-        return bootstrap_mean(self.exact)
+        return crossed_mean(self.exact, is_score=True)
 
     @property
-    def likelihood(self) -> Interval:
+    def likelihood(self) -> Estimate:
         """Mean held-out log-likelihood."""
-        return bootstrap_mean(self.log_likelihood)
+        return crossed_mean(self.log_likelihood)
 
 
 def study(model: StudiedModel) -> StudyResult:
@@ -134,18 +134,18 @@ def _table(ratio: float, points: Sequence[Point]) -> Table:
                 f"{point.passes_without_reuse:.1f}",
                 f"{point.seconds:.1f}",
                 interval_text(point.score),
-                _difference(point.exact, None if base is None else base.exact),
+                _difference(point.exact, None if base is None else base.exact, is_score=True),
                 interval_text(point.likelihood, 2),
-                _difference(point.log_likelihood, None if base is None else base.log_likelihood, 2),
+                _difference(point.log_likelihood, None if base is None else base.log_likelihood),
             ]
         )
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 
 
-def _difference(own: Results, base: Results | None, digits: int = 3) -> str:
+def _difference(own: Results, base: Results | None, *, is_score: bool = False) -> str:
     if base is None or own is base:
         return ""
-    return interval_text(paired_difference(own, base), digits)
+    return interval_text(crossed_difference(own, base, is_score=is_score), 3 if is_score else 2)
 
 
 def _cost_to_reach(points: Sequence[Point], ratios: Sequence[float]) -> Table:
@@ -195,8 +195,10 @@ def _record(point: Point, points: Sequence[Point]) -> dict[str, Any]:
         "log_likelihood_of_each_seed": point.log_likelihood.mean(axis=1).tolist(),
     }
     if base is not None and base is not point:
-        record["score_difference"] = paired_difference(point.exact, base.exact)._asdict()
-        record["log_likelihood_difference"] = paired_difference(
+        record["score_difference"] = crossed_difference(
+            point.exact, base.exact, is_score=True
+        )._asdict()
+        record["log_likelihood_difference"] = crossed_difference(
             point.log_likelihood, base.log_likelihood
         )._asdict()
     return record
@@ -210,6 +212,6 @@ def _text(model: StudiedModel) -> str:
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, with exact reuse and without, less the pass "
         "of a static ranking, which only the seconds hold. Seconds are processor time where the "
-        "model is on a CPU. Brackets: 95 % bootstrap intervals over seeds and "
+        "model is on a CPU. Brackets: 95 % intervals over seeds and "
         "examples; differences are paired by example. κ: evaluations per layer."
     )

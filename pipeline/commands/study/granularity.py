@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bosch.analysis.bootstrap import Interval, bootstrap_mean, paired_difference
+from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.budget import check_granularity
 from bosch.progress import progress
 from pipeline.commands.paths import model_label
@@ -72,10 +72,10 @@ def _row(point: Point, single: Point) -> dict[str, object]:
         "method": point.method,
         "swa_ratio": point.ratio,
         "head_granularity": point.granularity,
-        "score": bootstrap_mean(point.exact)._asdict(),
-        "log_likelihood": bootstrap_mean(point.log_likelihood)._asdict(),
-        "score_difference": paired_difference(point.exact, single.exact)._asdict(),
-        "log_likelihood_difference": paired_difference(
+        "score": crossed_mean(point.exact, is_score=True)._asdict(),
+        "log_likelihood": crossed_mean(point.log_likelihood)._asdict(),
+        "score_difference": crossed_difference(point.exact, single.exact, is_score=True)._asdict(),
+        "log_likelihood_difference": crossed_difference(
             point.log_likelihood, single.log_likelihood
         )._asdict(),
     }
@@ -94,7 +94,7 @@ def _table(ratio: float, rows: list[dict[str, object]]) -> Table:
         size = row["head_granularity"]
         cells = [
             "" if "difference" in name and size == 1 else interval_text(
-                Interval(**row[name]), 2 if "likelihood" in name else 3  # type: ignore[arg-type]
+                Estimate(**row[name]), 2 if "likelihood" in name else 3  # type: ignore[arg-type]
             )
             for name in names
         ]  # fmt: skip
@@ -112,6 +112,6 @@ def _text(model: StudiedModel) -> str:
         "With g the full heads of every layer are a multiple of g. "
         "bosch_plus and learned_gates form units of heads to which the gradient at the original "
         "model gives similar worth, rankings of heads with similar scores, all others of "
-        "neighbouring heads. Brackets: 95 % bootstrap intervals over seeds and examples; "
+        "neighbouring heads. Brackets: 95 % intervals over seeds and examples; "
         "differences are paired by example."
     )

@@ -18,7 +18,7 @@ from bosch.progress import progress
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import plots
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.studied_model import StudiedModel, variants
+from pipeline.commands.study.studied_model import StudiedModel, digest_of, variants
 from pipeline.commands.tables import Table
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,8 @@ def _check_size(model: StudiedModel, ratio: float) -> None:
 
 def _log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
     """The log of evaluations on one set of examples, beside the results."""
-    context = model.objective(examples).context
-    stem = f"{name}-{context.model[:8]}-{context.calibration[:8]}-{context.window_size}"
-    return EvaluationLog(model.folder / f"{stem}.jsonl", context)
+    file = model.folder / f"{name}-{digest_of(model.context(examples))}.jsonl"
+    return EvaluationLog(file, model.objective(examples).context)
 
 
 def _enumerated(

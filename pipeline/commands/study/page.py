@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bosch.analysis.bootstrap import Interval
+from bosch.analysis.intervals import Estimate
 from bosch.files import write_json, write_text
 from pipeline.commands.plots import save
 from pipeline.commands.tables import Table
@@ -50,7 +50,9 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
     return page
 
 
-def interval_text(interval: Interval, digits: int = 3) -> str:
+def interval_text(estimate: Estimate, digits: int = 3) -> str:
     """`0.812 [0.775, 0.849]`."""
-    mean, low, high = (f"{value:.{digits}f}" for value in interval)
-    return f"{mean} [{low}, {high}]"
+    mean = f"{estimate.mean:.{digits}f}"
+    if estimate.low is None or estimate.high is None:
+        return f"{mean} [too few]"
+    return f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from bosch.analysis.intervals import Estimate
 from bosch.analysis.optimality import Standing
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
@@ -56,10 +57,10 @@ def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> Any:
     for column, ratio in enumerate(ratios):
         for number, method in enumerate(methods):
             own = [p for p in points if p.method == method and p.ratio == ratio]
-            scores = [(p.score.mean, p.score.low, p.score.high) for p in own]
+            scores = [_ends(p.score) for p in own]
             missing = [
-                (_missing(i.mean), _missing(i.high), _missing(i.low))
-                for i in (p.likelihood for p in own)
+                (_missing(mean), _missing(high), _missing(low))
+                for mean, low, high in (_ends(p.likelihood) for p in own)
             ]
             for row, intervals in enumerate((scores, missing)):
                 axes[row * len(ratios) + column].errorbar(
@@ -143,6 +144,12 @@ def jaccard_maps(distances: Mapping[float, npt.NDArray[np.float64]], methods: Se
                 column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color
             )
     return figure
+
+
+def _ends(estimate: Estimate) -> tuple[float, float, float]:
+    """Mean and ends of its interval; of too few values only the mean is drawn."""
+    mean, low, high = estimate
+    return mean, mean if low is None else low, mean if high is None else high
 
 
 def _missing(log_likelihood: float) -> float:

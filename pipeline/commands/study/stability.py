@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bosch.analysis.bootstrap import Interval, bootstrap_mean
+from bosch.analysis.intervals import Estimate, crossed_mean
 from bosch.analysis.stability import Stability, ranking_stability
 from bosch.progress import progress
 from bosch.search.methods import METHODS
@@ -137,8 +137,8 @@ def _sizes(model: StudiedModel, searches: Sequence[str]) -> list[dict[str, Any]]
                         "method": method,
                         "swa_ratio": ratio,
                         "examples": size,
-                        "held_out_score": bootstrap_mean(exact)._asdict(),
-                        "held_out_log_likelihood": bootstrap_mean(likelihood)._asdict(),
+                        "held_out_score": crossed_mean(exact, is_score=True)._asdict(),
+                        "held_out_log_likelihood": crossed_mean(likelihood)._asdict(),
                     }
                 )
     return records
@@ -173,8 +173,8 @@ def _size_table(records: Sequence[dict[str, Any]]) -> Table:
             f"{r['swa_ratio']:g}",
             r["method"],
             str(r["examples"]),
-            interval_text(Interval(**r["held_out_score"])),
-            interval_text(Interval(**r["held_out_log_likelihood"]), 2),
+            interval_text(Estimate(**r["held_out_score"])),
+            interval_text(Estimate(**r["held_out_log_likelihood"]), 2),
         ]
         for r in records
     ]
@@ -194,6 +194,6 @@ def _text(model: StudiedModel) -> str:
         "Layer importance is d of Algorithm 2, from the score as published, and from the "
         "log-likelihood of the same masks. Spearman's ρ is between each two seeds, ties at average "
         "ranks; where a run ties all layers there is no order to compare. Scores below are on "
-        f"{len(model.held_out_set)} held-out examples, with 95 % bootstrap intervals over seeds "
+        f"{len(model.held_out_set)} held-out examples, with 95 % intervals over seeds "
         f"and examples; the calibration size varies at κ = {recipe.search.budget_per_layer}."
     )

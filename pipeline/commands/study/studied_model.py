@@ -39,6 +39,7 @@ from pipeline.commands.finished import FinishedWork, Record
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.options import StudyOptions
 from pipeline.recipe.recipe import Recipe
+from stages.search.reuse import reuse_bytes
 from stages.search.run import VERSION as SEARCH_VERSION
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ def _changed_settings(settings: SearchSettings) -> Record:
     defaults = asdict(SearchSettings(swa_ratio=settings.swa_ratio))
     changed = {name: value for name, value in asdict(settings).items() if value != defaults[name]}
     return {**changed, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
+
+
+def digest_of(key: Record) -> str:
+    """Short digest of a key, for names of files."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class StudiedModel:
@@ -181,12 +187,13 @@ class StudiedModel:
         return self._objectives[key]
 
     def _new_objective(self, examples: CalibrationSet) -> Objective:
-        search = self.recipe.search
+        window, runtime = self.recipe.search.window, self.recipe.runtime
         return Objective(
             self.model,
             examples,
-            search.window,
-            batch_size=self.recipe.runtime.eval_batch_size,
+            window,
+            batch_size=runtime.eval_batch_size,
+            reuse_bytes=reuse_bytes(runtime, self.model, window, examples),
         )
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
@@ -229,10 +236,9 @@ class StudiedModel:
             "method": method,
             "settings": _changed_settings(settings),
             "shared_log": log is not None,
-            **self._context(calibration),
+            **self.context(calibration),
         }
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        under_way = self.folder / f"under-way-{digest[:16]}.jsonl"
+        under_way = self.folder / f"under-way-{digest_of(key)}.jsonl"
         record = self.finished.once(
             key, lambda: self._run_search(method, settings, calibration, log, under_way)
         )
@@ -247,7 +253,7 @@ class StudiedModel:
 
     def held_out(self, mask: HeadMask) -> Results:
         """Exact match and log-likelihood of each held-out example, [E, 2]."""
-        key = {"kind": "held_out", "mask": mask.key, **self._context(self.held_out_set)}
+        key = {"kind": "held_out", "mask": mask.key, **self.context(self.held_out_set)}
 
         def compute() -> Record:
             results = self.objective(self.held_out_set).example_results(mask).T.tolist()
@@ -299,7 +305,8 @@ class StudiedModel:
             "full_log_likelihood": full.log_likelihood,
         }
 
-    def _context(self, examples: CalibrationSet) -> Record:
+    def context(self, examples: CalibrationSet) -> Record:
+        """Everything besides mask and settings that results on `examples` depend on."""
         search = self.recipe.search
         return {
             "version": SEARCH_VERSION,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.analysis.bootstrap import Interval, bootstrap_mean
+from bosch.analysis.intervals import Estimate, crossed_mean
 from bosch.analysis.jaccard import mean_distances
 from bosch.analysis.swap_test import swapped
 from bosch.analysis.turnover import turnover
@@ -79,8 +79,8 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
         "method": method,
         "small": small,
         "large": large,
-        "turnover": bootstrap_mean([t.raw for t in turnovers])._asdict(),
-        "normalised": bootstrap_mean([t.normalised for t in turnovers])._asdict(),
+        "turnover": crossed_mean([t.raw for t in turnovers])._asdict(),
+        "normalised": crossed_mean([t.normalised for t in turnovers])._asdict(),
         "most": turnovers[0].most,
     }
 
@@ -100,15 +100,16 @@ def _swap(
     record: dict[str, Any] = {"method": method, "small": pair[0], "large": pair[1]}
     for column, name in enumerate(("score", "log_likelihood")):
         mine, theirs = own[:, :, column], changed[:, :, column]
-        record[name] = bootstrap_mean(mine)._asdict()
-        record[f"swapped_{name}"] = bootstrap_mean(theirs)._asdict()
+        is_score = name == "score"
+        record[name] = crossed_mean(mine, is_score=is_score)._asdict()
+        record[f"swapped_{name}"] = crossed_mean(theirs, is_score=is_score)._asdict()
         record[f"{name}_lost"] = _within_seeds(mine, theirs)._asdict()
     return record
 
 
-def _within_seeds(own: np.ndarray, changed: np.ndarray) -> Interval:
-    """Mean loss; here both sides of a seed belong together, so their difference is resampled."""
-    return bootstrap_mean(own - changed)
+def _within_seeds(own: np.ndarray, changed: np.ndarray) -> Estimate:
+    """Mean loss; here both sides of a seed belong together: the values are their differences."""
+    return crossed_mean(own - changed)
 
 
 def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
@@ -116,9 +117,9 @@ def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
         [
             r["method"],
             f"{r['small']:g} → {r['large']:g}",
-            interval_text(Interval(**r["turnover"])),
+            interval_text(Estimate(**r["turnover"])),
             f"{r['most']:.3f}",
-            interval_text(Interval(**r["normalised"])),
+            interval_text(Estimate(**r["normalised"])),
         ]
         for r in records
     ]
@@ -130,10 +131,10 @@ def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
         [
             r["method"],
             f"{r['small']:g} → {r['large']:g}",
-            interval_text(Interval(**r["score"])),
-            interval_text(Interval(**r["swapped_score"])),
-            interval_text(Interval(**r["score_lost"])),
-            interval_text(Interval(**r["log_likelihood_lost"]), 2),
+            interval_text(Estimate(**r["score"])),
+            interval_text(Estimate(**r["swapped_score"])),
+            interval_text(Estimate(**r["score_lost"])),
+            interval_text(Estimate(**r["log_likelihood_lost"]), 2),
         ]
         for r in records
     ]
@@ -151,5 +152,5 @@ def _text(model: StudiedModel) -> str:
         "scores are on "
         f"{len(model.held_out_set)} held-out examples. Jaccard distances are between the sets "
         "of sliding heads, means over all pairs of seeds; the diagonal compares different seeds of "
-        "one method. Brackets: 95 % bootstrap intervals."
+        "one method. Brackets: 95 % intervals."
     )

@@ -1,0 +1,182 @@
+"""What the hybrid loses against the original, on the same samples in every suite."""
+
+from __future__ import annotations
+
+from functools import partial
+from html import escape
+from typing import Literal, NamedTuple
+
+from stages.artifacts import HYBRID, Against, SuiteScores
+from stages.formats import format_length
+from stages.report import figures, markup
+from stages.report.results import Results
+
+# A ratio whose interval is wider says less than the difference does.
+_WIDEST_RATIO = 100.0
+_SUITES = {"needle": "Needle", "harness": "Other tasks"}
+
+
+class Difference(NamedTuple):
+    """A model less the original; the ends of its 95 % interval are None where there is none.
+
+    `against` is the comparison of scores behind it; a loss has none.
+    """
+
+    name: str
+    unit: Literal["points", "nats"]
+    mean: float
+    low: float | None
+    high: float | None
+    against: Against | None = None
+
+    @classmethod
+    def of_scores(cls, name: str, against: Against) -> Difference:
+        """The difference of two scores."""
+        ends = against.difference_low, against.difference_high
+        return cls(name, "points", against.difference, *ends, against)
+
+    @property
+    def text(self) -> str:
+        """The difference with its interval."""
+        digits = 1 if self.unit == "points" else 2
+        mean = figures.signed(self.mean, digits)
+        if self.low is None or self.high is None:
+            return f"{mean} [too few]"
+        return f"{mean} [{figures.signed(self.low, digits)}, {figures.signed(self.high, digits)}]"
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+def final_model(results: Results) -> str:
+    """The checkpoint with the most training, or the untrained hybrid."""
+    return (results.scores.last_trained if results.scores is not None else None) or HYBRID
+
+
+def differences(results: Results, model: str) -> list[Difference]:
+    """The model's paired differences: every suite's average, and the loss of the last positions."""
+    if results.scores is None:
+        return []
+    rows = [
+        Difference.of_scores(_SUITES.get(name, name), suite.against_original)
+        for name, suite in results.scores.checkpoints.get(model, {}).items()
+        if suite.against_original is not None
+    ]
+    table = results.scores.positions.get(model)
+    if table is not None and table.difference is not None:
+        last = table.difference[-1]
+        first, end = table.edges[-2:]
+        name = f"Loss at tokens {first:,} to {end - 1:,}"
+        rows.append(Difference(name, "nats", last.mean, last.low, last.high))
+    return rows
+
+
+def verdict(results: Results) -> str | None:
+    """What the hybrid keeps and loses of the original, by all suites; None without such scores."""
+    model = final_model(results)
+    suites = results.scores.checkpoints.get(model, {}) if results.scores is not None else {}
+    sentences = []
+    needle = suites.get("needle")
+    if needle is not None:
+        sentences += _needle_sentence(results, needle, _kind(model))
+    for row in differences(results, model):
+        if row.against is None:
+            sentences.append(_loss_sentence(row))
+        elif row.name != _SUITES["needle"]:
+            sentences.append(f"{row.name}: {row.text} points{_what_shows(row.against)}.")
+    return " ".join(sentences) or None
+
+
+def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[str]:
+    """The needle score at the longest length."""
+    if not needle.by_length:
+        return []
+    length = max(needle.by_length)
+    against, cache = needle.by_length[length].against_original, results.cache
+    if against is None:
+        return []
+    share = cache.dynamic(length) / cache.original(length)
+    ratio, low, high = against.ratio, against.ratio_low, against.ratio_high
+    if ratio is None or low is None or high is None or high - low > _WIDEST_RATIO:
+        points = Difference.of_scores("", against)
+        kept = f"scores {points.text} points against the original"
+    else:
+        kept = f"keeps {ratio:.1f} % [{low:.1f}, {high:.1f}] of the original's score"
+    return [
+        f"At {format_length(length)} the {name} hybrid {kept} with {share:.2f} of its KV cache"
+        f"{_what_shows(against)}."
+    ]
+
+
+def _what_shows(against: Against) -> str:
+    """What the samples could not decide, as the end of a sentence."""
+    if against.relation != "undecided":
+        return ""
+    if against.visible_loss is None:
+        return f"; {against.samples} samples are too few to tell the two apart"
+    return (
+        f"; {against.samples} samples do not decide whether it differs: they would show a loss of "
+        f"{against.visible_loss:.0f} points"
+    )
+
+
+def _loss_sentence(row: Difference) -> str:
+    if row.low is None:
+        return f"{row.name}: {row.text} nats; one document is too few to tell."
+    undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
+    return f"{row.name}: {row.text} nats{undecided}."
+
+
+def _kind(model: str) -> str:
+    return "untrained" if model == HYBRID else "trained"
+
+
+def verdict_section(results: Results) -> str:
+    """The verdict as the page's first line; empty where there is none."""
+    sentence = verdict(results)
+    return f'<p class="verdict">{escape(sentence)}</p>' if sentence is not None else ""
+
+
+def difference_tiles(results: Results) -> list[str]:
+    """A tile for each suite but the needle's, whose tiles show scores."""
+    model = final_model(results)
+    return [
+        markup.tile(
+            f"{row.name}, {_kind(model)}",
+            figures.signed(row.mean, 1 if row.unit == "points" else 2),
+            f"against the original, 95 % interval {row.text.partition(' ')[2]}",
+            row.unit,
+            "untrained" if model == HYBRID else "hybrid",
+        )
+        for row in differences(results, model)
+        if row.name != _SUITES["needle"]
+    ]
+
+
+def differences_section(results: Results) -> str:
+    """Paired differences of the untrained and the last trained hybrid, a picture for each unit."""
+    models = dict.fromkeys((HYBRID, final_model(results)))
+    rows = [(model, row) for model in models for row in differences(results, model)]
+    pictures = ""
+    for unit, label in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
+        bars = [
+            figures.DifferenceBar(
+                f"{row.name}, {_kind(model)}",
+                "untrained" if model == HYBRID else "hybrid",
+                row.mean,
+                row.low,
+                row.high,
+                row.text,
+            )
+            for model, row in rows
+            if row.unit == unit
+        ]
+        if bars:
+            draw = partial(figures.differences, bars, f"{label}, less the original's")
+            pictures += figures.responsive(draw, f"difference-{unit}")
+    if not pictures:
+        return ""
+    note = "Differences on the same samples and documents, with 95 % intervals."
+    return markup.card(f'{pictures}<p class="lead">{escape(note)}</p>', "Against the original")

@@ -1,0 +1,30 @@
+"""Memory that a search may use for reuse between its passes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.free_memory import reuse_room
+from bosch.window import Window
+from stages.configs import Runtime
+
+
+def reuse_bytes(
+    runtime: Runtime, model: Any, window: Window, calibration: CalibrationSet, shards: int = 1
+) -> int:
+    """Bytes of `runtime.reuse_memory`, by default what this process has room for.
+
+    `shards` is the number of processes that share one model. Call it when the model is loaded.
+    """
+    if isinstance(runtime.reuse_memory, int):
+        return runtime.reuse_memory
+    return reuse_room(
+        model,
+        window,
+        min(runtime.eval_batch_size, len(calibration)),
+        calibration.max_length,
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        shards=shards,
+    )

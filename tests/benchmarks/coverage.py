@@ -1,0 +1,110 @@
+"""Simulations of how often an interval holds the truth; `test_coverage.py` prints all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.analysis.intervals import (
+    Comparison,
+    Estimate,
+    Interval,
+    compare,
+    crossed_difference,
+    crossed_mean,
+    mean_score,
+    student,
+)
+
+Values = npt.NDArray[np.float64]
+
+# Documents' losses, each with mean 1.
+LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
+    "normal": lambda rng, n: rng.normal(1.0, 1.0, n),
+    "uniform": lambda rng, n: rng.uniform(0.0, 2.0, n),
+    "gamma, shape 4": lambda rng, n: rng.gamma(4.0, 0.25, n),
+    "log-normal, sigma 0.5": lambda rng, n: rng.lognormal(-0.125, 0.5, n),
+}
+# Samples' scores in [0, 1] with the mean that is asked for.
+SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {
+    "right or wrong": lambda rng, mean, shape: (rng.random(shape) < mean).astype(np.float64),
+    "four parts": lambda rng, mean, shape: rng.binomial(4, mean, shape) / 4,
+    "beta": lambda rng, mean, shape: rng.beta(0.4 * mean + 1e-9, 0.4 * (1 - mean) + 1e-9, shape),
+}
+
+
+def of_shares(
+    truths: Sequence[float], counts: Sequence[int], kind: str, draws: int, seed: int = 0
+) -> float:
+    """Coverage of the mean score of subtasks with these expected scores and samples."""
+    rng = np.random.default_rng(seed)
+
+    def intervals() -> Iterator[Interval]:
+        for _ in range(draws):
+            pairs = zip(truths, counts, strict=True)
+            yield mean_score([float(SCORES[kind](rng, p, (n,)).mean()) for p, n in pairs], counts)
+
+    return _covered(intervals(), float(np.mean(truths)))
+
+
+def of_documents(kind: str, count: int, draws: int, seed: int = 0) -> float:
+    """Coverage of Student's interval of the mean loss of `count` documents."""
+    rng = np.random.default_rng(seed)
+    return _covered((student(LOSSES[kind](rng, count)) for _ in range(draws)), 1.0)
+
+
+def comparisons(
+    scores: tuple[float, float], noise: float, subtasks: int, count: int, draws: int, seed: int = 0
+) -> list[Comparison]:
+    """Comparisons of two models of these expected scores on samples that are hard for both.
+
+    `noise` is the share of the samples on which the second one answers on its own.
+    """
+    rng, results = np.random.default_rng(seed), []
+    for draw in range(draws):
+        hardness = rng.random((subtasks, count))
+        own = np.where(rng.random(hardness.shape) < noise, rng.random(hardness.shape), hardness)
+        first, second = (hardness < scores[0]).astype(float), (own < scores[1]).astype(float)
+        results.append(compare(list(first), list(second), seed=draw))
+    return results
+
+
+def of_comparisons(
+    results: Sequence[Comparison], scores: tuple[float, float]
+) -> tuple[float, float | None, float]:
+    """Coverage of the difference, of the ratios that were given, and the share of p < 0.05."""
+    difference = _covered((one.difference for one in results), scores[0] - scores[1])
+    given = [one.ratio for one in results if one.ratio is not None]
+    few = len(given) < len(results) / 2
+    ratio = None if few or not scores[1] else _covered(given, scores[0] / scores[1])
+    return difference, ratio, float(np.mean([one.p_value < 0.05 for one in results]))
+
+
+def of_seeds(
+    score: float, seeds: int, examples: int, draws: int, seed: int = 0
+) -> tuple[float, float]:
+    """Coverage of a mean over seeds and examples, and of the difference of two such methods.
+
+    Examples are harder or easier, seeds luckier or less lucky.
+    """
+    rng = np.random.default_rng(seed)
+    means, differences = [], []
+    for _ in range(draws):
+        hardness = rng.normal(0.0, 0.2, examples)
+        sides = [
+            score
+            + hardness
+            + rng.normal(0, 0.1, (seeds, 1))
+            + rng.normal(0, 0.1, (seeds, examples))
+            for _ in range(2)
+        ]
+        means.append(crossed_mean(sides[0]))
+        differences.append(crossed_difference(*sides))
+    return _covered(means, score), _covered(differences, 0.0)
+
+
+def _covered(intervals: Iterable[Interval | Estimate], truth: float) -> float:
+    held = [one.low - 1e-12 <= truth <= one.high + 1e-12 for one in intervals]
+    return float(np.mean(held))

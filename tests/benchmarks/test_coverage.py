@@ -1,0 +1,82 @@
+"""Coverage of every interval, for 5 to 500 samples, scores of 0 to 1 and two to six documents.
+
+    pytest tests/benchmarks/test_coverage.py -s --override-ini addopts=
+
+Every 95 % interval must hold the truth in 93 % of the draws or more, less three standard errors of
+the simulation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from tests.benchmarks import coverage
+
+pytestmark = pytest.mark.slow
+
+COUNTS = (5, 12, 48, 120, 500)
+MEANS = (0.0, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
+DRAWS = 2000
+
+
+def least(draws: int) -> float:
+    return 0.93 - 3 * math.sqrt(0.93 * 0.07 / draws)
+
+
+@pytest.mark.parametrize("kind", coverage.SCORES)
+def test_shares(kind: str) -> None:
+    found = {
+        (mean, count): coverage.of_shares([mean], [count], kind, DRAWS)
+        for mean, count in itertools.product(MEANS, COUNTS)
+    }
+    worst = min(found, key=lambda case: found[case])
+    print(f"\n{kind}: least coverage {found[worst]:.3f} at score {worst[0]}, {worst[1]} samples")
+    assert found[worst] >= least(DRAWS)
+
+
+@pytest.mark.parametrize(
+    "counts", [[5] * 4, [12] * 8, [5, 500], [500] * 13, [120, 500, 250], [30, 60, 400]], ids=str
+)
+def test_averages(counts: list[int]) -> None:
+    cases = [[0.99] * len(counts), [0.5] * len(counts), [0.998] * len(counts)]
+    cases.append([(1.0, 0.6, 0.95)[i % 3] for i in range(len(counts))])
+    found = [coverage.of_shares(truths, counts, "right or wrong", DRAWS) for truths in cases]
+    print(f"\n{counts}: least coverage {min(found):.3f}")
+    assert min(found) >= least(DRAWS)
+
+
+@pytest.mark.parametrize("kind", coverage.LOSSES)
+def test_documents(kind: str) -> None:
+    found = {count: coverage.of_documents(kind, count, DRAWS) for count in range(2, 7)}
+    print(f"\n{kind}: " + ", ".join(f"{n} documents {value:.3f}" for n, value in found.items()))
+    assert min(found.values()) >= least(DRAWS)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [(0.9, 0.8), (0.97, 0.97), (0.05, 0.1), (0.1, 0.05), (0.3, 0.02), (0.2, 0.9), (0.9, 0.2),
+     (0.999, 0.99), (1.0, 1.0), (0.0, 1.0), (0.02, 0.02)], ids=str,
+)  # fmt: skip
+def test_comparisons(scores: tuple[float, float]) -> None:
+    draws = 400
+    for (count, subtasks), noise in itertools.product(
+        ((5, 1), (12, 1), (12, 4), (48, 1), (200, 4), (500, 1)), (0.02, 0.3, 1.0)
+    ):
+        results = coverage.comparisons(scores, noise, subtasks, count, draws)
+        difference, ratio, told = coverage.of_comparisons(results, scores)
+        print(f"{scores}, {subtasks} x {count}, noise {noise}: {difference:.3f}, {ratio}, {told}")
+        assert difference >= least(draws)
+        assert ratio is None or ratio >= least(draws)
+        if scores[0] == scores[1]:
+            assert told <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@pytest.mark.parametrize("examples", [8, 48])
+def test_seeds(seeds: int, examples: int) -> None:
+    found = coverage.of_seeds(0.5, seeds, examples, DRAWS)
+    print(f"\n{seeds} seeds, {examples} examples: {found[0]:.3f}, differences {found[1]:.3f}")
+    assert min(found) >= least(DRAWS)
