@@ -318,6 +318,11 @@ class HybridCache(Cache):
                 layer.activate_past_recording()
 
     @property
+    def max_cache_len(self) -> int:
+        """No limit, -1: transformers' name before 5.20, which PEFT's prefix tuning still reads."""
+        return -1
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held by all layers."""
         return held_bytes(self)

@@ -201,6 +201,11 @@ class StaticHybridCache(Cache):
         return cls(layouts_of(model), max_cache_len, decoder_layers(model.config).states)
 
     @property
+    def max_cache_len(self) -> int:
+        """Tokens there is room for, by transformers' name before 5.20."""
+        return int(self.get_max_length())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of keys, values and other states held by all layers."""
         return held_bytes(self)

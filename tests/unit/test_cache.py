@@ -209,7 +209,7 @@ def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("recorded", [True, False])
 def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool) -> None:
-    """What is left is what a DynamicCache leaves, or a refusal where a window has lost some of it."""
+    """What is left is what a DynamicCache leaves, or a refusal where tokens are gone."""
     layout = HeadLayout.deploy(1, 3, Window(4, sinks))
     for length in range(13):
         states = torch.arange(length).float().expand(1, 3, 2, length).transpose(2, 3).contiguous()
@@ -223,7 +223,7 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
                 keys.settle(AttentionContext(one.shape[2], cache.get_seq_length() - one.shape[2]))
             own.crop(-removed)
             left = own.get_seq_length()
-            if not recorded and removed and 0 < left and length > layout.window.past:
+            if not recorded and removed and left > 0 and length > layout.window.past:
                 with pytest.raises(RuntimeError, match="activate_past_recording"):
                     cache.crop(-removed)
                 continue
