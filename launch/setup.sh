@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout and installs what is asked for; instant when there is nothing to do.
+# Makes a virtual environment in the checkout and installs what is asked for; instant when there is
+# nothing to do.
 #
-#   launch/setup.sh [cpu|gpu] [test]      without cpu or gpu: gpu where nvidia-smi finds one
+#   launch/setup.sh [cpu|gpu] [test]              .venv with the versions the project is tested with
+#   launch/setup.sh [cpu|gpu] [test] oldest       .venv-oldest with the lowest that pyproject.toml admits
+#   launch/setup.sh [cpu|gpu] [test] newest       .venv-newest with the highest
 #
-# PYTHON names the interpreter to build on (default: the newest python3 from 3.10 on).
+# Without cpu or gpu: gpu where nvidia-smi finds one. PYTHON names the interpreter to build on
+# (default: the newest python3 from 3.10 on).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv="$root/.venv"
-stamp="$venv/setup-stamp"
-log="$root/.venv-setup.log"
 # Python imports from the current directory first, where a tokenize.py may lie.
 cd "$root"
 
@@ -17,21 +18,26 @@ fail() {
     exit 1
 }
 
-mode= extras="pipeline eval"
+mode= versions=tested extras="pipeline eval"
 for word in "$@"; do
     case "$word" in
         cpu | gpu) mode=$word ;;
         test) extras="$extras test" ;;
-        *) echo "error: launch/setup.sh knows cpu, gpu and test, not '$word'" >&2; exit 2 ;;
+        oldest | newest) versions=$word ;;
+        *) echo "error: launch/setup.sh knows cpu, gpu, test, oldest and newest, not '$word'" >&2; exit 2 ;;
     esac
 done
 if [ -z "$mode" ]; then
     if nvidia-smi -L >/dev/null 2>&1; then mode=gpu; else mode=cpu; fi
 fi
 [ "$mode" = gpu ] && extras="$extras gpu"
+venv="$root/.venv"
+[ "$versions" = tested ] || venv="$venv-$versions"
+stamp="$venv/setup-stamp"
+log="$venv-setup.log"
 
 # The stamp is written last and names what the environment was made of.
-fingerprint="$( (cat "$root/pyproject.toml" "$root/launch/setup.sh"; echo "$root") | cksum)"
+fingerprint="$( (cat pyproject.toml launch/setup.sh launch/tested/*; echo "$root") | cksum)"
 is_done() {
     [ -f "$stamp" ] && [ -x "$venv/bin/python" ] || return 1
     { read -r made; read -r have; } <"$stamp" || return 1
@@ -44,7 +50,7 @@ is_done && exit 0
 
 # Two jobs of one shared checkout must not install at the same time.
 if command -v flock >/dev/null; then
-    exec 9>"$root/.venv-setup.lock"
+    exec 9>"$venv-setup.lock"
     flock 9
     is_done && exit 0
 fi
@@ -59,7 +65,7 @@ find_python() {
     fail "no Python from 3.10 on was found${PYTHON:+ (PYTHON=$PYTHON)}; install one, or name it: PYTHON=/path/to/python3 launch/setup.sh"
 }
 
-echo "setting up $venv ($mode: ${extras// /, }); details in $log"
+echo "setting up $venv ($mode: ${extras// /, }; $versions versions); details in $log"
 : >"$log"
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python)
@@ -84,26 +90,51 @@ install() {
         fail "pip could not install $*; see $log"
     }
 }
+# Each requirement of pyproject.toml at the lowest version it admits, as constraints for pip.
+lowest() {
+    sed '1,/^\[project\]/d; /^\[tool/,$d' pyproject.toml |
+        grep -oE '"[[:alnum:]_.-]+(\[[^]]*\])?>=[^,;" ]+' | sed -E 's/^"([^[>]+).*>=/\1==/' | sort -u
+}
 
-# torch first and by itself: the version the tests run with. Without a GPU its CPU build, a tenth of
-# the plain wheel, is taken from where pip is configured to look, else from PyTorch's own index; the
-# plain wheel works too where neither has it.
+# torch first and by itself. Without a GPU its CPU build, a tenth of the plain wheel, is taken from
+# where pip is configured to look, else from PyTorch's own index; the plain wheel works too where
+# neither has it. Only the plain wheel is on one index with all the rest, so no hash is asked of it.
 torch=2.13.0
+[ "$versions" = oldest ] && torch=$(lowest | sed -n 's/^torch==//p')
+pytorch_index=--extra-index-url=https://download.pytorch.org/whl/cpu
 install_cpu_build() {
     "$venv/bin/python" -c "import importlib.metadata as m, sys
 sys.exit(m.version('torch').split('+')[0] != '$torch')" >/dev/null 2>&1 && return
-    for index in "" "--extra-index-url=https://download.pytorch.org/whl/cpu"; do
+    for index in "" "$pytorch_index"; do
         pip_install --retries 1 ${index:+"$index"} "torch==$torch+cpu" && return
     done
     install "torch==$torch"
 }
-if [ "$mode" = cpu ]; then
+if [ "$versions" = newest ]; then
+    # PyTorch's index has CPU builds of the newest; a version with +cpu comes before one without.
+    if [ "$mode" = gpu ]; then install --upgrade torch; else install --upgrade "$pytorch_index" torch; fi
+elif [ "$mode" = cpu ]; then
     echo "  installing torch $torch (CPU build)"
     install_cpu_build
 else
     install "torch==$torch,!=$torch+cpu"
 fi
-install -e ".[${extras// /,}]"
+case "$versions" in
+    tested)
+        # Every package at the version the tests ran with, and the file whose hash is known.
+        for part in pipeline gpu test; do
+            case " $extras " in
+                *" $part "*) install --no-deps --require-hashes -r "launch/tested/$part.txt" ;;
+            esac
+        done
+        install --no-deps -e .
+        ;;
+    oldest)
+        lowest >"$venv/lowest.txt"
+        install -c "$venv/lowest.txt" -e ".[${extras// /,}]"
+        ;;
+    newest) install --upgrade --upgrade-strategy eager -e ".[${extras// /,}]" ;;
+esac
 if [ "$mode" = gpu ]; then
     # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.
     pip_install --no-build-isolation "$root[flash]" ||

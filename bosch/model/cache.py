@@ -190,9 +190,9 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             return
         assert self.recent_keys is not None
-        left, have = self.length - remove, self.recent_keys.shape[2] - remove
-        needed = min(max(left, 0), self.layout.window.past)
-        if self.layout.sliding and remove and have < needed:
+        left = max(0, self.length - remove)
+        recent = max(0, self.recent_keys.shape[2] - remove)
+        if self.layout.sliding and remove and recent < min(left, self.layout.window.past):
             raise RuntimeError(
                 "the cache of a sliding head no longer holds the tokens before the cut: call "
                 "activate_past_recording() before the tokens to be removed are added"
@@ -200,7 +200,9 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         for name in ("full_keys", "full_values", "recent_keys", "recent_values"):
             states = getattr(self, name)
             setattr(self, name, states[:, :, : max(0, states.shape[2] - remove)])
-        self.length = max(0, left)
+        self.length = left
+        if left <= self.layout.window.past:  # the sinks stand among the recent tokens again
+            self.sink_keys = self.sink_values = None
         self._evict()
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
@@ -314,6 +316,11 @@ class HybridCache(Cache):
         for layer in self.layers:
             if isinstance(layer, HybridCacheLayer | LinearAttentionLayer):
                 layer.activate_past_recording()
+
+    @property
+    def max_cache_len(self) -> int:
+        """No limit, -1: transformers' name before 5.20, which PEFT's prefix tuning still reads."""
+        return -1
 
     @property
     def num_bytes(self) -> int:

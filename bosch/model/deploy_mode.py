@@ -270,7 +270,9 @@ def adopt_cache(model: Any, cache: Any) -> None:
         if any(getattr(layer, "record_past", False) for layer in layers):
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
-        new = StaticHybridCache.of(model, cache.get_max_length())
+        # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
+        rooms = (getattr(layer, "max_cache_len", 0) for layer in layers)
+        new = StaticHybridCache.of(model, max(rooms))
     if new is None:
         logger.warning_once(
             f"A {type(cache).__name__} that holds states or changes them cannot take the form of a "

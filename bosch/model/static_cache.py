@@ -150,13 +150,14 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens.
 
-        Raises ValueError for a positive number, and RuntimeError once the ring has gone round: it
-        has lost tokens that sliding heads would see again.
+        Raises ValueError for a positive number, and RuntimeError once the ring has gone round and
+        some tokens would stay: it has lost those that sliding heads would see again.
         """
         if tokens_to_remove > 0:
             raise ValueError("crop takes the negative number of tokens to remove")
         length = int(self.length)
-        if self.layout.sliding and tokens_to_remove and length > self.ring:
+        some_stay = 0 < -tokens_to_remove < length
+        if self.layout.sliding and some_stay and length > self.ring:
             raise RuntimeError(
                 f"tokens cannot be taken back: of {length} the static cache's sliding heads hold "
                 f"the last {self.ring}; use the dynamic cache"
@@ -198,6 +199,11 @@ class StaticHybridCache(Cache):
     def of(cls, model: Any, max_cache_len: int) -> StaticHybridCache:
         """An empty cache for a model in search or deploy mode."""
         return cls(layouts_of(model), max_cache_len, decoder_layers(model.config).states)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens there is room for, by transformers' name before 5.20."""
+        return int(self.get_max_length())
 
     @property
     def num_bytes(self) -> int:

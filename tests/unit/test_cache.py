@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
@@ -203,6 +204,48 @@ def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
     torch.testing.assert_close(rest, whole[:, WINDOW - 2 :], rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         forgetful.crop(-3)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool) -> None:
+    """What is left is what a DynamicCache leaves, or a refusal where tokens are gone."""
+    layout = HeadLayout.deploy(1, 3, Window(4, sinks))
+    for length in range(13):
+        states = torch.arange(length).float().expand(1, 3, 2, length).transpose(2, 3).contiguous()
+        for removed in range(length + 4):
+            own, cache = DynamicCache(), HybridCache([layout])
+            if recorded:
+                cache.activate_past_recording()
+            for one in states.split(5, dim=2):
+                own.update(one, one, 0)
+                keys, _ = cache.update(one, one, 0)
+                keys.settle(AttentionContext(one.shape[2], cache.get_seq_length() - one.shape[2]))
+            own.crop(-removed)
+            left = own.get_seq_length()
+            if not recorded and removed and left > 0 and length > layout.window.past:
+                with pytest.raises(RuntimeError, match="activate_past_recording"):
+                    cache.crop(-removed)
+                continue
+            cache.crop(-removed)
+            layer = cache.hybrid_layers[0]
+            assert cache.get_seq_length() == left
+            if length:
+                assert torch.equal(layer.full_keys, own.layers[0].keys[:, :1])
+                recent = own.layers[0].keys[:, 1:, max(0, left - layout.window.past) :]
+                assert torch.equal(layer.recent_keys, recent)
+            assert (layer.sink_keys is not None) == bool(sinks and left > layout.window.past)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
+    model, ids = _hybrid(sinks), tokens(1, 20)
+    expected = model(ids, use_cache=False).logits
+    for cache in (model.new_cache(), model.new_static_cache(30)):
+        model(tokens(1, 20, seed=9), past_key_values=cache)
+        cache.crop(-20)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_reset_and_batch_changes() -> None:
