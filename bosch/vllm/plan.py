@@ -308,6 +308,26 @@ def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> l
     return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]
 
 
+def worst_shared_mask(
+    full_kv_heads: int, num_layers: int, num_key_value_heads: int, ranks: int
+) -> list[int]:
+    """Full counts of a mask with so many full KV heads for which ranks hold the most.
+
+    One full head in a layer costs as much as one for every rank, and so does each that is one more
+    than a multiple of the ranks.
+    """
+    shards = min(ranks, num_key_value_heads)
+    counts = [0] * num_layers
+    left = full_kv_heads
+    most = num_key_value_heads - shards + 1
+    for step, limit in ((1, 1), (shards, most), (1, num_key_value_heads)):
+        for layer in range(num_layers):
+            added = min(left, limit - counts[layer]) // step * step
+            counts[layer] += added
+            left -= added
+    return counts
+
+
 def rank_order(num_full: int, num_key_value_heads: int, plan: ModulePlan) -> list[int]:
     """Order of a layer's KV heads in which each rank's share has its full heads first.
 
