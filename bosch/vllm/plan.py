@@ -269,11 +269,15 @@ def served_caches(
                 yield ServedCache(engine, ranks, tokens, refusal=str(error))
             continue
         original = module_plan(originally_full, num_key_value_heads, windows, ranks)
-        in_flight = engine.tokens_in_flight(hybrid.sliding_windows, ranks)
         for tokens in lengths:
             sizes = [
-                plan.request_bytes(tokens, bytes_per_head, engine.block_size, in_flight)
-                for plan in (original, hybrid, one_rank)
+                plan.request_bytes(
+                    tokens,
+                    bytes_per_head,
+                    engine.block_size,
+                    engine.tokens_in_flight(served.sliding_windows, ranks),
+                )
+                for plan, served in ((original, hybrid), (hybrid, hybrid), (one_rank, one_rank))
             ]
             refusal = padding_refusal(hybrid, *sizes[:2], tokens)
             if refusal:

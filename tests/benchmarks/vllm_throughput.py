@@ -29,7 +29,7 @@ from bosch.model.materialize import materialize
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "recipes" / "quickstart" / "base_model"
-MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch-0.75.json"
+MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch_plus-0.958.json"
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("original", nargs="?", type=Path, default=BASE)
     parser.add_argument("hybrid", nargs="?", type=Path, help="default: the quickstart's mask")
     parser.add_argument("--cache-bytes", type=float, default=48 * 2**20)
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=1800, help="tokens of a prompt")
     parser.add_argument("--generated", type=int, default=100, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--batch-tokens", type=int, help="default: as the engine is served")
@@ -105,4 +105,5 @@ def _processor_seconds() -> float:
 if __name__ == "__main__":
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would replace --cache-bytes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for others use seconds too
     main()
