@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from bosch.errors import RunError
 from bosch.files import hash_fault, read_json, write_json
 from bosch.journal import Journal
+from bosch.model.stored_config import StoredConfig, merged_text
 from bosch.search.methods import METHODS
 
 if TYPE_CHECKING:
@@ -452,6 +453,15 @@ class SelectedScores(Scores):
     """scores.json of the command evaluate, in which models have names of any form."""
 
     checkpoints: dict[str, dict[str, SuiteScores]]  # type: ignore[assignment]
+
+
+def read_model_config(materialize: Path) -> StoredConfig:
+    """The sizes of the hybrid model."""
+    path = materialize / MODEL / "config.json"
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: missing or damaged; {_RUN_AGAIN}")
+    return StoredConfig(merged_text(config))
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:

@@ -13,6 +13,7 @@ from bosch.journal import Journal
 from stages.artifacts import (
     HYBRID,
     METRICS,
+    MODEL,
     ORIGINAL,
     MaterializeSummary,
     Scores,
@@ -217,6 +218,9 @@ def _materialize(folder: Path, layers: int, heads: int) -> None:
         "sliding_bytes_constant": sliding * BYTES_PER_HEAD * 127,
     }
     MaterializeSummary.model_validate(summary).write(folder)
+    (folder / MODEL).mkdir()
+    config = {"model_type": "qwen3", "max_position_embeddings": 40_960}
+    (folder / MODEL / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _train(folder: Path, rng: random.Random) -> None:

@@ -24,9 +24,8 @@ def check_servable(vllm_config: Any) -> None:
     check_engine()
     model = vllm_config.model_config
     layouts = served_layouts(model.hf_config)
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    plan_of(layouts, ranks)
-    check_order(layouts, ranks, model.hf_config, vllm_config.lora_config)
+    plan = plan_of(layouts, vllm_config.parallel_config.tensor_parallel_size)
+    check_order(layouts, plan, model.hf_config, vllm_config.lora_config)
     check_complete(Path(model.model))
 
 
@@ -54,7 +53,7 @@ def check_engine() -> None:
 
 
 def plan_of(layouts: Sequence[HeadLayout], ranks: int) -> ModulePlan:
-    """The attention modules of these layers; raises UserError for sinks and uneven shares."""
+    """The attention modules of these layers; raises UserError for sinks and impossible shares."""
     sinks = max((layout.window.sinks for layout in layouts if layout.sliding), default=0)
     if sinks:
         raise UserError(
@@ -70,11 +69,22 @@ def plan_of(layouts: Sequence[HeadLayout], ranks: int) -> ModulePlan:
     )
 
 
-def check_order(layouts: Sequence[HeadLayout], ranks: int, config: Any, lora: Any) -> None:
+def original_plan(config: Any, ranks: int) -> ModulePlan:
+    """The modules of the model that a hybrid was made from, as vLLM serves it."""
+    kinds, layouts = decoder_layers(config), served_layouts(config)
+    return module_plan(
+        [0 if n in kinds.windows else kinds.heads for n in range(len(layouts))],
+        kinds.heads,
+        [layout.window.vllm for layout in layouts],
+        ranks,
+    )
+
+
+def check_order(layouts: Sequence[HeadLayout], plan: ModulePlan, config: Any, lora: Any) -> None:
     """Raise UserError where heads must move between ranks in weights that cannot be reordered."""
     heads = layouts[0].num_key_value_heads
     moved = any(
-        rank_order(len(layout.full), heads, ranks) != list(range(heads)) for layout in layouts
+        rank_order(len(layout.full), heads, plan) != list(range(heads)) for layout in layouts
     )
     reason = None
     if getattr(config, "quantization_config", None) is not None:
@@ -83,8 +93,8 @@ def check_order(layouts: Sequence[HeadLayout], ranks: int, config: Any, lora: An
         reason = "LoRA adapters"
     if moved and reason:
         raise UserError(
-            f"tensor_parallel_size is {ranks}: the heads must be shared out anew, which is not "
-            f"possible with {reason}; serve them with tensor_parallel_size 1"
+            f"tensor_parallel_size is {plan.ranks}: the heads must be shared out anew, which is "
+            f"not possible with {reason}; serve them with tensor_parallel_size 1"
         )
     scheme = (getattr(config, "quantization_config", None) or {}).get("kv_cache_scheme")
     if scheme is not None:

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
@@ -47,6 +50,20 @@ class SplitAttention(nn.Module):
             attention(*states) for attention, *states in zip(self.attentions, *chunks, strict=True)
         ]
         return torch.cat(outputs, dim=-1)
+
+
+class FullyCachedAttention(Attention):  # type: ignore[misc]
+    """Attention in a window whose cache is a full one, as the same module has it on another rank.
+
+    vLLM requires equal caches on all ranks.
+    """
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        window, self.sliding_window = self.sliding_window, None
+        try:
+            return super().get_kv_cache_spec(vllm_config)
+        finally:
+            self.sliding_window = window
 
 
 @contextlib.contextmanager
@@ -103,8 +120,9 @@ class HybridMixin:
         check_engine()
         config = vllm_config.model_config.hf_config
         self._hybrid_layouts = served_layouts(config)
-        self._hybrid_ranks = get_tensor_model_parallel_world_size()
-        plan = plan_of(self._hybrid_layouts, self._hybrid_ranks)
+        plan = plan_of(self._hybrid_layouts, get_tensor_model_parallel_world_size())
+        self._hybrid_plan = plan
+        rank = get_tensor_model_parallel_rank()
         parent: Any = super()
         with _recorded_arguments() as records:
             parent.__init__(vllm_config=_with_base_config(vllm_config), prefix=prefix)
@@ -115,19 +133,21 @@ class HybridMixin:
             if not isinstance(attention, Attention):
                 continue
             layer = extract_layer_index(attention.layer_name)
-            kinds = plan.layers[layer]
+            caches, windows = plan.layers[layer], plan.windows(layer, rank)
             arguments = records[attention.layer_name]
-            if arguments["num_kv_heads"] != len(kinds) * plan.kv_heads or layer in split:
+            if arguments["num_kv_heads"] != len(caches) * plan.kv_heads or layer in split:
                 raise UserError(
                     f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
                     "of all its heads, so that it cannot be split"
                 )
             del registered[attention.layer_name]
             attentions = [
-                Attention(**_module_arguments(arguments, index, len(kinds), window))
-                for index, window in enumerate(kinds)
+                (FullyCachedAttention if cache is None and window else Attention)(
+                    **_module_arguments(arguments, index, len(caches), window)
+                )
+                for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
             ]
-            _check_windows(attentions, kinds, layer)
+            _check_windows(attentions, windows, layer)
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, SplitAttention(attentions))
             split.add(layer)
@@ -151,7 +171,7 @@ class HybridMixin:
         parent: Any = super()
         heads = self._hybrid_layouts[0].num_key_value_heads
         orders = [
-            rank_order(len(layout.full), heads, self._hybrid_ranks)
+            rank_order(len(layout.full), heads, self._hybrid_plan)
             for layout in self._hybrid_layouts
         ]
         family = self._hybrid_family
@@ -161,13 +181,15 @@ class HybridMixin:
         return parent.load_weights(weights)
 
 
-def _check_windows(attentions: list[Attention], kinds: tuple[int | None, ...], layer: int) -> None:
+def _check_windows(
+    attentions: list[Attention], expected: tuple[int | None, ...], layer: int
+) -> None:
     """The engine may give a full module the window of the whole model; then all would be wrong."""
     windows = tuple(attention.sliding_window for attention in attentions)
-    if windows != kinds:
+    if windows != expected:
         raise UserError(
             f"layer {layer}: vLLM gave its attention the windows {windows} where the model has "
-            f"{kinds}; set sliding_window to null in config.json"
+            f"{expected}; set sliding_window to null in config.json"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError, printable
 from bosch.model.families import FAMILIES
+from bosch.vllm.cache_settings import choose_cache_settings, wrap_engine
 from bosch.vllm.checks import check_servable
 
 
@@ -21,6 +22,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     show_refusals_as_sentences()
+    wrap_engine()
     for family in FAMILIES.values():
         if not family.head:
             continue
@@ -45,7 +47,7 @@ def show_refusals_as_sentences() -> None:
 
 
 def _checks_of(base: Any) -> Any:
-    """vLLM's hook of an architecture: our checks, then those of the family's own architecture."""
+    """vLLM's hook of an architecture: our checks, those of the family's own, and our settings."""
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     parent: Any = base or VerifyAndUpdateConfig
@@ -55,5 +57,6 @@ def _checks_of(base: Any) -> Any:
         def verify_and_update_config(cls, vllm_config: Any) -> None:
             check_servable(vllm_config)
             parent.verify_and_update_config(vllm_config)
+            choose_cache_settings(vllm_config)
 
     return HybridChecks

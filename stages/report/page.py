@@ -6,7 +6,7 @@ from functools import partial
 from html import escape
 
 from bosch.model.cache_size import CacheSize
-from bosch.vllm.plan import served_caches
+from bosch.vllm.plan import CPU, LARGE_GPU, served_caches, served_tokens
 from stages.artifacts import HYBRID, ORIGINAL
 from stages.configs import ReportConfig
 from stages.formats import (
@@ -176,25 +176,36 @@ def served_table(results: Results) -> str:
     other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
     if cache.state_bytes or other:
         return f"<p>{title}: not served by the plugin, because of layers of other kinds.</p>"
-    rows = []
-    for served in served_caches(
-        file.mask.full_kv_heads_per_layer,
-        heads,
-        [file.window.vllm] * file.num_layers,
-        cache.bytes_per_head,
-        [own.window for own in cache.own for _ in range(own.heads // heads)],
-    ):
-        figures_of = (
-            ("not served: full heads do not divide", "", "")
-            if served.refusal
-            else (
-                format_bytes(served.original),
-                format_bytes(served.hybrid),
-                f"{served.hybrid / served.original:.0%}",
-            )
+    rows = [
+        (
+            served.engine.name,
+            str(served.ranks),
+            format_length(served.tokens),
+            *(
+                (served.refusal, "", "")
+                if served.refusal
+                else (
+                    format_bytes(served.original),
+                    format_bytes(served.hybrid),
+                    f"{served.hybrid / served.original:.0%}",
+                )
+            ),
         )
-        rows.append((str(served.ranks), format_length(served.tokens), *figures_of))
-    return markup.table(title, ("ranks", "context (tokens)", "original", "hybrid", "share"), rows)
+        for engine in (LARGE_GPU, CPU)
+        for served in served_caches(
+            file.mask.full_kv_heads_per_layer,
+            heads,
+            [file.window.vllm] * file.num_layers,
+            cache.bytes_per_head,
+            [own.window for own in cache.own for _ in range(own.heads // heads)],
+            engine=engine,
+            lengths=served_tokens(results.positions),
+        )
+        if engine is LARGE_GPU or served.ranks == 1
+    ]
+    return markup.table(
+        title, ("engine on", "ranks", "context (tokens)", "original", "hybrid", "share"), rows
+    )
 
 
 def cache_table(cache: CacheSize) -> str:

@@ -29,6 +29,7 @@ from stages.artifacts import (
     checkpoint_tokens,
     named_window,
     read_metrics,
+    read_model_config,
     read_samples,
 )
 
@@ -117,6 +118,7 @@ class Results:
 
     search: Search
     cache: CacheSize
+    positions: int | None
     parameters: int
     training: list[TrainingStep] | None
     needle: list[NeedleScores] | None
@@ -174,6 +176,7 @@ def load_results(inputs: Mapping[str, Path]) -> Results:
             own=tuple(OwnWindow(**own) for own in materialized.own_windows),
             state_bytes=materialized.state_bytes,
         ),
+        positions=read_model_config(inputs["materialize"]).max_positions,
         parameters=materialized.parameters,
         training=read_metrics(inputs["train"]) if "train" in inputs else None,
         needle=_needle(scores) or None if scores else None,

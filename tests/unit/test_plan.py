@@ -331,11 +331,12 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
         return [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
 
     one, two, four, eight = lines()
-    assert "a request on 1 rank: 32k: " in one and " instead of " in one and "only" not in one
-    assert two.endswith("multiples of 2, as with search.head_granularity=2")
-    assert four.endswith("multiples of 4, as with search.head_granularity=4")
+    assert "a request on 1 rank (CPU): 1k: " in one and "x the tokens)" in one
+    assert "up to" not in one
+    assert "up to" in two and two.endswith("which search.head_granularity=2 avoids")
+    assert "up to" in four and four.endswith("which search.head_granularity=4 avoids")
     assert "on 8 ranks" in eight
-    assert "only" not in lines(head_granularity=2)[1]
+    assert "up to" not in lines(head_granularity=2)[1]
     assert "vLLM" in lines(sinks=4, head_granularity=1)[0]
     mask = tmp_path / "mask.json"
     mask.write_text('{"swa_kv_heads": [[0]]}')

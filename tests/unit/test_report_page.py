@@ -81,6 +81,14 @@ def wide_picture(page: str, name: str) -> str:
     return match[0]
 
 
+def test_the_page_says_what_vllm_holds_for_the_models_longest_request(tmp_path: Path) -> None:
+    page, _ = make(tmp_path)
+    table = page[page.index("One request in vLLM") :]
+    table = table[: table.index("</table>")]
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", table)
+    assert cells.count("CPU") == 2 and cells.count("40k") == 5
+
+
 def test_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     page, _ = make(tmp_path)
     outline = parse(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -10,14 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
 from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of
-from bosch.vllm.plan import any_mask, module_plan, rank_order, served_caches
+from bosch.vllm.plan import (
+    CPU,
+    LARGE_GPU,
+    SMALL_GPU,
+    any_mask,
+    engine_on,
+    module_plan,
+    padding_refusal,
+    rank_order,
+    served_caches,
+    served_tokens,
+    worst_shared_mask,
+)
 from bosch.vllm.plugin import show_refusals_as_sentences
 from bosch.vllm.weights import reorder_heads
 from bosch.window import Window
@@ -46,7 +59,7 @@ def test_an_original_model_needs_one_module_per_layer() -> None:
     plan = module_plan([8] * 36, 8, [1] * 36)
     assert plan.kv_heads == 8 and plan.layers == ((None,),) * 36
     # 36 layers, 8 heads, keys and values of 128 dimensions in two bytes.
-    assert plan.request_bytes(32_768, 2 * 128 * 2) == 4608 * 2**20
+    assert plan.request_bytes(32_768, 2 * 128 * 2, 16, 8192) == 4608 * 2**20
 
 
 def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block() -> None:
@@ -55,34 +68,116 @@ def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block()
     assert plan.blocks_per_request(tokens=20, block_size=16, tokens_in_flight=16) == 2 + 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_have_equal_shares_with_full_heads_first(ranks: int) -> None:
-    full, heads = 8, 16
-    order = rank_order(full, heads, ranks)
-    assert sorted(order) == list(range(heads))
-    plan = module_plan([full], heads, [10], ranks)
-    for rank in range(ranks):
-        share = order[rank * heads // ranks : (rank + 1) * heads // ranks]
-        kinds = [None if head < full else 10 for head in share]
-        modules = [kind for kind in plan.layers[0] for _ in range(plan.kv_heads)]
-        assert kinds == modules
-
-
-@pytest.mark.parametrize(("counts", "ranks", "fitting"), [([4, 6], 4, 2), ([3, 8], 2, 1)])
-def test_counts_that_ranks_cannot_share_are_refused(
-    counts: list[int], ranks: int, fitting: int
+@pytest.mark.parametrize(
+    ("counts", "ranks", "kv_heads", "padded"),
+    [
+        ([8], 2, 4, 0),
+        ([4, 6], 1, 2, 0),
+        ([4, 6], 2, 1, 0),
+        ([4, 6], 4, 1, 2),
+        ([3, 8], 2, 1, 1),
+        ([1, 1, 0], 8, 1, 14),
+        # Ranks 0 and 1 have four full heads each, 2 and 3 none: one module of padding on each.
+        ([4, 4, 0], 2, 2, 0),
+    ],
+)
+def test_what_ranks_cannot_share_is_padded(
+    counts: list[int], ranks: int, kv_heads: int, padded: int
 ) -> None:
-    with pytest.raises(UserError, match=rf"tensor_parallel_size: .* serve on at most {fitting}"):
-        module_plan(counts, 8, [10, 10], ranks)
+    plan = module_plan(counts, 8, [10] * len(counts), ranks)
+    assert (plan.kv_heads, plan.padded_kv_heads) == (kv_heads, padded)
+
+
+@given(
+    heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
+    counts=st.lists(st.integers(0, 32), min_size=1, max_size=6),
+    ranks=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
+    heads: int, counts: list[int], ranks: int
+) -> None:
+    assume(max(ranks, heads) % min(ranks, heads) == 0)
+    counts = [count % (heads + 1) for count in counts]
+    plan = module_plan(counts, heads, [10] * len(counts), ranks)
+    shards = min(ranks, heads)
+    for layer, full in enumerate(counts):
+        order = rank_order(full, heads, plan)
+        assert sorted(order) == list(range(heads))
+        for rank in range(ranks):
+            first = rank * shards // ranks * heads // shards
+            share = order[first : first + heads // shards]
+            windows = [w for w in plan.windows(layer, rank) for _ in range(plan.kv_heads)]
+            caches = [c for c in plan.layers[layer] for _ in range(plan.kv_heads)]
+            assert windows == [None if head < full else 10 for head in share]
+            # A cache holds whatever its head sees.
+            assert all(w == c or c is None for w, c in zip(windows, caches, strict=True))
+    # No rank could hold less: each has at least its share of the full heads, in whole heads.
+    assert plan.padded_kv_heads == sum(-full % shards for full in counts)
 
 
 def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
     plan = module_plan([2, 0], 2, [10, 10], ranks=8)
     assert plan.kv_heads == 1 and plan.layers == ((None,), (10,))
-    with pytest.raises(UserError, match="8 ranks"):
-        module_plan([1, 0], 2, [10, 10], ranks=8)
+    plan = module_plan([1, 0], 2, [10, 10], ranks=8)
+    assert [plan.windows(0, rank) for rank in (0, 3, 4, 7)] == [(None,), (None,), (10,), (10,)]
     with pytest.raises(UserError, match=r"3 ranks; choose a divisor of 8"):
         module_plan([8], 8, [10], ranks=3)
+
+
+def test_padding_is_refused_only_where_it_costs_more_than_full_heads() -> None:
+    plan = module_plan([5], 8, [10], ranks=2)
+    assert plan.padded_kv_heads == 1 and not padding_refusal(plan, 100, 100, 50)
+    assert "1.20 times" in padding_refusal(plan, 100, 120, 50)
+    # Without padding the engine is not at fault.
+    assert not padding_refusal(module_plan([4], 8, [10], ranks=2), 100, 120, 50)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_the_worst_mask_of_a_budget_holds_the_most(ranks: int) -> None:
+    """Against all masks of three layers of four or eight heads."""
+    for heads, most in ((4, 4), (8, 8)):
+        shards = min(ranks, heads)
+        for budget in range(3 * most + 1):
+            masks = [
+                counts
+                for counts in itertools.product(range(most + 1), repeat=3)
+                if sum(counts) == budget
+            ]
+            worst = worst_shared_mask(budget, 3, heads, ranks)
+            assert sum(worst) == budget and max(worst) <= heads
+            padded = [sum(-n % shards for n in counts) for counts in (worst, *masks)]
+            assert padded[0] == max(padded)
+
+
+@pytest.mark.parametrize(
+    ("device", "gibibytes", "engine"),
+    [("cpu", 4, CPU), ("h100", 80, LARGE_GPU), ("a100", 80, SMALL_GPU), ("rtx4090", 24, SMALL_GPU)],
+)
+def test_the_engine_of_a_device(device: str, gibibytes: float, engine: object) -> None:
+    assert engine_on(device, gibibytes) is engine
+
+
+@pytest.mark.parametrize(
+    ("windows", "ranks", "in_flight"),
+    [
+        ({64}, 1, (256, 512, 2048)),
+        ({64}, 4, (512, 512, 2048)),
+        ({1024, 4096}, 1, (1024, 2048, 2048)),
+        ({4096}, 1, (2048, 4096, 8192)),
+        (set(), 1, (2048, 4096, 16384)),
+    ],
+)
+def test_the_tokens_in_flight_follow_the_window(
+    windows: set[int], ranks: int, in_flight: tuple[int, int, int]
+) -> None:
+    engines = (CPU, SMALL_GPU, LARGE_GPU)
+    assert tuple(engine.tokens_in_flight(windows, ranks) for engine in engines) == in_flight
+
+
+def test_requests_are_as_long_as_the_model_takes() -> None:
+    assert served_tokens(2048) == (2048,)
+    assert served_tokens(40_960) == (32_768, 40_960)
+    assert served_tokens(None) == (32_768, 131_072)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2", "phi3", "gpt_oss", "cohere"])
@@ -115,15 +210,16 @@ def test_sinks_are_refused_in_one_sentence() -> None:
 def test_what_cannot_be_reordered_is_refused_on_several_ranks() -> None:
     layouts = [HeadLayout.deploy(2, 4, Window(16))]
     plain, quantised = SimpleNamespace(), SimpleNamespace(quantization_config={"bits": 4})
-    check_order(layouts, 2, plain, None)
-    check_order(layouts, 1, quantised, object())
+    one, two = (plan_of(layouts, ranks) for ranks in (1, 2))
+    check_order(layouts, two, plain, None)
+    check_order(layouts, one, quantised, object())
     with pytest.raises(UserError, match=r"tensor_parallel_size is 2: .* quantised weights"):
-        check_order(layouts, 2, quantised, None)
+        check_order(layouts, two, quantised, None)
     with pytest.raises(UserError, match="LoRA adapters"):
-        check_order(layouts, 2, plain, object())
+        check_order(layouts, two, plain, object())
     scaled = SimpleNamespace(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
     with pytest.raises(UserError, match="kv_cache_scheme"):
-        check_order(layouts, 1, scaled, None)
+        check_order(layouts, one, scaled, None)
 
 
 def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
@@ -139,18 +235,20 @@ def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
     check_complete(tmp_path / "org/name-of-the-hub")
 
 
-def test_every_number_of_ranks_has_figures_or_a_reason() -> None:
-    caches = list(served_caches([4, 0, 8], 8, [1024] * 3, bytes_per_head=512))
+def test_every_number_of_ranks_has_figures() -> None:
+    caches = list(served_caches([4, 0, 8], 8, [1024] * 3, bytes_per_head=512, engine=LARGE_GPU))
     assert [(c.ranks, c.tokens) for c in caches] == [
         (ranks, tokens) for ranks in (1, 2, 4, 8) for tokens in (32_768, 131_072)
     ]
     for cache in caches:
-        if cache.ranks == 8:
-            assert "serve on at most 4" in cache.refusal and cache.hybrid == 0
-        else:
-            # Twelve of 24 heads are full; their cache alone is half of the original's.
-            assert cache.original * cache.ranks == 24 * 512 * cache.tokens
-            assert 0.5 * cache.original < cache.hybrid < 0.75 * cache.original
+        assert not cache.refusal
+        assert cache.original * cache.ranks == 24 * 512 * cache.tokens
+        # Twelve of 24 heads are full, of eight ranks all of the first layer's.
+        full = (12 if cache.ranks < 8 else 16) / 24
+        assert full * cache.original < cache.hybrid < (full + 0.2) * cache.original
+        assert (cache.padded > 0) == (cache.ranks == 8)
+    refused = list(served_caches([4, 0, 6], 6, [1024] * 3, bytes_per_head=512, engine=LARGE_GPU))
+    assert [bool(cache.refusal) for cache in refused] == [False] * 4 + [True] * 4
 
 
 @given(
@@ -162,12 +260,15 @@ def test_all_masks_of_a_budget_hold_the_same(heads: int, counts: list[int]) -> N
     windows = [1024] * len(counts)
     example = any_mask(sum(counts), len(counts), heads)
     assert sum(example) == sum(counts) and max(example) <= heads
-    for cache, same in zip(
-        served_caches(counts, heads, windows, 512), served_caches(example, heads, windows, 512),
-        strict=True,
-    ):  # fmt: skip
-        if not cache.refusal:
-            assert same == cache
+    caches, same = (
+        served_caches(full, heads, windows, 512, engine=LARGE_GPU) for full in (counts, example)
+    )
+    for cache, other in zip(caches, same, strict=True):
+        padded = any(
+            -count % min(cache.ranks, heads) for full in (counts, example) for count in full
+        )
+        if not cache.refusal and not padded:
+            assert other == cache
 
 
 def test_an_engine_without_windows_per_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,11 +22,12 @@ from openai import OpenAI
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
+from bosch.vllm.plan import CPU, served_caches
 from tests.vllm_case import load_reference, reference_logprobs, save_hybrid
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "recipes" / "quickstart" / "base_model"
-MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch-0.75.json"
+MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch_plus-0.958.json"
 _PATIENCE_SECONDS = 600
 # The quickstart's base model is no chat model and has none.
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -42,23 +46,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("server") / "log"
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, log: Path) -> Iterator[OpenAI]:
+    """A server by the command of docs/serving.md, and a template for chat."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = (tmp_path_factory.mktemp("server") / "log").open("w+")
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", str(port),
         "--served-model-name", "hybrid", "--dtype", "float32", "--enforce-eager",
-        "--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--chat-template", _TEMPLATE,
+        "--chat-template", _TEMPLATE,
     ]  # fmt: skip
-    server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _healthy(port):
             if server.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                pytest.fail(f"the server did not start: {log.read()[-3000:]}")
+                pytest.fail(f"the server did not start: {log.read_text()[-3000:]}")
             time.sleep(1)
         yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     finally:
@@ -93,6 +104,31 @@ def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, te
     torch.testing.assert_close(
         torch.tensor(stated[1 : len(ids)]), torch.tensor(expected), rtol=0, atol=1e-4
     )
+
+
+def test_the_cache_holds_what_the_plan_says(client: OpenAI, log: Path) -> None:
+    """By the documented command, which says nothing of the cache but its memory."""
+    file = HeadMaskFile.load(MASK)
+    config = json.loads((BASE / "config.json").read_text())
+    length = config["max_position_embeddings"]
+    (cache,) = (
+        cache
+        for cache in served_caches(
+            file.mask.full_kv_heads_per_layer, file.num_key_value_heads,
+            [file.window.vllm] * file.num_layers, 2 * config["head_dim"] * 4,
+            engine=CPU, lengths=[length],
+        )
+        if cache.ranks == 1
+    )  # fmt: skip
+    text = log.read_text()
+    line = re.search(r"Hybrid KV cache: ([\d,]+) tokens .* memory ([\d,]+) of the original", text)
+    assert line is not None
+    hybrid, original = (int(number.replace(",", "")) for number in line.groups())
+    assert f"CPU KV cache size: {hybrid:,} tokens" in text
+    # The last block that fits is a part of a request.
+    assert hybrid == pytest.approx(2**30 / cache.hybrid * length, rel=1e-4)
+    assert original == pytest.approx(2**30 / cache.original * length, rel=1e-3)
+    assert hybrid > 3 * original
 
 
 def test_a_stream_is_what_comes_at_once(client: OpenAI, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -95,6 +96,35 @@ def test_the_cache_is_the_plans(llm: Any) -> None:
     assert tokens == plan.cache_tokens(blocks, 256, BLOCK, in_flight)
 
 
+def test_what_no_option_says_is_set_and_what_options_say_stays(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.bosch")
+    said: dict[str, Any] = {"max_model_len": 512}
+    unsaid = {"max_num_batched_tokens": None, "block_size": None}
+    held = {}
+    for name, options in (
+        ("unsaid", said | unsaid),
+        ("wasteful", said | {"max_num_batched_tokens": 512, "block_size": 64}),
+        ("no groups", said | unsaid | {"disable_hybrid_kv_cache_manager": True}),
+    ):
+        caplog.clear()
+        logger.addHandler(caplog.handler)
+        try:
+            with engine(folder, **options) as llm:
+                config = llm.llm_engine.vllm_config
+        finally:
+            logger.removeHandler(caplog.handler)
+        held[name] = (
+            config.scheduler_config.max_num_batched_tokens, config.cache_config.block_size,
+            config.cache_config.kv_cache_size_tokens, caplog.text,
+        )  # fmt: skip
+    assert held["unsaid"][:2] == (256, 32) and held["wasteful"][:2] == (512, 64)
+    best = f"{held['unsaid'][2]:,} with"
+    assert f"{best} --max-num-batched-tokens 256 and --block-size 32" in held["wasteful"][3]
+    assert f"{best} without --disable-hybrid-kv-cache-manager" in held["no groups"][3]
+
+
 def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
     plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
     least = plan.blocks_per_request(256, BLOCK, 64) + 1
@@ -125,7 +155,7 @@ def test_the_record_is_what_the_planner_gives() -> None:
     ("changes", "options", "sentence"),
     [
         ({"sinks": 3}, {}, r"hybrid_attention\.sinks is 3"),
-        ({}, {"tensor_parallel_size": 2}, "layer 0 has 1 full KV heads, which 2 ranks"),
+        ({}, {"tensor_parallel_size": 3}, "4 KV heads cannot be shared by 3 ranks"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_loading(
@@ -168,14 +198,31 @@ def test_a_checkpoint_of_the_training_stage_equals_transformers(
     assert largest_difference(untrained, prompt, output)[0] > TOLERANCE
 
 
-def test_two_ranks_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are shared out while the weights load, so that each rank has as many full ones."""
+@pytest.mark.parametrize(
+    ("counts", "padded"),
+    [
+        # Heads are shared out while the weights load, so that each rank has as many full ones.
+        ([2, 4, 0], 0),
+        # Of each odd count a rank has a sliding head whose cache is full.
+        ([1, 3, 2], 2),
+    ],
+)
+def test_two_ranks_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int], padded: int
+) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    save_hybrid(tmp_path, "qwen3", [2, 4, 0], WINDOW)
+    save_hybrid(tmp_path, "qwen3", counts, WINDOW)
     reference = load_reference(tmp_path)
     prompts = random_prompts(LENGTHS)
+    plan = module_plan(counts, KV_HEADS, [WINDOW] * len(counts), 2)
+    assert plan.padded_kv_heads == padded
     with engine(tmp_path, tensor_parallel_size=2) as llm:
         _agree(reference, prompts, generate(llm, prompts, 20))
+        config = llm.llm_engine.vllm_config
+        blocks, in_flight = config.cache_config.num_gpu_blocks, config.max_in_flight_tokens
+        tokens = config.cache_config.kv_cache_size_tokens
+    assert tokens == plan.cache_tokens(blocks, 256, BLOCK, in_flight)
+    assert blocks == 2**30 // plan.block_bytes(BLOCK, 2 * SIZES["head_dim"] * 4)
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -22,7 +22,15 @@ from bosch.model.decoder_shape import DecoderShape
 from bosch.objective.calibration import MAX_ROUNDS
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
-from bosch.vllm.plan import any_mask, layers_refusal, served_caches
+from bosch.vllm.plan import (
+    ServedCache,
+    any_mask,
+    engine_on,
+    layers_refusal,
+    served_caches,
+    served_tokens,
+    worst_shared_mask,
+)
 from pipeline.commands.plan.fit import memory_here, remedy, training_budget
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.inputs import missing_inputs
@@ -30,7 +38,7 @@ from pipeline.recipe.model_shape import ModelInfo
 from pipeline.recipe.processes import World
 from pipeline.recipe.recipe import LoadedRecipe, Recipe
 from pipeline.run.graph import Stage
-from stages.formats import format_bytes, format_flops, format_hours
+from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.memory import device_bytes
 from stages.train.footprint import trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
@@ -45,6 +53,7 @@ EFFICIENCY = 0.4
 EXPERTS_EFFICIENCY = 0.057
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
 _TOKENS_PER_CORE_SECOND = 250_000
+_UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # Of a node of named GPUs, where the machine that plans has fewer.
 _GPUS_PER_NODE = 8
 
@@ -394,7 +403,7 @@ def plan_lines(
     total = f"{format_flops(flops)}, {format_hours(total_hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
     yield from _other_hardware(costs, count)
-    yield from _served(loaded, loaded.info)
+    yield from _served(loaded, loaded.info, name)
     if weights > device.memory * 2**30:
         yield f"  note: the weights do not fit into one {name} of {device.memory:g} GiB"
 
@@ -463,7 +472,7 @@ def _memory_facts(
             yield f"  {name:<20} {format_bytes(size)}"
 
 
-def _served(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
+def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
     """Bytes that vLLM holds per request: with the mask of a file, else with any mask on budget."""
     search = loaded.recipe.search
     if search.sinks:
@@ -472,40 +481,49 @@ def _served(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
     if refusal := layers_refusal(info.kinds):
         yield f"  {'vLLM':<12} not served: {refusal}"
         return
-    heads, granularity = info.key_value_heads, search.head_granularity
-    rows = len(info.kinds.full)
-    if search.method == "given":
-        full, certain = _full_kv_heads(str(search.mask), info), True
-    else:
-        budget = swa_budget(rows * heads, search.swa_ratio)
-        full, certain = any_mask(rows * heads - budget, rows, heads), False
-    served = served_caches(
-        full,
-        heads,
-        [search.window.vllm] * rows,
-        2 * info.head_dim * _BYTES[loaded.recipe.materialize.dtype],
-        list(info.kinds.windows.values()),
-    )
-    for ranks, group in groupby(served, key=lambda cache: cache.ranks):
+    heads, granularity, rows = info.key_value_heads, search.head_granularity, len(info.kinds.full)
+    budget = rows * heads - swa_budget(rows * heads, search.swa_ratio)
+    given = _full_kv_heads(str(search.mask), info) if search.method == "given" else None
+    engine = engine_on(device, DEVICES[device].memory)
+
+    def caches_of(full_kv_heads_per_layer: list[int]) -> list[ServedCache]:
+        return list(
+            served_caches(
+                full_kv_heads_per_layer,
+                heads,
+                [search.window.vllm] * rows,
+                2 * info.head_dim * _BYTES[loaded.recipe.materialize.dtype],
+                list(info.kinds.windows.values()),
+                engine=engine,
+                lengths=served_tokens(info.max_positions),
+            )
+        )
+
+    for ranks, group in groupby(
+        caches_of(given or any_mask(budget, rows, heads)), key=lambda cache: cache.ranks
+    ):
         caches = list(group)
-        multiple = math.lcm(granularity, min(ranks, heads))
-        text = ", ".join(
-            f"{cache.tokens // 1024}k: {format_bytes(cache.hybrid)} instead of "
-            f"{format_bytes(cache.original)}"
+        figures = (
+            cache.refusal
+            or f"{format_length(cache.tokens)}: {format_bytes(cache.hybrid)} instead of "
+            f"{format_bytes(cache.original)}{' on each' * (ranks > 1)} "
+            f"({cache.original / cache.hybrid:.1f} x the tokens)"
             for cache in caches
         )
-        if ranks > 1:
-            text += " on each"
-        if not certain and multiple > granularity:
-            text += (
-                f"; only where full counts are multiples of {multiple}, as with "
-                f"search.head_granularity={multiple}"
+        text = ", ".join(dict.fromkeys(figures))
+        if given and caches[-1].padded:
+            text += f"; {format_bytes(caches[-1].padded)} of it because {_UNEQUAL}"
+        multiple = math.lcm(granularity, min(ranks, heads))
+        if not given and multiple > granularity and not caches[-1].refusal:
+            worst = worst_shared_mask(
+                budget // granularity, rows, heads // granularity, multiple // granularity
             )
-        if caches[0].refusal:
-            text = caches[0].refusal
-            if not certain:
-                text = f"no mask of {sum(full)} full KV heads has counts that all ranks can share"
-        yield f"  {'vLLM':<12} a request on {ranks} rank{'s' * (ranks > 1)}: {text}"
+            last = [c for c in caches_of([granularity * n for n in worst]) if c.ranks == ranks][-1]
+            text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
+            if budget % multiple == 0:
+                text += f", which search.head_granularity={multiple} avoids"
+        on = f"{ranks} rank{'s' * (ranks > 1)}"
+        yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"
 
 
 def _full_kv_heads(path: str, info: ModelInfo) -> list[int]:

@@ -1,0 +1,169 @@
+"""Engine settings on which the cache of a hybrid depends: chosen where no option says them, logged.
+
+A sliding head's cache holds its window and the tokens of all concurrent steps, in whole blocks. By
+vLLM's own choices these tokens can be many times the window.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.vllm.checks import original_plan, plan_of, served_layouts
+from bosch.vllm.plan import (
+    CPU,
+    SMALL_GPU,
+    Engine,
+    ModulePlan,
+    batch_tokens,
+    padding_refusal,
+)
+
+# vLLM configures the loggers below this name.
+_logger = logging.getLogger("vllm.bosch")
+
+# A setting is worth a line where the cache then holds so many times the tokens.
+_WORTH_A_LINE = 1.1
+
+# Whether an option said the tokens of a step, while vLLM makes its configuration from options.
+_batch_tokens_said: ContextVar[bool] = ContextVar("batch_tokens_said", default=True)
+
+
+def choose_cache_settings(vllm_config: Any) -> None:
+    """Set what no option says: tokens of a step, and on a CPU the block size.
+
+    Raises UserError where ranks would hold more than they do of the original model.
+    """
+    model, scheduler, cache = (
+        vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config,
+    )  # fmt: skip
+    ranks, engine = vllm_config.parallel_config.tensor_parallel_size, _engine()
+    plan = plan_of(served_layouts(model.hf_config), ranks)
+    if plan.sliding_windows and engine is CPU and not cache.user_specified_block_size:
+        cache.block_size = engine.block_size
+        cache.user_specified_block_size = True  # else the platform sets its own later
+    if (
+        plan.sliding_windows
+        and not _batch_tokens_said.get()
+        and scheduler.enable_chunked_prefill
+        and vllm_config.performance_mode != "throughput"
+    ):
+        scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
+    # Whether steps overlap is decided later.
+    steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
+    in_flight = steps * scheduler.max_num_batched_tokens
+    originally, held = (
+        one.request_bytes(model.max_model_len, 1, cache.block_size, in_flight)
+        for one in (original_plan(model.hf_config, ranks), plan)
+    )
+    if refusal := padding_refusal(plan, originally, held, model.max_model_len):
+        raise UserError(refusal)
+
+
+def _engine() -> Engine:
+    from vllm.platforms import current_platform
+
+    return CPU if current_platform.is_cpu() else SMALL_GPU
+
+
+def _chosen_batch_tokens(vllm_config: Any, plan: ModulePlan) -> int:
+    scheduler = vllm_config.scheduler_config
+    return batch_tokens(
+        plan.sliding_windows, _least_step(vllm_config), scheduler.max_num_batched_tokens
+    )
+
+
+def _least_step(vllm_config: Any) -> int:
+    """Tokens of a step in which every sequence that may run has its own."""
+    return int(vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens))
+
+
+def wrap_engine() -> None:
+    """Note which options are said, and log what the cache holds; harmless when called again."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core import kv_cache_utils
+
+    _wrap(EngineArgs, "create_engine_config", _noting_options)
+    # The engine's core holds a name of its own for the function, where it is loaded already.
+    for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
+        if module is not None:
+            _wrap(module, "update_kv_cache_capacity", _logging_cache)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    function = getattr(owner, name)
+    if not hasattr(function, "wrapped_by_bosch"):
+        wrapped = functools.wraps(function)(wrapper(function))
+        wrapped.wrapped_by_bosch = True
+        setattr(owner, name, wrapped)
+
+
+def _noting_options(create_engine_config: Any) -> Any:
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _batch_tokens_said.set(self.max_num_batched_tokens is not None)
+        try:
+            return create_engine_config(self, *args, **kwargs)
+        finally:
+            _batch_tokens_said.reset(token)
+
+    return noting
+
+
+def _logging_cache(update_kv_cache_capacity: Any) -> Any:
+    def logging_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+        update_kv_cache_capacity(vllm_config, kv_cache_config)
+        if getattr(vllm_config.model_config.hf_config, "hybrid_attention", None) is not None:
+            log_cache(vllm_config, kv_cache_config)
+
+    return logging_cache
+
+
+def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Log the tokens that the cache holds, the original's, and the options that would hold more."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return  # the plan is of ranks with all layers and all tokens
+    config, length = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    ranks, steps = parallel.tensor_parallel_size, vllm_config.max_concurrent_batches
+    plan = plan_of(served_layouts(config), ranks)
+    if not plan.sliding_windows:
+        return
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    bytes_per_head = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads)
+    size = kv_cache_config.kv_cache_tensors[0].size
+
+    def tokens_of(modules: ModulePlan, block_size: int, step: int) -> int:
+        blocks = size // modules.block_bytes(block_size, bytes_per_head)
+        return modules.cache_tokens(blocks, length, block_size, steps * step)
+
+    current, tokens = scheduler.max_num_batched_tokens, cache.kv_cache_size_tokens
+    originally = tokens_of(original_plan(config, ranks), cache.block_size, current)
+    text = (
+        f"Hybrid KV cache: {tokens:,} tokens in requests of {length:,}; in the same memory "
+        f"{originally:,} of the original model ({tokens / originally:.1f} times as many)"
+    )
+    chosen, least = _chosen_batch_tokens(vllm_config, plan), _least_step(vllm_config)
+    block_size = min(cache.block_size, _engine().block_size)
+    for step in (chosen, min(chosen, least)):
+        more = tokens_of(plan, block_size, step)
+        if more < _WORTH_A_LINE * tokens:
+            continue
+        options = []
+        if scheduler.disable_hybrid_kv_cache_manager:
+            options.append("without --disable-hybrid-kv-cache-manager")
+        if step < current:
+            options.append(f"--max-num-batched-tokens {step}")
+        if block_size < cache.block_size:
+            options.append(f"--block-size {block_size}")
+        text += f"; {more:,} with {' and '.join(options)}"
+        if step == chosen:
+            _logger.warning(text)
+            return
+        text += ", which read prompts slower"
+    _logger.info(text)
