@@ -16,7 +16,7 @@ from pathlib import Path
 from bosch.errors import LostRankError, RunError
 from bosch.files import read_json, write_json
 
-_BEAT_SECONDS = 10.0
+BEAT_SECONDS = 10.0
 # Nodes do not start at the same moment, and a network file system shows changes late.
 SILENT_SECONDS = 180.0
 _GOES_ON = "start the same command on all nodes again"
@@ -37,7 +37,7 @@ class Heart:
         while True:
             with contextlib.suppress(OSError):
                 write_json(self._file, {"run": self._run, "beats": beats})
-            if self._stopped.wait(_BEAT_SECONDS):
+            if self._stopped.wait(BEAT_SECONDS):
                 return
             beats += 1
 

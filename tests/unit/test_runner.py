@@ -397,7 +397,7 @@ def failing(order: Mapping[str, Any], world: World) -> dict[str, Any]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_node, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(first_node, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(first_node, "BEAT_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("looked_before", [True, False])
