@@ -22,7 +22,7 @@ T = TypeVar("T")
 # What gloo writes of a connection that broke or a partner that is late.
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _ALIVE = "bosch/alive"
-_REPORT_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _silent_partners() -> str:
         store.set(f"{_ALIVE}/{rank}", "1")
         with suppress(RuntimeError):
             dist.destroy_process_group()  # whoever waits for this process ends waiting
-        deadline = time.monotonic() + _REPORT_SECONDS
+        deadline = time.monotonic() + REPORT_SECONDS
         silent = [other for other in range(size) if other != rank]
         while silent and time.monotonic() < deadline:
             silent = [other for other in silent if not store.check([f"{_ALIVE}/{other}"])]

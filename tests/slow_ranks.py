@@ -39,7 +39,7 @@ def _save_slowly() -> None:
 
 
 if __name__ == "__main__":
-    ranks._REPORT_SECONDS = 1.0
+    ranks.REPORT_SECONDS = 1.0
     if os.environ["SLOW"] == "step" and os.environ["RANK"] == "1":
         _hang_in_step_three()
     elif os.environ["SLOW"] == "save":

@@ -22,6 +22,7 @@ from bosch.files import Stamp, changed_file, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import World
 from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.run.first_node import Heart, Watcher
 from pipeline.run.graph import (
     STAGES,
     Node,
@@ -84,6 +85,11 @@ class Runner:
         self.name = loaded.recipe.name
         self.store = Store(loaded.output_root)
         self.hasher: FileHasher = self.store.hasher()
+        # Before the files are hashed, which may take one node longer than another.
+        signs = self.store.root / self.name / "first_node.json"
+        several, leads = loaded.world.nodes > 1, loaded.world.node_rank == 0
+        self._heart = Heart(signs) if several and leads else None
+        self._first_node = Watcher(signs) if several and not leads else None
         self.nodes = resolve(loaded, self.hasher, stages)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
@@ -116,6 +122,10 @@ class Runner:
 
         Raises UserError or RunError; what was published or begun before stays.
         """
+        with contextlib.nullcontext() if self._heart is None else self._heart.ends_with():
+            return self._run()
+
+    def _run(self) -> int:
         states = {state.node.name: state for state in self.states()}
         self._require_earlier(states)
         todo = [name for name in self.chosen if states[name].state != "cached"]
@@ -328,15 +338,17 @@ class Runner:
 
     def _follow(self, node: Node) -> None:
         """On other nodes than the first: join distributed stages, wait for the others' output."""
+        assert self._first_node is not None
         key = str(node.key)
-        before = self.store.state(node.name, key).get("attempts", [])
         joined = False
         while self.store.manifest(node.name, key) is None:
-            state = self.store.state(node.name, key)
-            if len(state.get("attempts", [])) > len(before) and state.get("failure"):
-                raise RunError(f"{node.name}: failed on the first node: {state['failure']}")
-            lock = self.store.lock(node.name, key)
-            if node.stage.distributed and not joined and lock.exists() and state.get("attempts"):
+            fault = self._first_node.fault()
+            # It may have published this output since.
+            if fault is not None and self.store.manifest(node.name, key) is None:
+                raise type(fault)(f"{node.name}: {fault}")
+            begun = self.store.lock(node.name, key).exists() and self._first_node.alive
+            attempts = self.store.state(node.name, key).get("attempts")
+            if node.stage.distributed and not joined and begun and attempts:
                 joined = True
                 order = self.order(node, self.store.work(node.name, key), self._stamps(node))
                 self.launcher(order, self._world(node))

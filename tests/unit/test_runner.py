@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bosch.errors import DamagedWorkError, RunError, UserError
+from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
+from pipeline.run import first_node
 from pipeline.run.graph import STAGES, Stage, resolve
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
@@ -425,3 +428,64 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
         "search.value changed nothing → 2",
         "search.gone is gone",
     ]
+
+
+def on_node(case: Case, rank: int, launcher: Any = in_process) -> Runner:
+    loaded = replace(load_recipe(case.file, env={}), world=World(nodes=2, node_rank=rank))
+    return Runner(loaded, Choice(until="train"), fake_table(), launcher)
+
+
+def failing(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    raise LostRankError("search: node 1 is silent")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_node, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(first_node, "BEAT_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("looked_before", [True, False])
+def test_a_node_ends_when_the_first_has_failed_also_before_it_looked(
+    case: Case, impatient: None, looked_before: bool
+) -> None:
+    follower = on_node(case, 1) if looked_before else None
+    with pytest.raises(LostRankError):
+        on_node(case, 0, failing).run()
+    expected = (
+        "prepare: the run failed on the first node: search: node 1 is silent"
+        if looked_before
+        else "prepare: the first node gave no sign of life in .* .its last run failed: search: node"
+    )
+    with pytest.raises(LostRankError, match=expected):
+        (follower or on_node(case, 1)).run()
+
+
+def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
+    case: Case, impatient: None
+) -> None:
+    with pytest.raises(LostRankError, match="the first node gave no sign of life in"):
+        on_node(case, 1).run()
+
+
+def test_a_node_does_not_wait_for_a_stage_that_the_first_leaves_out(
+    case: Case, impatient: None
+) -> None:
+    follower = on_node(case, 1)
+    leader = on_node(case, 0)
+    leader.chosen = ["prepare"]
+    leader.run()
+    with pytest.raises(RunError, match="search: the first node's run is over, without this stage"):
+        follower.run()
+
+
+def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None) -> None:
+    follower = on_node(case, 1)
+
+    def slowly(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        time.sleep(0.8 * (order["stage"] == "prepare"))
+        return execute(order)
+
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(on_node(case, 0, slowly).run)
+        assert follower.run() == leading.result() == 5

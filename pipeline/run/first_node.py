@@ -1,0 +1,88 @@
+"""Signs of life of the first node of a run on several, on the disk that all of them share.
+
+The other nodes wait for what the first one makes alone, for hours where that takes hours. So that
+they do not wait for ever, it counts in a file while its run lasts, and says there how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from bosch.errors import LostRankError, RunError
+from bosch.files import read_json, write_json
+
+BEAT_SECONDS = 10.0
+# Nodes do not start at the same moment, and a network file system shows changes late.
+SILENT_SECONDS = 180.0
+_GOES_ON = "start the same command on all nodes again"
+
+
+class Heart:
+    """The first node's side: counts in `file` from the beginning until the end of its run."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._run = uuid.uuid4().hex
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        beats = 0
+        while True:
+            with contextlib.suppress(OSError):
+                write_json(self._file, {"run": self._run, "beats": beats})
+            if self._stopped.wait(BEAT_SECONDS):
+                return
+            beats += 1
+
+    @contextlib.contextmanager
+    def ends_with(self) -> Iterator[None]:
+        """Around the rest of the run: note how it ended."""
+        ended, lost = "", False
+        try:
+            yield
+        except BaseException as error:
+            ended, lost = str(error) or type(error).__name__, isinstance(error, LostRankError)
+            raise
+        finally:
+            self._stopped.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                write_json(self._file, {"run": self._run, "ended": ended, "lost": lost})
+
+
+class Watcher:
+    """Another node's side; made when its own run begins."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seen = read_json(file)  # perhaps of an earlier run
+        self._since = time.monotonic()
+        self.alive = False
+
+    def fault(self) -> RunError | None:
+        """Why nothing more is to be expected of the first node."""
+        record = read_json(self._file)
+        if record != self._seen:
+            self._seen, self._since, self.alive = record, time.monotonic(), True
+        ended = record.get("ended") if isinstance(record, dict) else None
+        if self.alive and ended:
+            kind = LostRankError if record["lost"] else RunError
+            return kind(f"the run failed on the first node: {ended}")
+        if time.monotonic() - self._since < SILENT_SECONDS:
+            return None
+        if self.alive and ended == "":
+            return RunError(
+                "the first node's run is over, without this stage; give all nodes the same command"
+            )
+        last = f" (its last run failed: {ended})" if ended else ""
+        return LostRankError(
+            f"the first node gave no sign of life in {SILENT_SECONDS / 60:g} minutes{last}; "
+            f"{_GOES_ON}, on one shared output_root"
+        )
