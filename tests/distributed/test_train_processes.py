@@ -50,7 +50,6 @@ def test_two_processes_train_like_one_and_resume(
     assert points == ["step-4"], killed.stderr
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
-    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
     assert "resuming from step-4" in done.stderr
 
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
@@ -88,6 +87,7 @@ def test_fsdp_goes_on_from_a_whole_point_with_more_processes(
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
     done = train_in_processes(case, tmp_path, 4, **changes)
     assert done.returncode == 0, done.stderr
+    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
     assert "resuming from step-4" in done.stderr
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
 

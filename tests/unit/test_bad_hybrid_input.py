@@ -169,3 +169,15 @@ def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
         lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name),
     ):
         assert f"'{name}" in _said(use)
+
+
+def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:
+    """On the CPU safetensors maps the file; a search reads its weights for days."""
+    small_model().save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = tmp_path / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 4)
+        file.write(bytes(weights.stat().st_size // 2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -20,6 +20,8 @@ from tests.pipeline_case import ROOT, Case
 ENTRY = ROOT / "pipeline" / "__main__.py"
 # Libraries, modules of the standard library that others import late, and our own names.
 NAMES = ("yaml", "tokenize", "pydantic", "filecmp", "bosch", "stages", "torch", "numpy")
+# What the interpreter itself looks for before the first line of a program.
+EARLY = ("sitecustomize", "usercustomize", "runpy", "pkgutil", "encodings", "pipeline")
 
 
 @pytest.fixture
@@ -30,6 +32,14 @@ def hostile(tmp_path: Path) -> Path:
     for name in NAMES:
         (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     return folder
+
+
+@pytest.fixture
+def more_hostile(hostile: Path) -> Path:
+    """With modules that the interpreter imports before the first line of a program, too."""
+    for name in EARLY:
+        shutil.copy(hostile / "yaml.py", hostile / f"{name}.py")
+    return hostile
 
 
 def _run(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +61,17 @@ def test_a_command_imports_nothing_from_there(
         assert "never made" in done.stdout
 
 
+def test_the_documented_ways_import_nothing_before_the_program_either(
+    tmp_path: Path, more_hostile: Path
+) -> None:
+    """docs/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
+    status = ["status", str(Case(tmp_path).file)]
+    starts = [[str(ENTRY)], *([["-P", "-m", "pipeline"]] if sys.version_info >= (3, 11) else [])]
+    for start in starts:
+        done = _run([sys.executable, *start, *status], more_hostile, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_command_runs_in_a_folder_of_the_checkout(tmp_path: Path) -> None:
     """data_prep/tokenize.py has shadowed the standard library's module."""
     command = [sys.executable, str(ENTRY), "validate", str(Case(tmp_path).file)]
@@ -59,20 +80,20 @@ def test_a_command_runs_in_a_folder_of_the_checkout(tmp_path: Path) -> None:
 
 
 def test_a_measured_process_imports_nothing_from_there(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch
+    more_hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(hostile)
+    monkeypatch.chdir(more_hostile)
     with pytest.raises(RunError, match="KeyError: 'settings'"):
         run_in_process({}, "it")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stage_imports_nothing_from_there(
-    tmp_path: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    tmp_path: Path, more_hostile: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    monkeypatch.chdir(hostile)
+    monkeypatch.chdir(more_hostile)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep)
     section = {"type": "stages.configs:ReportConfig", "values": {}}
     work = tmp_path / "work"
     work.mkdir()
@@ -93,7 +114,7 @@ def test_a_stage_imports_nothing_from_there(
     assert json.loads((work / "output.json").read_text())["world"] == str(processes)
 
 
-def test_launch_scripts_import_nothing_from_there(tmp_path: Path, hostile: Path) -> None:
+def test_launch_scripts_import_nothing_from_there(tmp_path: Path, more_hostile: Path) -> None:
     """A Python without packages is not taken for one that has them; torchrun.sh runs a recipe."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "launch", root / "launch")
@@ -105,7 +126,7 @@ def test_launch_scripts_import_nothing_from_there(tmp_path: Path, hostile: Path)
         f"cp {Path(sys.executable).parents[1]}/pyvenv.cfg {root}/.venv/ 2>/dev/null || true\n"
     )
     for name in ("transformers", "accelerate", "datasets", "PyNomad", "matplotlib", "rich"):
-        (hostile / f"{name}.py").touch()
+        (more_hostile / f"{name}.py").touch()
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("python", "python3"):
@@ -113,7 +134,7 @@ def test_launch_scripts_import_nothing_from_there(tmp_path: Path, hostile: Path)
         (bare / name).chmod(0o755)
     script = [f"{root}/launch/torchrun.sh", "recipe.yaml"]
     site = next(path for path in sys.path if path.endswith("site-packages"))
-    done = _run(script, hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH="")
+    done = _run(script, more_hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH="::")
     assert done.stdout.splitlines()[0] == "set up", done.stderr
-    done = _run(script, hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH=site)
+    done = _run(script, more_hostile, PATH=f"{bare}:/usr/bin:/bin", PYTHONPATH=f":{site}:")
     assert done.stdout.splitlines()[-1] == "['run', 'recipe.yaml']", done.stderr

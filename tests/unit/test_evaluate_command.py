@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from bosch.files import file_hashes
 from pipeline.commands import evaluate
 from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
@@ -41,9 +42,10 @@ class Launches:
         checkpoints = {
             name: {"needle": suite_table(subtasks[name], subtasks["original"])} for name in names
         }
-        content = {"checkpoints": checkpoints, "missing": self.missing}
-        SelectedScores.model_validate(content).write(work)
         write_samples(work, ({"checkpoint": name} for name in names))
+        hashes = file_hashes(work, ["samples.jsonl"])
+        content = {"checkpoints": checkpoints, "missing": self.missing, "sha256": hashes}
+        SelectedScores.model_validate(content).write(work)
         return {}
 
     missing: Mapping[str, Any] = {}

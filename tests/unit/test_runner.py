@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -259,6 +260,19 @@ def test_an_input_damaged_while_a_run_is_under_way_is_not_read(case: Case) -> No
     with pytest.raises(RunError, match=r"train: its input prepare is damaged \(added was added"):
         first.run()
     assert runner(case).run() == 4  # prepare, whose addition goes, and what was not made
+
+
+def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None:
+    runner(case, until="prepare").run()
+    file = case.output("prepare") / "output.json"
+    good = file.read_text()
+    file.write_text(good.replace("0", "1"))
+    loaded = load_recipe(case.file, env={})
+    follower = replace(loaded, world=replace(loaded.world, nodes=2, node_rank=1))
+    timer = threading.Timer(1.0, file.write_text, [good])
+    timer.start()
+    Runner(follower, Choice(until="prepare"), fake_table(), in_process).run()
+    assert timer.finished.is_set() and file.read_text() == good
 
 
 def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
