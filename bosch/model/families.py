@@ -483,8 +483,9 @@ def _head_sizes(text: Any, layer: int | None) -> tuple[int, int]:
 
 
 def experts_per_token(text: Any) -> int:
-    """Experts that a token visits in a layer."""
-    return int(next(count for name in EXPERTS_PER_TOKEN if (count := getattr(text, name, None))))
+    """Experts that a token visits in a layer; the most of them where layers differ."""
+    count = next(count for name in EXPERTS_PER_TOKEN if (count := getattr(text, name, None)))
+    return max(count) if isinstance(count, list) else int(count)
 
 
 def family_of(config: Any) -> Family:

@@ -45,7 +45,7 @@ def _wrong_types() -> Iterator[None]:
     """Say what in config.json has a wrong type, in one sentence."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"model.path: config.json holds a value of a wrong type ({reason})"
@@ -146,6 +146,10 @@ class StoredConfig:
     @property
     def decoder(self) -> DecoderShape:
         """Sizes that memory and operations follow from; biases and extra norms are left out."""
+        with _wrong_types():
+            return self._decoder()
+
+    def _decoder(self) -> DecoderShape:
         text = text_config(_as_loaded(self.config, self.layers))
         family = FAMILIES.get(str(text.model_type).removeprefix(HYBRID_PREFIX))
         width = self._dense_width()
@@ -182,13 +186,17 @@ class StoredConfig:
         )
         dense_layers = self._dense_layers(shape.feed_forward_layers) if experts else 0
         if experts and dense_layers == shape.feed_forward_layers:
-            none = {"experts": 0, "experts_per_token": 0, "shared": 0, "intermediate": width}
-            return replace(shape, **none)
+            return replace(shape, experts=0, experts_per_token=0, shared=0, intermediate=width)
         return replace(shape, dense_layers=dense_layers)
 
     def _first(self, names: Sequence[str]) -> int:
-        """The number by the first of its names that config.json has; else 0."""
-        return next((self.number(name) for name in names if self.config.get(name)), 0)
+        """The number by the first of its names in config.json, of layers the largest; else 0."""
+        for name in names:
+            value = self.config.get(name)
+            if value:
+                most = max(value) if isinstance(value, list) else value
+                return StoredConfig({name: most}).number(name)
+        return 0
 
     def _dense_width(self) -> int:
         """Width of an MLP."""
@@ -206,7 +214,7 @@ class StoredConfig:
         """Layers of a mixture of experts that have an MLP in the experts' place."""
         types, listed = self.config.get("mlp_layer_types"), _listed_types(self.config) or []
         if types is not None:
-            return types.count("dense")
+            return list(types).count("dense")
         if {"mlp", "moe"}.intersection(listed):
             return feed_forward_layers - listed.count("moe")
         first = self._first(("first_k_dense_replace", "num_dense_layers"))

@@ -122,6 +122,7 @@ def test_sizes_by_formula_are_those_of_the_model(family: str) -> None:
         "intermediate_size": 960,
         **_UNREAD.get(family, {}),
     }
+    sizes |= {"moe_topk": [2] * LAYERS} if family == "hunyuan_v1_moe" else {}  # as published
     sizes |= {"head_dim": 60} if family == "helium" else {}
     sizes |= {"word_embed_proj_dim": 480, "ffn_dim": 960} if family == "opt" else {}
     config = small_config(family, **sizes)

@@ -19,6 +19,7 @@ FLOORS = {
     "bosch": (
         (
             "errors",
+            "hardware",
             "progress",
             "this_process",
             "ranks",
