@@ -178,6 +178,8 @@ def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> Non
         ),
         ({"attention": "flash", "dtype": "float32"}, "bfloat16, not --dtype float32"),
         ({"attention": "flash", "sinks": 2}, "it has no sinks, --sinks asks for 2"),
+        ({"attention": "varlen", "dtype": "float32"}, "--attention varlen: it computes in float16"),
+        ({"attention": "varlen", "sinks": 2}, "--attention varlen: it has no sinks"),
     ],
 )
 def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(
