@@ -382,14 +382,15 @@ class HarnessEvaluation(Section):
     tasks: Annotated[list[Line], AfterValidator(different)] = Field(
         min_length=1,
         description=(
-            "Names as lm-eval has them, like gsm8k, mmlu, hellaswag; longbench stands for the 21 "
-            "tasks of LongBench v1."
+            "Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; "
+            "longbench stands for the 21 tasks of LongBench v1."
         ),
     )
     data_dir: PathText | None = Field(
         None,
         description=(
-            "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others."
+            "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others, "
+            "also for each task of a group (mmlu_anatomy/test.jsonl)."
         ),
     )
     hub: Flag = Field(

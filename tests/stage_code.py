@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.run.graph import STAGES
+from stages.evaluate.answers import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".json")
 _PACKAGES = ("bosch", "data_prep", "stages")
+# What the key of the answers that runs share stands for: its GENERATION and SCORING count as the
+# version of a stage.
+ANSWERS = "answers"
+_SUITES = tuple(f"stages.evaluate.{name}_suite" for name in ("needle", "harness", "position"))
 # Sentences, progress bars and formats of numbers are no results.
 _NO_RESULT = {"bosch.errors", "bosch.progress", "stages.versions"}
 _SKIPPED_FIELDS = {"annotation", "returns", "type_comment", "kind", "type_params", "ctx"}
@@ -32,7 +37,7 @@ def current() -> dict[str, Any]:
     """Versions by stage, and digests by module."""
     modules = {module for stage in STAGES for module in closure(entry(stage.function))}
     return {
-        "versions": {stage.name: stage.version for stage in STAGES},
+        "versions": {**{stage.name: stage.version for stage in STAGES}, ANSWERS: VERSIONS},
         "modules": {module: digest(source(module)) for module in sorted(modules)},
     }
 
@@ -41,12 +46,13 @@ def behind(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]
     """Changed modules by stage, for the stages whose version is the recorded one."""
     before, after = recorded["modules"], now["modules"]
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    closures = {stage.name: closure(entry(stage.function)) for stage in STAGES}
+    closures[ANSWERS] = {module for suite in _SUITES for module in closure(suite)}
     stages = {}
-    for stage in STAGES:
-        same = recorded["versions"].get(stage.name) == now["versions"].get(stage.name)
-        modules = sorted(changed & closure(entry(stage.function)))
-        if same and modules:
-            stages[stage.name] = modules
+    for name, modules in closures.items():
+        same = recorded["versions"].get(name) == now["versions"].get(name)
+        if same and changed & modules:
+            stages[name] = sorted(changed & modules)
     return stages
 
 

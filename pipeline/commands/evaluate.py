@@ -170,11 +170,10 @@ def _watch(runner: Runner, node: Node, names: Sequence[str] | None) -> SelectedS
         if set(available) - evaluated:
             scores = _evaluate(runner, node, available)
             evaluated = set(available)
-        elif scores is not None and names and evaluated == set(names):
+        elif scores is not None and (evaluated == set(names) if names else finished):
             return scores
         elif finished:
-            # Raises for names, or a hybrid, that are still not there.
-            return _evaluate(runner, node, _checkpoints(runner, names))
+            _checkpoints(runner, names)  # says what is not there
         else:
             idle_polls = 0 if running else idle_polls + 1
             if idle_polls > _IDLE_POLLS:
@@ -323,23 +322,29 @@ def score_tables(scores: SelectedScores) -> list[Table]:
     models = scores.checkpoints
     for suite in dict.fromkeys(name for suites in models.values() for name in suites):
         tables_of = {name: suites[suite] for name, suites in models.items() if suite in suites}
-        first = next(iter(tables_of.values()))
         rows = []
-        for task, by_length in first.tasks.items():
-            for length in by_length:
-                name = f"{task} at {format_length(length)}" if length else task
-                cells = [table.tasks[task][length] for table in tables_of.values()]
-                rows.append([name, *(_cell(c.score, c) for c in cells)])
-        for group in first.groups:
-            means = [table.groups[group] for table in tables_of.values()]
-            covers = f"{group} ({len(means[0].tasks)} of {means[0].of} tasks)"
-            rows.append([covers, *(_cell(mean.score, mean) for mean in means)])
-        rows.append(["average", *(_cell(t.average, t) for t in tables_of.values())])
+        places = [(task, at) for table in tables_of.values() for task in table.tasks
+                  for at in table.tasks[task]]  # fmt: skip
+        for task, length in dict.fromkeys(places):
+            name = f"{task} at {format_length(length)}" if length else task
+            scores = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
+            rows.append([name, *map(_cell, scores)])
+        for group in dict.fromkeys(name for table in tables_of.values() for name in table.groups):
+            means = [table.groups.get(group) for table in tables_of.values()]
+            most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
+            covers = f"{group} ({len(most.tasks)} of {most.of} tasks)"
+            rows.append([covers, *map(_cell, means)])
+        rows.append(["average", *(_cell(t, t.average) for t in tables_of.values())])
         title = f"{suite}, 95 % intervals; {ABOUT_MARKS}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))
     return tables
 
 
-def _cell(value: float, score: MeanScore | SuiteScores) -> str:
+def _cell(score: MeanScore | SuiteScores | None, value: float | None = None) -> str:
+    """A score, or the `value` of a suite's average; – for a model that has none."""
+    if score is None:
+        return format_score(None)
+    if isinstance(score, MeanScore):
+        value = score.score
     interval = f"{format_score(score.low)}–{format_score(score.high)}"
     return f"{mark(score.against_original)}{format_score(value)} ({interval})"

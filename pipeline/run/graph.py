@@ -38,8 +38,9 @@ class Stage:
 
     `function` is imported only in the process that runs it. `section` is the field of the recipe
     the stage is configured by; where that is empty, the recipe has no such stage. `model` is what
-    it reads of the base model, `card` whether it reads the model's card too. Stages with the same
-    `pool` leave in one folder what they may take from each other.
+    it reads of the base model, `card` whether it reads the model's card too; `unread` are fields of
+    the section that it does not read. Stages with the same `pool` leave in one folder what they may
+    take from each other.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Stage:
     distributed: bool = False
     card: bool = False
     pool: str | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def computes(self) -> bool:
@@ -98,6 +100,7 @@ STAGES: tuple[Stage, ...] = (
         model="weights",
         distributed=True,
         pool="evaluation",
+        unread=("rivals", "windows"),
     ),
     Stage("train", "stages.train.run:run", ("prepare", "materialize"), "train", distributed=True),
     Stage(
@@ -211,6 +214,7 @@ def _document(
 ) -> dict[str, Any]:
     try:
         config, inputs = _section_identity(section, hasher)
+        config = {name: value for name, value in config.items() if name not in stage.unread}
         model = _model_part(loaded, stage, hasher)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None

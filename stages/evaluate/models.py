@@ -275,16 +275,14 @@ def _tables(
             subtasks = {key: scores for key, scores in every.items() if key[0] not in unusable}
             if not subtasks:
                 continue
-            base = list(read_samples(compared)) if compared else None
-            table = suite_table(
-                subtasks,
-                subtask_scores(base, ORIGINAL, suite.name) if base is not None else None,
-                suite.groups,
-                metric_scores(read_samples(work_dir), model.name, suite.name),
-                metric_scores(base, ORIGINAL, suite.name) if base is not None else None,
-            )
+            metrics = metric_scores(read_samples(work_dir), model.name, suite.name)
+            scores = original_metrics = None
+            if compared is not None:
+                scores = subtask_scores(read_samples(compared), ORIGINAL, suite.name)
+                original_metrics = metric_scores(read_samples(compared), ORIGINAL, suite.name)
+            table = suite_table(subtasks, scores, suite.groups, metrics, original_metrics)
             for name, group in suite.groups.items():
-                if name not in table["groups"] and group.is_asked:
+                if group.is_asked and name not in table.get("groups", {}):
                     suite.missing[name] = "none of its tasks has its metric as a share of 1"
             logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
             checkpoints[model.name][suite.name] = table

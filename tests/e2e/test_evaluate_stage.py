@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bosch.errors import RunError
+from bosch.errors import LostRankError, RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -22,7 +22,7 @@ from data_prep.ruler_base import Corpus, TokenCounter
 from stages.artifacts import Scores, read_samples
 from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime, SearchConfig
 from stages.context import StageConfig
-from stages.evaluate import models, needle_suite
+from stages.evaluate import models, needle_suite, rivals
 from stages.evaluate import run as evaluate
 from stages.original import run as original
 from stages.prepare import run as prepare
@@ -168,6 +168,35 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     assert Scores.read(again).checkpoints["dcam"] == scores.checkpoints["dcam"]
 
 
+def test_a_lost_rank_is_said_to_be_one(stages, tmp_path, monkeypatch):
+    """Wherever ranks wait for each other: at the masks of the rivals, and at the answers."""
+
+    class Two:
+        is_main_process, process_index, num_processes = True, 0, 2
+        device = torch.device("cpu")
+
+        def wait_for_everyone(self):
+            broken()
+
+    def broken(*_, **__):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1. GLHF!")
+
+    for module in (models, rivals):
+        monkeypatch.setattr(module, "process_state", lambda _: Two())
+    monkeypatch.setattr(rivals, "broadcast_object_list", broken)
+    monkeypatch.setattr(rivals, "_masks", lambda *_: [])
+    monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("bosch.ranks._silent_partners", lambda: "process 1")
+    for methods in ([], ["intr"]):
+        config = _config(SECTION.model_copy(update={"rivals": methods}), stages / "model")
+        if methods:
+            (tmp_path / "rivals").mkdir()
+            (tmp_path / "rivals/intr.json").write_text("{}")
+            monkeypatch.setattr(rivals.HeadMaskFile, "load", lambda _: None)
+        with pytest.raises(LostRankError, match="process 1 of this run does not answer"):
+            evaluate.run(config, _inputs(stages), tmp_path)
+
+
 def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
     """A second attempt asks only what is missing and ends with the same scores."""
     real, batches = needle_suite.generate, []
@@ -183,7 +212,7 @@ def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
     monkeypatch.setattr(needle_suite, "generate", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate.run(config, _inputs(stages), tmp_path)
-    torn = next((tmp_path / "answers" / "hybrid").glob("*-440-*.rank0.jsonl"))
+    torn = next((tmp_path / "answers").glob("*/*-440-*.rank0.jsonl"))
     torn.write_bytes(torn.read_bytes()[:-20])
     questions = []
 

@@ -131,6 +131,43 @@ def test_a_stage_that_fails_is_named_with_its_combination(case: Case) -> None:
         comparison(case, "--methods", "bosch", "--ratios", "0.25", launches=Launches(1))
 
 
+def test_a_refused_combination_leaves_the_others_their_scores(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Refusing(Launches):
+        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
+            refused = (order["stage"], order["section"]["values"].get("method"))
+            if refused == ("search", "bosch"):
+                raise UserError("the search has no such head")
+            return super().__call__(order, world)
+
+    result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=Refusing())
+    assert [one.method for one in result.results] == ["bme"]
+    assert all("the search has no such head" in reason for reason in result.failures.values())
+    for name in ("compare.md", "compare.html"):
+        text = (result.folder / name).read_text()
+        assert "BOSCH at 0.5 has no scores: " in text and "BME" in text
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "run_comparison", lambda *_: result)
+        assert compare.run(load_recipe(case.file, env={}), parser.parse_args([]), table()) == 1
+    assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
+    # What is mended goes on from there.
+    again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
+    assert len(again.results) == 2 and not again.failures
+
+
+def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
+    """Rivals and windows, which a comparison leaves out, are nothing to the original."""
+    case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
+    case.save()
+    launches = Launches()
+    Runner(load_recipe(case.file, env={}), Choice(until="original"), table(), launches).run()
+    comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
+    assert launches.count("original") == 1 and launches.count("evaluate") == 1
+
+
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
     launches = Launches()
     loaded = load_recipe(case.file, ["search.method=bme"], env={})
@@ -312,12 +349,15 @@ def test_every_score_is_a_line_of_the_csv(case: Case) -> None:
                     line
                     for line in lines
                     if (line["suite"], line["task"], line["length"]) == (suite, task, str(length))
+                    and line["models"] != "original"
                 ]
                 assert (line["method"], line["swa_ratio"], line["models"]) == (
                     "bme", "0.5", "untrained",
                 )  # fmt: skip
                 assert float(line["score"]) == one.score
-    assert len(lines) == 1
+    assert len(lines) == 2
+    [original] = [line for line in lines if line["models"] == "original"]
+    assert (original["method"], original["score"]) == ("original", "97.0")
 
 
 def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import file_hashes
 from pipeline.commands import evaluate
 from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
+from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.store import Store
 from stages.artifacts import SelectedScores, write_samples
+from stages.evaluate.answers import TaskGroup
 from stages.evaluate.tables import suite_table
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import Case, fake_table, write_safetensors
 
 RIGHT = {"original": 19, "hybrid": 10, "tokens-8": 18, "tokens-16": 19}
 
@@ -46,9 +51,13 @@ class Launches:
         hashes = file_hashes(work, ["samples.jsonl"])
         content = {"checkpoints": checkpoints, "missing": self.missing, "sha256": hashes}
         SelectedScores.model_validate(content).write(work)
+        self.during()
         return {}
 
     missing: Mapping[str, Any] = {}
+
+    def during(self) -> object:
+        """What happens while it runs."""
 
 
 @pytest.fixture
@@ -148,6 +157,19 @@ def test_a_table_in_a_log_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None
     assert "…" not in out and out.count("? 90.0 (68.3–98.8)") == len(names)
 
 
+def test_a_table_has_what_any_model_has_a_score_of() -> None:
+    """Also where the first model lacks a task or a group."""
+    group = {"all": TaskGroup(("one", "two"))}
+    tables = {
+        "a": {"harness": suite_table({("one", 0): [1.0, 0.0]})},
+        "b": {"harness": suite_table({("one", 0): [1.0], ("two", 0): [0.0]}, groups=group)},
+        "broken": {},
+    }
+    [table] = evaluate.score_tables(SelectedScores.model_validate({"checkpoints": tables}))
+    text = table.markdown()
+    assert "| two | – | 0.0 (" in text and "| all (2 of 2 tasks) | – | 50.0 (" in text
+
+
 def test_what_is_finished_starts_no_process(case: Case, launches: Launches) -> None:
     folder = _publish(case, "materialize", "model") / "model"
     assert run(case) == run(case) == 0
@@ -168,6 +190,10 @@ def test_a_task_without_a_score_shows_in_the_exit_status(
     launches.missing = {"harness": {"gsm8k": "its data could not be read"}}
     assert run(case) == 1
     assert "gsm8k has no score: its data could not be read" in capsys.readouterr().out
+    # What was missing may be there by now.
+    launches.missing = {}
+    assert run(case) == 0
+    assert len(launches.orders) == 2
 
 
 def test_watch_evaluates_what_appears_and_ends_with_the_training(
@@ -192,6 +218,133 @@ def test_watch_evaluates_what_appears_and_ends_with_the_training(
     ]  # fmt: skip
     with pytest.raises(UserError, match="leave --model out"):
         run(case, watch=True, model=["somewhere"])
+
+
+@pytest.mark.parametrize(
+    ("names", "published", "fault"),
+    [
+        (["tokens-typo"], (), "tokens-typo: the recipe makes no such checkpoint; it makes hybrid"),
+        (["tokens-8"], (), "makes hybrid, tokens-1024, tokens-2048"),
+        (None, (), "neither finished nor running"),
+        (None, ("materialize",), "neither finished nor running"),
+        (["tokens-1024"], ("materialize",), "neither finished nor running"),
+        (["tokens-1024"], ("materialize", "train"), "tokens-1024: not there yet; there is hybrid"),
+        (None, ("train",), "there is no model to evaluate yet"),
+    ],
+)
+def test_watch_ends_where_nothing_appears_any_more(
+    case: Case,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str] | None,
+    published: tuple[str, ...],
+    fault: str,
+) -> None:
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        assert len(polls) < 20, "it would wait for ever"
+
+    monkeypatch.setattr(evaluate.time, "sleep", sleep)
+    monkeypatch.setattr(Store, "manifest", _manifest)
+    for stage in published:
+        place = _publish(case, stage, "model" if stage == "materialize" else "checkpoints")
+        (place / "manifest.json").write_text("{}")
+    with pytest.raises((UserError, RunError), match=fault):
+        run(case, watch=True, checkpoints=names)
+
+
+def test_watch_waits_while_a_stage_runs(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(load_recipe(case.file, (), env={}), Choice(), fake_table())
+    key = str(next(node.key for node in runner.nodes if node.name == "search"))
+    polls: list[float] = []
+    with ExitStack() as running:
+        running.enter_context(hold(runner.store.lock("search", key), "the search", "tiny"))
+
+        def sleep(seconds: float) -> None:
+            polls.append(seconds)
+            if len(polls) == 20:
+                running.close()
+
+        monkeypatch.setattr(evaluate.time, "sleep", sleep)
+        with pytest.raises(RunError, match="neither finished nor running"):
+            run(case, watch=True)
+    assert 20 < len(polls) < 30
+
+
+def _model(case: Case, place: Path, **config: Any) -> Path:
+    shutil.copytree(case.model, place)
+    content = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**content, **config}))
+    return place
+
+
+def test_models_are_known_by_their_content(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they are called; a name that is a path leads nowhere."""
+    monkeypatch.setitem(RIGHT, "model", 3)
+    places = [_model(case, case.folder / name / "model", note=name) for name in "ab"]
+    for place in places:
+        monkeypatch.setitem(RIGHT, str(place), 5)
+    assert run(case, model=[str(place) for place in places]) == 0
+    [order] = launches.orders
+    assert list(order["inputs"]) == [str(place) for place in places]
+    stored = json.loads((Path(order["work_dir"]) / "models.json").read_text())["models"]
+    assert len(set(stored.values())) == 2 and all(len(one) == 64 for one in stored.values())
+    # The same weights elsewhere, and written again, are the same model.
+    copy = case.folder / "copy/model"
+    shutil.copytree(places[0], copy)
+    assert run(case, model=[str(copy)]) == 0
+    elsewhere = json.loads((Path(launches.orders[1]["work_dir"]) / "models.json").read_text())
+    assert elsewhere["models"] == {"model": stored[str(places[0])]}
+    assert run(case, model=[str(copy)]) == 0 and len(launches.orders) == 2
+    # Other weights of the same size and time are another model.
+    file = copy / "model.safetensors"
+    stat = file.stat()
+    write_safetensors(file, 7)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert run(case, model=[str(copy)]) == 0 and len(launches.orders) == 3
+    assert sorted(path.name for path in places[0].iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RIGHT, "other", 3)
+    place = _model(case, case.folder / "other")
+    launches.during = lambda: write_safetensors(place / "model.safetensors", 7)
+    with pytest.raises(RunError, match="changed while it was evaluated"):
+        run(case, model=[str(place)])
+    assert not Path(launches.orders[0]["work_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda p: (p / "tokenizer.json").unlink(), "has no tokenizer files"),
+        (lambda p: (p / "model.safetensors").unlink(), "the weights .* are missing"),
+        (
+            lambda p: (p / "config.json").write_text(
+                (p / "config.json").read_text().replace("1024", "256")
+            ),
+            "evaluate.needle.lengths: 512 is more than the model's 256 positions",
+        ),
+    ],
+)
+def test_a_model_that_the_samples_cannot_be_asked_is_refused(
+    case: Case, launches: Launches, change: Callable[[Path], object], fault: str
+) -> None:
+    place = _model(case, case.folder / "other")
+    change(place)
+    with pytest.raises(UserError, match=f"--model {place}: .*{fault}"):
+        run(case, model=[str(place)])
+    assert launches.orders == []
 
 
 def _manifest(store: Store, stage: str, key: str) -> dict[str, Any] | None:

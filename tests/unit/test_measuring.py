@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from functools import partial
 from itertools import count
@@ -23,6 +24,7 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.commands.measure import measurement, memory, process
 from pipeline.commands.measure import run as run_module
+from pipeline.commands.measure.command import default_output
 from pipeline.commands.measure.kernels import check_kernels
 from pipeline.commands.measure.measured_model import chosen_device
 from pipeline.commands.measure.plots import draw_figures
@@ -178,18 +180,31 @@ def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> Non
         ),
         ({"attention": "flash", "dtype": "float32"}, "bfloat16, not --dtype float32"),
         ({"attention": "flash", "sinks": 2}, "it has no sinks, --sinks asks for 2"),
+        ({"attention": "varlen", "dtype": "float32"}, "--attention varlen: it computes in float16"),
+        ({"attention": "varlen", "sinks": 2}, "--attention varlen: it has no sinks"),
     ],
 )
 def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(
     options: dict[str, Any], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("flex", "flash"):
+    for name in ("flex", "flash", "varlen"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
     with pytest.raises(UserError, match=sentence):
         measurement.measure(
             str(folder / "model"), None, MeasureSettings(**options), folder / "none"
         )
     assert not (folder / "none").exists()
+
+
+def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None:
+    """The directory of every hybrid is called model."""
+    places = [tmp_path / name / "model" for name in "ab"]
+    assert len({default_output(str(place)) for place in places}) == 2
+    report = {"model": {"path": str(places[0])}}
+    (tmp_path / "efficiency.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match=f"holds the figures of {places[0]}; name another folder"):
+        measurement.measure(str(folder / "model"), None, MeasureSettings(), tmp_path)
+    assert json.loads((tmp_path / "efficiency.json").read_text()) == report
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,16 @@ def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.Monkey
     assert stage_code.behind(recorded, raised) == {}
 
 
+def test_scoring_has_a_version_of_its_own() -> None:
+    """Answers outlive the stages that ask for them."""
+    now = stage_code.current()
+    for module in ("data_prep.scoring", "data_prep.longbench", "stages.evaluate.generation"):
+        recorded = {**now, "modules": {**now["modules"], module: "other"}}
+        assert stage_code.behind(recorded, now)[stage_code.ANSWERS] == [module]
+        raised = {**now, "versions": {**now["versions"], stage_code.ANSWERS: "another"}}
+        assert stage_code.ANSWERS not in stage_code.behind(recorded, raised)
+
+
 def test_a_stage_depends_on_what_it_imports_indirectly() -> None:
     search = stage_code.closure("stages.search.run")
     assert {"bosch.search.pool", "bosch.heads"} & search

@@ -7,13 +7,14 @@ other: what is in the store is reused, and a stopped comparison resumes.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from bosch.errors import RunError, UserError
+from bosch.errors import LostRankError, RunError, UserError
 from bosch.search import methods
 from pipeline.commands import options as shared_options
 from pipeline.commands.compare.comparison import Combination, Comparison, Result, read_result
@@ -25,7 +26,8 @@ from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.checks import find_faults
 from pipeline.recipe.load import listing
 from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import Stage
+from pipeline.run.failures import is_disk_full
+from pipeline.run.graph import Stage, upstream_of
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
 from stages.configs import SearchConfig
@@ -62,7 +64,9 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace, stages: Sequence[St
         for table in score_tables(comparison):
             table.print()
         print(f"compare: {typed_path(comparison.folder / 'compare.html')}")
-    return 0
+    for combination, reason in comparison.failures.items():
+        print(f"{combination} has no scores: {reason}")
+    return 1 if comparison.failures else 0
 
 
 def run_comparison(
@@ -73,7 +77,8 @@ def run_comparison(
 ) -> Comparison:
     """Bring every combination up to date and write the tables below runs/<recipe>/compare.
 
-    Raises UserError listing every option that does not fit the recipe, or what a stage raises.
+    A combination that fails is noted, and the others go on. Raises UserError listing every option
+    that does not fit the recipe.
     """
     combinations = _combinations(loaded, options)
     comparison = Comparison(
@@ -98,7 +103,8 @@ def run_comparison(
             print(f"{combination}: {'; '.join(stages_to_run) or 'cached'}")
         return comparison
     results: dict[Combination, Result] = {}
-    comparison = replace(comparison, results=results)
+    failures: dict[Combination, str] = {}
+    comparison = replace(comparison, results=results, failures=failures)
     left = _Left(len(combinations), sum(bool(one) for one in pending.values()), time.monotonic())
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
@@ -107,14 +113,33 @@ def run_comparison(
         try:
             ran = runner.run() > 0
         except (UserError, RunError) as error:
-            raise type(error)(f"{combination}: {error}") from error
+            stops_all = isinstance(error, LostRankError) or is_disk_full(error)
+            if stops_all or not _is_shared_work_done(runner):
+                raise type(error)(f"{combination}: {error}") from error
+            failures[combination] = str(error)
+            print(f"compare: {combination}: {error}", file=sys.stderr, flush=True)
+            left.to_run -= bool(pending[combination])
+            continue
         left.done += bool(pending[combination])
         if loaded.world.node_rank == 0:
             results[combination] = read_result(runner)
             write_predictions(comparison, combination)
             if ran or len(results) == len(combinations):
                 write_comparison(comparison)
+    if failures and loaded.world.node_rank == 0:
+        write_comparison(comparison)
     return comparison
+
+
+def _is_shared_work_done(runner: Runner) -> bool:
+    """Whether the stages that all combinations have in common are published."""
+    shared = [
+        node
+        for node in runner.nodes
+        if node.name in runner.chosen
+        and "search" not in (node.name, *upstream_of(node.name, runner.nodes))
+    ]
+    return all(runner.store.manifest(node.name, str(node.key)) is not None for node in shared)
 
 
 @dataclass

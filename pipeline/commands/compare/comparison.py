@@ -100,7 +100,8 @@ class Result:
 class Comparison:
     """All combinations of a comparison and the results there are so far.
 
-    `paper` holds the published scores of untrained hybrids by ratio and method, where they compare.
+    `failures` says why a combination has none. `paper` holds the published scores of untrained
+    hybrids by ratio and method, where they compare.
     """
 
     recipe: str
@@ -109,6 +110,7 @@ class Comparison:
     combinations: tuple[Combination, ...]
     with_training: bool
     results: Mapping[Combination, Result] = field(default_factory=dict)
+    failures: Mapping[Combination, str] = field(default_factory=dict)
     paper: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     @property

@@ -25,6 +25,7 @@ from pipeline.commands.compare.plots import score_plot
 from pipeline.commands.compare.tasks import marked, table_id, task_places, tasks_section
 from pipeline.commands.plots import save
 from pipeline.commands.tables import Group, Table
+from stages.artifacts import ORIGINAL
 from stages.report import figures, markup
 from stages.report.charts import STYLE
 
@@ -48,6 +49,11 @@ def write_comparison(comparison: Comparison) -> None:
                 **(
                     asdict(comparison.results[combination])
                     if combination in comparison.results
+                    else {}
+                ),
+                **(
+                    {"failure": comparison.failures[combination]}
+                    if combination in comparison.failures
                     else {}
                 ),
             }
@@ -139,6 +145,7 @@ def page(comparison: Comparison) -> str:
     body = ""
     if done < combinations:
         body += markup.notes([f"{done} of {combinations} combinations are finished."])
+    body += markup.notes(f"{one} has no scores: {why}" for one, why in comparison.failures.items())
     for suite in comparison.originals:
         cards = [_picture(comparison, suite, ratio) for ratio in comparison.ratios]
         body += markup.section(f"{suite} average", _about(comparison), markup.grid(cards))
@@ -183,10 +190,12 @@ def _picture(comparison: Comparison, suite: str, ratio: float) -> str:
 
 
 def csv_table(comparison: Comparison) -> str:
-    """Every score of every combination by task and length, with its 95 % interval."""
+    """Every score of the original and of every combination by task and length, with intervals."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("method", "swa_ratio", "seed", *(one.name for one in fields(TaskRow))))
+    for row in next((result.original_tasks for result in comparison.results.values()), ()):
+        writer.writerow((ORIGINAL, 0.0, "", *astuple(row)))
     for combination, result in comparison.results.items():
         head = (combination.method, combination.ratio, combination.seed)
         writer.writerows((*head, *astuple(row)) for row in result.tasks)
@@ -202,6 +211,7 @@ def markdown(comparison: Comparison) -> str:
     ]
     if done < combinations:
         blocks.append(f"{done} of {combinations} combinations are finished.\n")
+    blocks += [f"{one} has no scores: {why}\n" for one, why in comparison.failures.items()]
     blocks += [table.markdown() for table in score_tables(comparison)]
     blocks += [
         "## Calibration scores and costs\n",

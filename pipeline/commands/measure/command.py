@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="original of a hybrid MODEL_DIR (default: its own weights with every head full)",
     )
-    parser.add_argument("--output", metavar="DIR", help="default: runs/measure/<its name>")
+    parser.add_argument(
+        "--output", metavar="DIR", help="default: runs/measure/<name>-<hash of its place>"
+    )
     shared_options.add_options(parser, MeasureSettings)
 
 
@@ -27,9 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and say where the results are."""
     log.configure("info")
     settings = shared_options.read_options(MeasureSettings, arguments, "measure")
-    output = arguments.output or Path("runs", "measure", Path(arguments.model).resolve().name)
+    output = arguments.output or default_output(arguments.model)
     # By name, as stages are: torch is loaded after the options are checked.
     measurement = importlib.import_module("pipeline.commands.measure.measurement")
     measurement.measure(arguments.model, arguments.original, settings, Path(output))
     print(f"the figures are in {output}/efficiency.json, the plots beside it")
     return 0
+
+
+def default_output(model: str) -> Path:
+    """A folder for each model: the directory of every hybrid is called model."""
+    place = Path(model).resolve()
+    digest = hashlib.sha256(str(place).encode()).hexdigest()[:8]
+    return Path("runs", "measure", f"{place.name}-{digest}")

@@ -20,6 +20,7 @@ _NEEDED = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn",
     "flex": "flex_attention",
+    "varlen": "varlen_attn",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from bosch.attention import BACKENDS, resolve_backend
 from bosch.errors import UserError
-from bosch.files import write_json
+from bosch.files import read_json, write_json
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, family_of, text_config
@@ -29,6 +30,7 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+REPORT = "efficiency.json"
 _PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
 
 
@@ -45,7 +47,9 @@ def measure(
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
+    _check_sinks(variants, settings)
     _make_folder(output)
+    _check_output(model, output)
     finished = FinishedWork(output / "runs.partial.jsonl")
     if len(finished):
         logger.info("%d runs of an interrupted measurement are reused", len(finished))
@@ -66,7 +70,7 @@ def measure(
                 points.append(point_of(variant, length, settings.batch_size, runs[variant]))
     set_against_original(points)
     report = _report(model, original, config, settings, points, facts)
-    write_json(output / "efficiency.json", report)
+    write_json(output / REPORT, report)
     results_table(points).print()
     draw_figures(points, output, _title(report))
     finished.forget()
@@ -105,12 +109,29 @@ def _check_attention(settings: MeasureSettings) -> None:
     name = resolve_backend(settings.attention)
     if BACKENDS[name].needs and settings.device == "cpu":
         raise UserError(f"--attention {name}: it needs {BACKENDS[name].needs}, not --device cpu")
-    if name == "flash" and settings.dtype == "float32":
+    if BACKENDS[name].only_half and settings.dtype == "float32":
         raise UserError(
-            "--attention flash: it computes in float16 and bfloat16, not --dtype float32"
+            f"--attention {name}: it computes in float16 and bfloat16, not --dtype float32"
         )
-    if name == "flash" and settings.sinks:
-        raise UserError(f"--attention flash: it has no sinks, --sinks asks for {settings.sinks}")
+    if settings.sinks and not BACKENDS[name].has_sinks:
+        raise UserError(f"--attention {name}: it has no sinks, --sinks asks for {settings.sinks}")
+
+
+def _check_sinks(variants: Sequence[Variant], settings: MeasureSettings) -> None:
+    """Raise UserError for a hybrid whose own sinks the backend has not."""
+    name, sinks = resolve_backend(settings.attention), max(v.sinks or 0 for v in variants)
+    if sinks and not BACKENDS[name].has_sinks:
+        raise UserError(f"--attention {name}: it has no sinks, the model has {sinks}; choose sdpa")
+
+
+def _check_output(model: str, output: Path) -> None:
+    """Raise UserError for a folder with the figures of another model."""
+    report = read_json(output / REPORT)
+    measured = report.get("model", {}).get("path") if isinstance(report, dict) else None
+    if measured is not None and Path(measured).resolve() != Path(model).resolve():
+        raise UserError(
+            f"--output {output}: it holds the figures of {measured}; name another folder"
+        )
 
 
 def _make_folder(output: Path) -> None:
