@@ -236,6 +236,17 @@ def sync_tree(folder: Path) -> None:
         sync(Path(directory))
 
 
+def share_files(folder: Path) -> None:
+    """Let whoever may enter the folders below read and write the files too, as the umask has it.
+
+    safetensors makes its files for their owner alone, and then no server's user can read a model.
+    """
+    for name in files_below(folder):
+        path = folder / name
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
+
+
 def files_below(folder: Path) -> Iterator[str]:
     """Names of all files below a folder, relative to it, in order."""
     files = []

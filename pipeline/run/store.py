@@ -29,6 +29,7 @@ from bosch.files import (
     remove_old_temporaries,
     remove_temporaries,
     replace,
+    share_files,
     sync_tree,
     write_json,
 )
@@ -137,6 +138,7 @@ class Store:
         work = self.work(stage, key)
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
+        share_files(work)
         sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in files_below(work)}
         manifest = {
