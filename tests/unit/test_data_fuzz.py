@@ -40,10 +40,12 @@ TEXTS = [f"{'word ' * (i % 5)}é 日本 {i}" for i in range(30)]
 KINDS = ("text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "mds", "mds_zstd", "mds_dynamic")
 
 
-# What is put into a file: values of another kind, and what is small on disk and large in memory.
+# What is put into a file: values of another kind, and what is small on disk and large in memory,
+# more of it where there is time.
+_MANY = 250_000 if SECONDS <= 1 else 1_500_000
 PIECES = (
-    b"-", b"9" * 30, b"null", b"\\ud800", b"[" * 2000, b"\0", b"\n" * 1_200_000, b"{}," * 700_000,
-    b'"a":1,' * 300_000, b'"",' * 700_000, b" " * 2**22,
+    b"-", b"9" * 30, b"null", b"\\ud800", b"[" * 2000, b"\0", b"\n" * _MANY, b"{}," * _MANY,
+    b'"a":1,' * _MANY, b'"",' * _MANY, b" " * 4 * _MANY,
 )  # fmt: skip
 
 
