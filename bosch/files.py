@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 _TEMPORARY = ".tmp-"
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
-_SCANNED_BYTES = 2**20
+SCANNED_BYTES = 2**20
 # For scanning JSON: what opens a value or parts two, and brackets as signed bytes, in and out.
 _SEPARATORS = b",:[{"
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
@@ -166,8 +166,8 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, quotes, depth = 1, 0, 0
-    for start in range(0, len(text), _SCANNED_BYTES):
-        parts = text[start : start + _SCANNED_BYTES].split(b'"')
+    for start in range(0, len(text), SCANNED_BYTES):
+        parts = text[start : start + SCANNED_BYTES].split(b'"')
         outside = b"".join(parts[quotes % 2 :: 2])
         quotes += len(parts) - 1
         values += sum(map(outside.count, _SEPARATORS))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from bosch.attention import resolve_backend
 from bosch.errors import UserError
