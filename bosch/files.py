@@ -26,7 +26,7 @@ _CHUNK = 4 * 1024**2
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
-_SCANNED_BYTES = 2**20
+SCANNED_BYTES = 2**20
 # For scanning JSON: what opens a value or parts two, and brackets as signed bytes, in and out.
 _SEPARATORS = b",:[{"
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
@@ -181,8 +181,8 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, quotes, depth = 1, 0, 0
-    for start in range(0, len(text), _SCANNED_BYTES):
-        parts = text[start : start + _SCANNED_BYTES].split(b'"')
+    for start in range(0, len(text), SCANNED_BYTES):
+        parts = text[start : start + SCANNED_BYTES].split(b'"')
         outside = b"".join(parts[quotes % 2 :: 2])
         quotes += len(parts) - 1
         values += sum(map(outside.count, _SEPARATORS))
@@ -347,6 +347,17 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync(Path(directory, name))
         sync(Path(directory))
+
+
+def share_files(folder: Path) -> None:
+    """Let whoever may enter the folders below read and write the files too, as the umask has it.
+
+    safetensors makes its files for their owner alone, and then no server's user can read a model.
+    """
+    for name in files_below(folder):
+        path = folder / name
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
 
 
 def files_below(folder: Path) -> Iterator[str]:

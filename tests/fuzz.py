@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import random
+import resource
 import shutil
 import signal
 import tempfile
@@ -26,13 +27,15 @@ from typing import Any
 import yaml
 
 from bosch.errors import UserError
+from bosch.heads import HeadMaskFile
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
-from tests.pipeline_case import Case
+from tests.pipeline_case import ROOT, Case
 
 _SECONDS = 10
+_MEMORY = 3 * 2**30  # of the process; a case that takes more ends with a MemoryError
 _LONGEST = 20_000
 
 VALUES: tuple[Any, ...] = (
@@ -40,6 +43,8 @@ VALUES: tuple[Any, ...] = (
     -(10**400),
     0.0, -0.5, 0.5, 1e-320, 1e308, float("inf"), float("nan"), "", " ", "no", "yes", "null", "auto",
     "1:30", "1e5", "0x10", "1_000", "32k", "2.5B", "9" * 400, "9" * 5000, "x" * 300, "x" * 10_000,
+    "a/" * 2500, "~nobody-here/x", "/proc/self/x", "gone/link", "org/kernel", "org/kernel@v1:f",
+    {"": "org/kernel"}, {"quant_method": "eetq"}, {"quant_method": []},
     "../..", "/", "/etc/passwd", "/dev/zero", "a/b", "\x00", "\x1b[31m", "\ud800", "ü→",
     "a\nb", "[bold]",
     "{x}", "%s", "qwen3", "niah_single_1", "full_attention",
@@ -115,7 +120,8 @@ def break_config(generator: random.Random, case: Case) -> None:
     names = (
         "layer_types", "sliding_window", "use_sliding_window", "attn_logit_softcapping",
         "text_config", "attention_dropout", "kv_lora_rank", "sliding_window_pattern",
-        "rope_scaling", "quantization",
+        "rope_scaling", "quantization", "quantization_config", "_attn_implementation",
+        "attn_implementation", "_experts_implementation", "transformers_weights", "auto_map",
         "use_bidirectional_attention", "hybrid_attention", "model_type", "head_dim",
     )  # fmt: skip
     content = json.loads(path.read_text())
@@ -149,9 +155,96 @@ def break_card(generator: random.Random, case: Case) -> None:
     )
 
 
+def deep(depth: int) -> Any:
+    value: Any = {}
+    for number in range(depth):
+        value = [value] if number % 2 else {"a": value}
+    return value
+
+
+def large_json(generator: random.Random) -> bytes:
+    """JSON of a few megabytes that takes gigabytes, or seconds, where it is simply read."""
+    piece = generator.choice((b"{},", b"[],", b"0,", b'"",', b'"a":1,', b'{"a":{}},', b"1e5,"))
+    count = generator.choice((10_000, 90_000, 300_000, 2_000_000))
+    opening, closing = (b'{"x":1,', b'"y":1}') if b'":1' in piece else (b'{"x":[', b"0]}")
+    return opening + piece * count + closing
+
+
+def break_json(generator: random.Random, case: Case) -> None:
+    """A file of the model that is many values, deep, a link that leads nowhere, or wrong."""
+    names = (
+        "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+        "special_tokens_map.json", "added_tokens.json", "vocab.json", "tekken.json",
+        "model.safetensors.index.json", "adapter_config.json",
+    )  # fmt: skip
+    path = case.model / generator.choice(names)
+    old = json.loads(path.read_bytes()) if path.is_file() else {"a": ["b"]}
+    path.unlink(missing_ok=True)
+    kind = generator.randrange(5)
+    if kind == 0:
+        path.symlink_to(generator.choice(("gone", "..", path.name, "/proc/self/mem")))
+    elif kind == 1:
+        path.write_bytes(large_json(generator))
+    elif kind == 2:
+        path.write_text(json.dumps(old | {"x": deep(generator.choice((40, 99, 101, 400)))}))
+    elif kind == 3:
+        names = ("attn_implementation", "additional_special_tokens", "fast_tokenizer_files", "x")
+        changes = {generator.choice(names): generator.choice(VALUES) for _ in range(2)}
+        path.write_text(json.dumps(old | changes))
+    else:
+        path.write_bytes(broken_bytes(generator, json.dumps(old).encode()))
+
+
+def break_large_header(generator: random.Random, case: Case) -> None:
+    header = large_json(generator)
+    size = len(header).to_bytes(8, "little")
+    (case.model / "model.safetensors").write_bytes(size + header + bytes(4))
+
+
+def break_mask(generator: random.Random, case: Case) -> None:
+    """A head mask that `search.method: given` takes, broken."""
+    mask = {
+        "format": 1, "model": "m", "method": "rand", "swa_ratio": 0.5, "window_size": 32,
+        "sinks": 0, "num_layers": 4, "num_key_value_heads": 4,
+        "swa_kv_heads": [[0, 1]] * 4, "score": None, "seed": 0,
+    }  # fmt: skip
+    path = case.folder / "mask.json"
+    content = json.dumps(broken_values(generator, mask)).encode()
+    kind = generator.randrange(4)
+    if kind == 1:
+        content = broken_bytes(generator, content)
+    elif kind == 2:
+        content = large_json(generator)
+    path.write_bytes(content)
+    case.content["search"] |= {"method": "given", "mask": str(path)}
+    case.save()
+
+
+def break_index_of_shards(generator: random.Random, case: Case) -> None:
+    """MDS shards whose index is broken: it is read to name the files of a key."""
+    source = ROOT / "tests" / "data" / "mds" / "plain"
+    shutil.rmtree(case.corpus)
+    shutil.copytree(source, case.corpus)
+    path = case.corpus / "index.json"
+    content = json.loads(path.read_text())
+    kind = generator.randrange(4)
+    if kind == 0:
+        path.write_bytes(large_json(generator).replace(b'"x":[', b'"shards":[', 1))
+    elif kind == 1:
+        path.write_bytes(broken_bytes(generator, path.read_bytes()))
+    elif kind == 2:
+        content["shards"][0]["column_sizes"] = [generator.choice(VALUES)] * 20_000
+        path.write_text(json.dumps(content))
+    else:
+        path.write_text(json.dumps(broken_values(generator, content)))
+    changes = {"kind": "mds", "path": str(case.corpus), "tokenizer": str(case.model)}
+    case.content["prepare"]["sources"][0] |= changes
+    case.save()
+
+
 def break_files(generator: random.Random, case: Case) -> None:
     path = generator.choice(sorted(p for p in case.folder.rglob("*") if p != case.file))
-    kind = generator.randrange(4)
+    kind = generator.randrange(5)
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -162,6 +255,8 @@ def break_files(generator: random.Random, case: Case) -> None:
         path.symlink_to(path)
     elif kind == 3:
         path.touch()
+    elif kind == 4:
+        path.symlink_to("gone")
 
 
 BREAKS: tuple[Callable[[random.Random, Case], None], ...] = (
@@ -174,6 +269,11 @@ BREAKS: tuple[Callable[[random.Random, Case], None], ...] = (
     break_header,
     break_card,
     break_files,
+    break_json,
+    break_json,
+    break_large_header,
+    break_mask,
+    break_index_of_shards,
 )
 
 
@@ -195,6 +295,8 @@ def try_case(number: int, seed: int, folder: Path) -> tuple[str, str | None]:
     signal.alarm(_SECONDS)
     try:
         loaded = load_recipe(case.file, fetch=False, env={})
+        if loaded.recipe.search.mask is not None:
+            HeadMaskFile.load(loaded.recipe.search.mask)
         values = loaded.recipe.model_dump(mode="json")
         if Recipe.model_validate(values) != loaded.recipe:
             return break_it.__name__, "reads otherwise when it is written and read again"
@@ -231,6 +333,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     wrong = fuzz(range(options.cases), options.seed)
     for text in wrong[:20]:
         print(text)

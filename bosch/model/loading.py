@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from bosch.attention import resolve_backend
 from bosch.errors import UserError

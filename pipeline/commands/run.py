@@ -51,12 +51,12 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stag
         return 0
     if "train" in runner.chosen:
         refuse_what_cannot_fit(loaded)
-    folder = loaded.output_root / loaded.recipe.name
+    results = loaded.output_root / loaded.recipe.name
     try:
-        make_folder(folder)
+        make_folder(results)
     except OSError as error:
         raise UserError(
-            f"runtime.output_root: {folder} cannot be made ({error.strerror}: {error.filename})"
+            f"runtime.output_root: {results} cannot be made ({error.strerror}: {error.filename})"
         ) from None
     ran = runner.run()
     name = loaded.recipe.name

@@ -34,6 +34,7 @@ from bosch.files import (
     remove_old_temporaries,
     remove_temporaries,
     replace,
+    share_files,
     sync_tree,
     write_json,
 )
@@ -148,6 +149,7 @@ class Store:
         fault = listing_fault(work, names, ())
         if fault is not None:
             raise RunError(f"{stage}: left what cannot be published: {fault}")
+        share_files(work)
         sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {

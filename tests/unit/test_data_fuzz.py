@@ -37,7 +37,20 @@ _MEMORY = 3 * 2**30
 _SLOWEST = 10.0  # seconds of processor time for one input
 
 TEXTS = [f"{'word ' * (i % 5)}é 日本 {i}" for i in range(30)]
-KINDS = ("text", "jsonl", "jsonl.gz", "parquet", "mds", "mds_zstd", "mds_dynamic")
+KINDS = ("text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "mds", "mds_zstd", "mds_dynamic")
+
+
+# What is put into a file: values of another kind, and what is small on disk and large in memory,
+# more of it where there is time.
+_MANY = 250_000 if SECONDS <= 1 else 1_500_000
+PIECES = (
+    b"-", b"9" * 30, b"null", b"\\ud800", b"[" * 2000, b"\0", b"\n" * _MANY, b"{}," * _MANY,
+    b'"a":1,' * _MANY, b'"",' * _MANY, b" " * 4 * _MANY,
+)  # fmt: skip
+
+
+def _zstd(data: bytes) -> bytes:
+    return bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
 def write_input(folder: Path, kind: str) -> None:
@@ -49,6 +62,8 @@ def write_input(folder: Path, kind: str) -> None:
         (folder / "a.jsonl").write_text(lines)
     elif kind == "jsonl.gz":
         (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    elif kind == "jsonl.zst":
+        (folder / "a.jsonl.zst").write_bytes(_zstd(lines.encode()))
     elif kind == "parquet":
         table = pa.table({"text": TEXTS, "n": range(len(TEXTS))})
         pq.write_table(table, folder / "a.parquet", row_group_size=10)
@@ -82,7 +97,7 @@ def damage(data: bytes, rng: random.Random) -> bytes:
         elif sort == 3:
             content[at:at] = content[at : at + rng.randint(1, 60)] * rng.choice([1, 2, 300])
         elif sort == 4:
-            content[at:at] = rng.choice([b"-", b"9" * 30, b"null", b"\\ud800", b"[" * 2000, b"\0"])
+            content[at:at] = rng.choice(PIECES)
         elif sort == 5 and len(content) - at >= 4:
             value = rng.choice([0, 1, 2**31 - 1, 2**31, 2**32 - 1])
             content[at : at + 4] = value.to_bytes(4, "little")
@@ -93,7 +108,11 @@ def damaged_file(folder: Path, kind: str, number: int) -> tuple[Path, bytes]:
     """Which file of the input is damaged in case `number`, and its damaged content."""
     rng = random.Random(f"{SEED} {kind} {number}")
     file = rng.choice(sorted(path for path in folder.iterdir()))
-    return file, damage(file.read_bytes(), rng)
+    content = file.read_bytes()
+    if kind.startswith("jsonl.") and rng.random() < 0.5:  # damage that is whole when decompressed
+        plain = damage(pa.input_stream(file, compression="detect").read(), rng)
+        return file, _zstd(plain) if kind.endswith("zst") else gzip.compress(plain, 1, mtime=0)
+    return file, damage(content, rng)
 
 
 def read_all(folder: Path, kind: str, tokenizer: str) -> None:

@@ -275,7 +275,7 @@ def test_weights_that_a_kernel_would_compute_with_are_dequantised(
     quantised = {"quantization_config": {"quant_method": "mxfp4"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
 
-    def quantizer(config: Any, *args: Any) -> None:
+    def quantizer(config: Any, *args: Any, **options: Any) -> None:
         raise ValueError(json.dumps(config.quantization_config))
 
     monkeypatch.setattr("transformers.modeling_utils.get_hf_quantizer", quantizer)

@@ -52,6 +52,20 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert store.damage("search", KEY, store.hasher()) is None
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, mode: int) -> None:
+    """safetensors makes its files for their owner alone, whatever the umask."""
+    before = os.umask(umask)
+    try:
+        work = fill(store)
+        (work / "sub" / "a.txt").chmod(0o600)
+        folder = store.publish("search", DOCUMENT, {}, store.hasher())
+    finally:
+        os.umask(before)
+    assert (folder / "sub" / "a.txt").stat().st_mode & 0o777 == mode
+    assert store.damage("search", KEY, store.hasher()) is None
+
+
 def test_checking_an_untouched_output_reads_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

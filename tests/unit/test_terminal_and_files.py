@@ -359,7 +359,7 @@ def test_values_and_depth_are_counted_whatever_strings_hold(
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
     count, depth = _values(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bosch.files._SCANNED_BYTES", scanned)
+        patch.setattr("bosch.files.SCANNED_BYTES", scanned)
         assert parse_json(text, JsonLimits(0, 2 * count, depth)) == value
         for limits in (JsonLimits(0, count - 1, depth), JsonLimits(0, 2 * count, depth - 1)):
             if limits.most_depth >= 0 and limits.most_values > 0:

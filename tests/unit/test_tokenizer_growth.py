@@ -1,0 +1,56 @@
+"""A tokenizer whose normalizer or decoder makes much of little is refused before it is loaded."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from bosch.errors import UserError
+from data_prep.tokenizer import check_growth
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def charsmap(longest: str) -> dict[str, Any]:
+    table = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + longest.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        None,
+        sequence(charsmap("ﷺ" * 18), replace({"Regex": " {2,}"}, "▁")),  # XLM-R
+        sequence({"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")),  # Llama 2
+        sequence({"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}),  # CLIP
+    ],
+)
+def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
+    check_growth("tokenizer.json", {"normalizer": normalizer, "decoder": None})
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (sequence(*[replace({"String": "e"}, "ee")] * 9), "512 times longer"),
+        (replace({"Regex": "(?=e)"}, "e" * 300), "301 times longer"),
+        (replace({"String": ""}, "e" * 300), "301 times longer"),
+        ({"type": "Prepend", "prepend": "a" * 1000}, "1,001 times longer"),
+        (sequence(*[{"type": "ByteLevel"}] * 5), "1,024 times longer"),
+        (charsmap("x" * 300), "300 times longer"),
+        ({"type": "Replace"}, "has a wrong value"),
+        ({"type": "Precompiled", "precompiled_charsmap": 5}, "has a wrong value"),
+    ],
+)
+def test_exploding_parts_are_refused(part: str, steps: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        check_growth("tokenizer.json", {part: steps})
