@@ -111,9 +111,8 @@ class Evaluator:
         self.notes: list[str] = []
         self._can_race = "can_win" in inspect.signature(scorer.evaluate).parameters
         self._progress = progress
-        self._read: dict[
-            str, int
-        ] = {}  # evaluations of a mask in the log that this search has seen
+        # How many of a mask's evaluations in the log this search has seen.
+        self._read: dict[str, int] = {}
         self._latest: dict[str, Evaluation] = {}
         self._paid: list[Evaluation] = []
         self._reused: dict[str, Evaluation] = {}

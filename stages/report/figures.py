@@ -41,6 +41,7 @@ class ScoreBar(NamedTuple):
     average: float
     low: float
     high: float
+    kind: str = "interval"
 
 
 def standing(
@@ -58,10 +59,10 @@ def standing(
     )
     base = plot.y.start
     plot.x_axis([0, 25, 50, 75, 100], f"{suite} average (points of 100)", format_count)
-    for index, (label, css, average, low, high) in enumerate(models):
+    for index, (label, css, average, low, high, kind) in enumerate(models):
         middle = top + row * (index + 0.5)
         end, value = plot.x(average), format_score(average)
-        tip = f"{label}: {value}, interval {format_score(low)} to {format_score(high)}"
+        tip = f"{label}: {value}, {kind} {format_score(low)} to {format_score(high)}"
         plot.canvas.rect(left, middle - 11, max(end - left, 2), 22, f"bar {css}", tip, round_=3)
         plot.canvas.line([(plot.x(low), middle), (plot.x(high), middle)], "line interval")
         plot.canvas.text(left - 10, middle + 4, label, "label", "end")

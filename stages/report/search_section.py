@@ -12,6 +12,7 @@ TRACE_KEYS = (
     ("anchors", "round", "anchor", "anchors"),
     ("layer_importance", "round", "stage1", "Algorithm 1, layer importance"),
     ("head_selection", "box", "stage3", "Algorithm 3, head selection"),
+    ("repair", "round", "anchor", "repair, back to the budget"),
     ("ablation", "round", "stage1", "one head or layer at a time"),
     ("start", "round", "stage1", "masks that gradients propose"),
     ("swaps", "box", "stage3", "swaps that were evaluated in full"),

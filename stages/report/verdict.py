@@ -85,7 +85,8 @@ def verdict(results: Results) -> str | None:
         if row.against is None:
             sentences.append(_loss_sentence(row))
         elif row.name != _SUITES["needle"]:
-            sentences.append(f"{row.name}: {row.text} points{_what_shows(row.against)}.")
+            end = _what_shows(row.against)
+            sentences.append(f"{row.name}: {row.text} points against the original{end}.")
     return " ".join(sentences) or None
 
 
@@ -124,9 +125,9 @@ def _what_shows(against: Against) -> str:
 
 def _loss_sentence(row: Difference) -> str:
     if row.low is None:
-        return f"{row.name}: {row.text} nats; one document is too few to tell."
+        return f"{row.name}: {row.text} nats against the original; one document is too few to tell."
     undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
-    return f"{row.name}: {row.text} nats{undecided}."
+    return f"{row.name}: {row.text} nats against the original{undecided}."
 
 
 def _kind(model: str) -> str:

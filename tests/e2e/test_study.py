@@ -21,6 +21,7 @@ from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.cli import main
+from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.options import StudyOptions
 from pipeline.commands.study.studied_model import StudiedModel
 from pipeline.recipe.load import load_recipe
@@ -200,6 +201,22 @@ def test_a_model_too_large_to_enumerate_is_refused(
     recipe = RECIPE.parents[1] / "quickstart.yaml"
     assert main(["study", "optimality", str(recipe), "--output", str(tmp_path)]) == 2
     assert "more than 20,000 that can be enumerated" in capsys.readouterr().err
+
+
+def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [
+        f"prepare.calibration.{field}" for field in (f"examples={EXAMPLES}", f"length={LENGTH}")
+    ]
+    files = []
+    for version in (1, 1, 2):
+        monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH_VERSION", version)
+        recipe = load_recipe(RECIPE, [*small, "runtime.reuse_memory=5MB"], env={}).recipe
+        model = StudiedModel(recipe, StudyOptions(), tmp_path)
+        files.append(evaluation_log(model, "calibration", model.calibration(0)).path)
+    assert files[0] == files[1] != files[2]
+    assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
 
 
 def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_the_html_page_shows_every_method_and_loads_nothing() -> None:
     assert not re.search(r"https?://|url\(", html)
     assert html.count("<svg") == 2 * 2  # a picture per ratio, for a screen and for a phone
     bars = re.findall(
-        r"<title>(\w+): ([\d.]+), interval", html[: html.index('<div class="narrow"')]
+        r"<title>(\w+): ([\d.]+), seeds from", html[: html.index('<div class="narrow"')]
     )
     assert bars == [("BME", "10.0"), ("Fisher", "20.0")]
     row = '<th scope="row">Fisher</th><td><strong>20.0</strong></td><td><strong>4.0</strong></td>'

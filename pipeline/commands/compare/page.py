@@ -128,7 +128,8 @@ def _paper_text(scores: Mapping[str, float], method: str) -> str:
 
 _ABOUT = (
     "Scores are averages on held-out samples, in points of 100; ± is the standard deviation over "
-    "seeds of the search. In each column the best score is bold and the second best underlined."
+    "seeds of the search. In each column the highest score is bold and the second underlined; no "
+    "test says that one is better than the next."
 )
 _PAPER = " The columns 'paper' hold the figures of BOSCH, Table 1."
 _COSTS = (
@@ -178,7 +179,8 @@ def _picture(comparison: Comparison, suite: str, ratio: float) -> str:
             if values:
                 label = label_of(method) + (", trained" if models == "trained" else "")
                 mean = statistics.fmean(values)
-                bars.append(figures.ScoreBar(label, css, mean, min(values), max(values)))
+                ends = min(values), max(values)
+                bars.append(figures.ScoreBar(label, css, mean, *ends, "seeds from"))
     if not bars:
         return markup.absent(f"ρ = {ratio:g}: nothing is finished yet.")
     bars.sort(key=lambda bar: bar.average)

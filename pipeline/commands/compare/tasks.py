@@ -24,8 +24,8 @@ from stages.report.results import collect_predictions
 
 _LEAD = (
     "In points of 100, with 95 % intervals, or where there are several seeds with the score of "
-    "each. A score leads to some of its predictions. In each row the best is bold, the second best "
-    "underlined."
+    "each. A score leads to some of its predictions. In each row the highest is bold, the second "
+    "underlined, untested."
 )
 
 

@@ -42,10 +42,10 @@ def study(model: StudiedModel) -> StudyResult:
     curves = {}
     tables = [_anchor_table(model)]
     for ratio in options.ratios:
-        log = _log(model, "calibration", calibration)
+        log = evaluation_log(model, "calibration", calibration)
         landscape = _enumerated(model, ratio, calibration, log, "calibration set")
         held_out_landscape = _enumerated(
-            model, ratio, held_out, _log(model, "held-out", held_out), "held-out set"
+            model, ratio, held_out, evaluation_log(model, "held-out", held_out), "held-out set"
         )
         searches = {
             _label(method, budget): [
@@ -114,7 +114,7 @@ def _check_size(model: StudiedModel, ratio: float) -> None:
         )
 
 
-def _log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
+def evaluation_log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
     """The log of evaluations on one set of examples, beside the results."""
     file = model.folder / f"{name}-{digest_of(model.context(examples))}.jsonl"
     return EvaluationLog(file, model.objective(examples).context)
