@@ -2,6 +2,8 @@
 # Sets itself up, then checks style and types and runs every test this machine can run.
 #
 #   launch/test.sh [pytest options]
+#   launch/test.sh oldest [pytest options]    with the lowest versions that pyproject.toml admits
+#   launch/test.sh newest [pytest options]    with the highest
 #   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,8 +13,12 @@ if [ "${1:-}" = vllm ]; then
     launch/setup_vllm.sh
     exec .venv-vllm/bin/python -m pytest -q tests/vllm "$@"
 fi
-launch/setup.sh test
-bin="$root/.venv/bin"
+versions=
+case "${1:-}" in
+    oldest | newest) versions=$1; shift ;;
+esac
+launch/setup.sh test $versions
+bin="$root/.venv${versions:+-$versions}/bin"
 
 export PYTHONDONTWRITEBYTECODE="" # what the tests import is compiled once
 failed=0
