@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.vllm.plan import ModulePlan, module_plan
+from bosch.vllm.plan import Grouping, ModulePlan, Request, module_plan
 
 RECORD = Path(__file__).parent / "data" / "vllm_planner.json"
 CACHE_BYTES = 2**37
@@ -47,52 +47,54 @@ def cases() -> list[dict[str, Any]]:
     return drawn
 
 
-def plan_of(case: dict[str, Any]) -> ModulePlan:
+def plan_of(case: dict[str, Any], grouping: Grouping = "engine") -> ModulePlan:
     """The plan for a case."""
     return module_plan(
-        case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"], case["ranks"]
-    )
+        case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"],
+        case["ranks"], grouping,
+    )  # fmt: skip
 
 
-def by_plan(case: dict[str, Any]) -> dict[str, Any]:
+def by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, Any]:
     """The figures of `ModulePlan` for a case."""
-    plan = plan_of(case)
+    plan = plan_of(case, grouping)
     bytes_per_head = 2 * case["head_dim"] * case["itemsize"]
-    block_bytes = plan.block_bytes(case["block_size"], bytes_per_head)
-    blocks = CACHE_BYTES // block_bytes
+    request = Request(case["tokens"], case["block_size"], case["tokens_in_flight"])
+    block_bytes = plan.block_bytes(request, bytes_per_head)
     return {
-        "groups": sorted([group.window or 0, group.count] for group in plan.groups),
+        "groups": sorted([group.window or 0, group.count] for group in plan.groups(request)),
         "block_bytes": block_bytes,
-        "request_bytes": plan.request_bytes(
-            case["tokens"], bytes_per_head, case["block_size"], case["tokens_in_flight"]
-        ),
-        "cache_tokens": plan.cache_tokens(
-            blocks, case["tokens"], case["block_size"], case["tokens_in_flight"]
-        ),
-    }  # fmt: skip
+        "request_bytes": plan.request_bytes(request, bytes_per_head),
+        "cache_tokens": plan.cache_tokens(CACHE_BYTES // block_bytes, request),
+    }
 
 
-def by_vllm(case: dict[str, Any]) -> dict[str, Any]:
-    """The same figures from vLLM's planner, for a cache of CACHE_BYTES."""
+def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, Any]:
+    """The same figures from vLLM's planner, for a cache of CACHE_BYTES.
+
+    Groups of our own are for vLLM 0.33 or later, which asks the model's class for them.
+    """
     import torch
-    from vllm.v1.core import kv_cache_utils as planner
+    from vllm.v1.core.kv_cache_utils import (
+        get_kv_cache_capacity,
+        get_max_concurrency_for_kv_cache_config,
+    )
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
-    plan = plan_of(case)
+    plan = plan_of(case, grouping)
     common = {
         "block_size": case["block_size"],
-        "num_kv_heads": plan.kv_heads,
         "head_size": case["head_dim"],
         "dtype": {2: torch.bfloat16, 4: torch.float32}[case["itemsize"]],
     }
     specs = {
-        f"layers.{layer}.attn.module{module}": FullAttentionSpec(**common)
+        f"layers.{layer}.attn.module{module}": FullAttentionSpec(**common, num_kv_heads=heads)
         if window is None
-        else SlidingWindowSpec(**common, sliding_window=window)
-        for layer, windows in enumerate(plan.layers)
-        for module, window in enumerate(windows)
+        else SlidingWindowSpec(**common, num_kv_heads=heads, sliding_window=window)
+        for layer, (windows, sizes) in enumerate(zip(plan.caches, plan.sizes, strict=True))
+        for module, (window, heads) in enumerate(zip(windows, sizes, strict=True))
     }
-    layout = KVCacheLayout.LBHNC
+    layout = KVCacheLayout.BLHNC if grouping == "unequal" else KVCacheLayout.LBHNC
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(
@@ -105,26 +107,47 @@ def by_vllm(case: dict[str, Any]) -> dict[str, Any]:
         ),
         model_config=SimpleNamespace(
             max_model_len=case["tokens"], original_max_model_len=None,
-            hf_config=SimpleNamespace(model_type="qwen3"),
+            hf_config=SimpleNamespace(model_type="qwen3"), architectures=[],
+            supports_kv_cache_grouping=grouping != "engine",
+            registry=SimpleNamespace(resolve_model_cls=lambda *_: (_hybrid_class(), "")),
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=case["tokens_in_flight"],
     )  # fmt: skip
-    (cache_config,) = planner.get_kv_cache_configs(config, [specs], [CACHE_BYTES])
+    cache_config = _planned(config, specs)
     groups: dict[int, int] = {}
     for group in cache_config.kv_cache_groups:
-        window = getattr(group.kv_cache_spec, "sliding_window", None) or 0
+        spec = getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
+        window = getattr(spec, "sliding_window", None) or 0
         groups[window] = groups.get(window, 0) + 1
+    block_bytes = cache_config.kv_cache_tensors[0].size // cache_config.num_blocks
+    requests = get_max_concurrency_for_kv_cache_config(config, cache_config)
     return {
         "groups": sorted([window, count] for window, count in groups.items()),
-        "block_bytes": planner._pool_bytes_per_block(config, cache_config.kv_cache_groups),
-        "request_bytes": planner._max_memory_usage_bytes_from_groups(
-            config, cache_config.kv_cache_groups
-        ),
-        "cache_tokens": planner.get_kv_cache_capacity(config, cache_config)[0],
+        "block_bytes": block_bytes,
+        "request_bytes": round(cache_config.num_blocks / requests) * block_bytes,
+        "cache_tokens": get_kv_cache_capacity(config, cache_config)[0],
     }
+
+
+def _hybrid_class() -> Any:
+    from bosch.vllm.models import HybridMixin
+
+    return HybridMixin
+
+
+def _planned(config: Any, specs: dict[str, Any]) -> Any:
+    """The cache of one worker by vLLM's planner, which moved in 0.33."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planner
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(config, [specs], [CACHE_BYTES])[0]
+    groups = planner.get_global_kv_cache_groups(config, [specs])
+    return planner.get_kv_cache_configs(config, [specs], [CACHE_BYTES], groups)[0]
 
 
 def record() -> None:

@@ -14,12 +14,13 @@ from contextvars import ContextVar
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.vllm.checks import original_plan, plan_of, served_layouts
+from bosch.vllm.checks import grouping_of, original_plan, plan_of, served_layouts
 from bosch.vllm.plan import (
     CPU,
     SMALL_GPU,
     Engine,
     ModulePlan,
+    Request,
     batch_tokens,
     padding_refusal,
 )
@@ -43,7 +44,7 @@ def choose_cache_settings(vllm_config: Any) -> None:
         vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config,
     )  # fmt: skip
     ranks, engine = vllm_config.parallel_config.tensor_parallel_size, _engine()
-    plan = plan_of(served_layouts(model.hf_config), ranks)
+    plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
     if plan.sliding_windows and engine is CPU and not cache.user_specified_block_size:
         cache.block_size = engine.block_size
         cache.user_specified_block_size = True  # else the platform sets its own later
@@ -56,10 +57,11 @@ def choose_cache_settings(vllm_config: Any) -> None:
         scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
     # Whether steps overlap is decided later.
     steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
-    in_flight = steps * scheduler.max_num_batched_tokens
+    request = Request(
+        model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
+    )
     originally, held = (
-        one.request_bytes(model.max_model_len, 1, cache.block_size, in_flight)
-        for one in (original_plan(model.hf_config, ranks), plan)
+        one.request_bytes(request, 1) for one in (original_plan(model.hf_config, ranks), plan)
     )
     if refusal := padding_refusal(plan, originally, held, model.max_model_len):
         raise UserError(refusal)
@@ -131,7 +133,7 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     config, length = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     ranks, steps = parallel.tensor_parallel_size, vllm_config.max_concurrent_batches
-    plan = plan_of(served_layouts(config), ranks)
+    plan = plan_of(served_layouts(config), ranks, grouping_of(vllm_config))
     if not plan.sliding_windows:
         return
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -139,8 +141,8 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     size = kv_cache_config.kv_cache_tensors[0].size
 
     def tokens_of(modules: ModulePlan, block_size: int, step: int) -> int:
-        blocks = size // modules.block_bytes(block_size, bytes_per_head)
-        return modules.cache_tokens(blocks, length, block_size, steps * step)
+        request = Request(length, block_size, steps * step)
+        return modules.cache_tokens(size // modules.block_bytes(request, bytes_per_head), request)
 
     current, tokens = scheduler.max_num_batched_tokens, cache.kv_cache_size_tokens
     originally = tokens_of(original_plan(config, ranks), cache.block_size, current)
@@ -158,10 +160,10 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
         if scheduler.disable_hybrid_kv_cache_manager:
             options.append("without --disable-hybrid-kv-cache-manager")
         if step < current:
-            options.append(f"--max-num-batched-tokens {step}")
+            options.append(f"with --max-num-batched-tokens {step}")
         if block_size < cache.block_size:
-            options.append(f"--block-size {block_size}")
-        text += f"; {more:,} with {' and '.join(options)}"
+            options.append(f"with --block-size {block_size}")
+        text += f"; {more:,} {' and '.join(options)}"
         if step == chosen:
             _logger.warning(text)
             return

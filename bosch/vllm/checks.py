@@ -11,7 +11,7 @@ from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, text_config
-from bosch.vllm.plan import ModulePlan, layers_refusal, module_plan, rank_order
+from bosch.vllm.plan import Grouping, ModulePlan, layers_refusal, module_plan, rank_order
 from bosch.weight_files import weight_faults
 
 # Arguments of vLLM's attention module that the plugin passes.
@@ -24,8 +24,10 @@ def check_servable(vllm_config: Any) -> None:
     check_engine()
     model = vllm_config.model_config
     layouts = served_layouts(model.hf_config)
-    plan = plan_of(layouts, vllm_config.parallel_config.tensor_parallel_size)
-    check_order(layouts, plan, model.hf_config, vllm_config.lora_config)
+    plan = plan_of(
+        layouts, vllm_config.parallel_config.tensor_parallel_size, grouping_of(vllm_config)
+    )
+    check_order(plan, model.hf_config, vllm_config.lora_config)
     check_complete(Path(model.model))
 
 
@@ -52,7 +54,23 @@ def check_engine() -> None:
         )
 
 
-def plan_of(layouts: Sequence[HeadLayout], ranks: int) -> ModulePlan:
+def grouping_of(vllm_config: Any) -> Grouping:
+    """How this engine takes the modules of a hybrid."""
+    from vllm.model_executor.models import interfaces
+
+    if not hasattr(interfaces, "SupportsKVCacheGrouping"):
+        return "engine"
+    from vllm import envs
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    name = vllm_config.cache_config.kv_cache_layout or envs.VLLM_KV_CACHE_LAYOUT
+    layout = KVCacheLayout.__members__.get(name or "")
+    if layout is None or not (layout.is_block_outermost and layout.is_block_compact):
+        return "equal"
+    return "unequal"
+
+
+def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "engine") -> ModulePlan:
     """The attention modules of these layers; raises UserError for sinks and impossible shares."""
     sinks = max((layout.window.sinks for layout in layouts if layout.sliding), default=0)
     if sinks:
@@ -66,6 +84,7 @@ def plan_of(layouts: Sequence[HeadLayout], ranks: int) -> ModulePlan:
         layouts[0].num_key_value_heads,
         [layout.window.vllm for layout in layouts],
         ranks,
+        grouping,
     )
 
 
@@ -80,12 +99,10 @@ def original_plan(config: Any, ranks: int) -> ModulePlan:
     )
 
 
-def check_order(layouts: Sequence[HeadLayout], plan: ModulePlan, config: Any, lora: Any) -> None:
+def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
     """Raise UserError where heads must move between ranks in weights that cannot be reordered."""
-    heads = layouts[0].num_key_value_heads
-    moved = any(
-        rank_order(len(layout.full), heads, plan) != list(range(heads)) for layout in layouts
-    )
+    orders = [rank_order(plan, layer) for layer in range(len(plan.sizes))]
+    moved = any(order != sorted(order) for order in orders)
     reason = None
     if getattr(config, "quantization_config", None) is not None:
         reason = "quantised weights"

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,28 +25,38 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES, Family
 from bosch.model.loading import full_attention_config
-from bosch.vllm.checks import check_engine, plan_of, served_layouts
-from bosch.vllm.plan import rank_order
+from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
+from bosch.vllm.plan import packed_groups, rank_order
 from bosch.vllm.weights import published_names, reorder_heads
 
+# The end of the names that `_module_arguments` gives.
+_MODULE_NAME = re.compile(r"\.module\d+$")
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
 
 
 class SplitAttention(nn.Module):
-    """One layer's attention in several modules of equally many heads, in the order of the heads."""
+    """One layer's attention in several modules, in the order of the heads.
 
-    def __init__(self, attentions: list[Attention]) -> None:
+    `sizes` are the KV heads of the modules.
+    """
+
+    def __init__(self, attentions: list[Attention], sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.attentions = nn.ModuleList(attentions)
+        self.sizes, self.heads = sizes, sum(sizes)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Output [T, HQ * D] of query [T, HQ * D], key and value [T, HKV * D]."""
-        chunks = (states.chunk(len(self.attentions), dim=-1) for states in (query, key, value))
+        chunks = (
+            states.split([part * states.shape[-1] // self.heads for part in self.sizes], dim=-1)
+            for states in (query, key, value)
+        )
         outputs = [
             attention(*states) for attention, *states in zip(self.attentions, *chunks, strict=True)
         ]
@@ -91,21 +102,22 @@ def _recorded_arguments() -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def _module_arguments(
-    arguments: dict[str, Any], index: int, count: int, window: int | None
+    arguments: dict[str, Any], sizes: tuple[int, ...], index: int, window: int | None
 ) -> dict[str, Any]:
-    """Arguments of module `index` of the `count` into which an attention module is split."""
-    heads, kv_heads = arguments["num_heads"] // count, arguments["num_kv_heads"] // count
+    """Arguments of one of the modules with `sizes` KV heads into which an attention is split."""
+    q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_heads": sizes[index] * q_per_kv,
+        "num_kv_heads": sizes[index],
         "per_layer_sliding_window": window,
         # No second number in the name: vLLM reads the layer's from it.
         "prefix": f"{arguments['prefix']}.module{index}",
     }
     logits = arguments.get("sinks")
     if logits is not None:
+        first = sum(sizes[:index]) * q_per_kv
         # A view of the parameter, which is loaded in place later.
-        changed["sinks"] = logits.data[index * heads : (index + 1) * heads]
+        changed["sinks"] = logits.data[first : first + changed["num_heads"]]
     return {**arguments, **changed}
 
 
@@ -120,7 +132,9 @@ class HybridMixin:
         check_engine()
         config = vllm_config.model_config.hf_config
         self._hybrid_layouts = served_layouts(config)
-        plan = plan_of(self._hybrid_layouts, get_tensor_model_parallel_world_size())
+        plan = plan_of(
+            self._hybrid_layouts, get_tensor_model_parallel_world_size(), grouping_of(vllm_config)
+        )
         self._hybrid_plan = plan
         rank = get_tensor_model_parallel_rank()
         parent: Any = super()
@@ -133,9 +147,11 @@ class HybridMixin:
             if not isinstance(attention, Attention):
                 continue
             layer = extract_layer_index(attention.layer_name)
-            caches, windows = plan.layers[layer], plan.windows(layer, rank)
+            caches, sizes, windows = (
+                plan.caches[layer], plan.sizes[layer], plan.windows(layer, rank),
+            )  # fmt: skip
             arguments = records[attention.layer_name]
-            if arguments["num_kv_heads"] != len(caches) * plan.kv_heads or layer in split:
+            if arguments["num_kv_heads"] != sum(sizes) or layer in split:
                 raise UserError(
                     f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
                     "of all its heads, so that it cannot be split"
@@ -143,13 +159,13 @@ class HybridMixin:
             del registered[attention.layer_name]
             attentions = [
                 (FullyCachedAttention if cache is None and window else Attention)(
-                    **_module_arguments(arguments, index, len(caches), window)
+                    **_module_arguments(arguments, sizes, index, window)
                 )
                 for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
             ]
             _check_windows(attentions, windows, layer)
             owner, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, SplitAttention(attentions))
+            setattr(module.get_submodule(owner), attribute, SplitAttention(attentions, sizes))
             split.add(layer)
         self._check_all_split(split, registered)
 
@@ -165,14 +181,48 @@ class HybridMixin:
                 f"({', '.join(others) or 'no layer has an attention module'})"
             )
 
+    @classmethod
+    def get_kv_cache_groups(cls, vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
+        """Groups of our own, which vLLM asks for from 0.33 on (`SupportsKVCacheGrouping`)."""
+        # Not in older versions.
+        from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
+
+        ours = all(_MODULE_NAME.search(name) for name in kv_cache_spec)
+        if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager or not ours:
+            return list(get_kv_cache_groups(vllm_config, kv_cache_spec))
+        names: dict[int | None, list[str]] = {}
+        for name, spec in kv_cache_spec.items():
+            names.setdefault(getattr(spec, "sliding_window", None), []).append(name)
+        specs = {kind: kv_cache_spec[modules[0]] for kind, modules in names.items()}
+        _, bins = packed_groups(
+            {
+                kind: [kv_cache_spec[name].num_kv_heads for name in modules]
+                for kind, modules in names.items()
+            },
+            {
+                kind: spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+                for kind, spec in specs.items()
+            },
+        )
+        groups = []
+        for kind, groups_of_kind in bins.items():
+            for indices in groups_of_kind:
+                members = [names[kind][index] for index in sorted(indices)]
+                own = {name: kv_cache_spec[name] for name in members}
+                if len(set(own.values())) == 1:
+                    groups += create_kv_cache_group_specs(kv_cache_spec, [members])
+                else:
+                    groups.append(
+                        KVCacheGroupSpec(members, UniformTypeKVCacheSpecs.from_specs(own))
+                    )
+        return groups
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Load a checkpoint, with each rank's full heads first."""
         module: Any = self
         parent: Any = super()
-        heads = self._hybrid_layouts[0].num_key_value_heads
         orders = [
-            rank_order(len(layout.full), heads, self._hybrid_plan)
-            for layout in self._hybrid_layouts
+            rank_order(self._hybrid_plan, layer) for layer in range(len(self._hybrid_layouts))
         ]
         family = self._hybrid_family
         weights = reorder_heads(weights, family, orders, module.config)

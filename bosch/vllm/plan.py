@@ -10,10 +10,10 @@ reports state figures for them. No torch, no vLLM.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
+from typing import Literal
 
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
@@ -72,6 +72,37 @@ def engine_on(device: str, gibibytes: float) -> Engine:
     return LARGE_GPU if gibibytes >= 70 and "a100" not in device else SMALL_GPU
 
 
+# How modules are cut and grouped. `engine`: of equal size, in the groups that vLLM makes; `equal`:
+# of equal size, in groups of our own, which vLLM takes from 0.33 on; `unequal`: as few in a layer
+# as can be, in groups of our own, which needs a cache in whose layout the blocks are outermost.
+Grouping = Literal["engine", "equal", "unequal"]
+
+# In groups of our own: most of a kind, and how much more memory fewer ones may take. Each group
+# costs time in every step.
+_MOST_GROUPS, _FEWER_GROUPS = 64, 1.05
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of so many tokens, and the settings of the engine on which its blocks depend.
+
+    `tokens_in_flight` is vLLM's max_in_flight_tokens, the batch tokens of its concurrent steps: a
+    sliding head's cache holds them beside its window while a prompt is read.
+    """
+
+    tokens: int
+    block_size: int
+    tokens_in_flight: int
+
+    def blocks(self, window: int | None) -> int:
+        """Blocks that vLLM sets aside for it in each group of a window; None is full."""
+        if window is None:
+            return -(-self.tokens // self.block_size)
+        cached_tokens = min(window - 1 + self.tokens_in_flight, self.tokens)
+        # One more: a window may begin within a block.
+        return -(-cached_tokens // self.block_size) + 1
+
+
 @dataclass(frozen=True)
 class CacheGroups:
     """Modules that share a block table: `count` groups of one kind; `window` None is full."""
@@ -80,99 +111,138 @@ class CacheGroups:
     count: int
 
 
+def packed_groups(
+    modules: Mapping[int | None, Sequence[int]], blocks: Mapping[int | None, int]
+) -> tuple[int, dict[int | None, list[list[int]]]]:
+    """Groups of our own for the KV heads of each kind's modules, in which little is left unused.
+
+    `blocks` are those of a request in each group of a kind. A block has room for the KV heads of
+    the largest group: returned first, then for each kind the indices of its modules by groups.
+    """
+    bins = {
+        kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MOST_GROUPS) + 1)]
+        for kind, heads in modules.items()
+    }
+
+    def width(kind: int | None, groups: list[list[int]]) -> int:
+        return max(sum(modules[kind][index] for index in group) for group in groups)
+
+    choices = []
+    for room in sorted({width(kind, groups) for kind in bins for groups in bins[kind]}):
+        fitting = {
+            kind: next((one for one in groups if width(kind, one) <= room), None)
+            for kind, groups in bins.items()
+        }
+        chosen = {kind: groups for kind, groups in fitting.items() if groups is not None}
+        if len(chosen) == len(bins):
+            cost = room * sum(len(groups) * blocks[kind] for kind, groups in chosen.items())
+            choices.append((cost, sum(map(len, chosen.values())), room, chosen))
+    least = min(cost for cost, *_ in choices)
+    affordable = [choice for choice in choices if choice[0] <= _FEWER_GROUPS * least]
+    _, _, room, chosen = min(affordable, key=lambda choice: (choice[1], choice[0]))
+    return room, chosen
+
+
+def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
+    """Indices of `heads` in so many bins of nearly equal sums: the largest first, the least full.
+
+    Equal ones are dealt in turn, so that each stage of a pipeline has its share of every bin.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    sums = [0] * count
+    for index in sorted(range(len(heads)), key=lambda index: -heads[index]):
+        least = sums.index(min(sums))
+        bins[least].append(index)
+        sums[least] += heads[index]
+    return bins
+
+
 @dataclass(frozen=True)
 class ModulePlan:
     """The attention modules of every layer on each tensor-parallel rank.
 
-    Each module has `kv_heads` KV heads. `layers` holds the caches of a layer's modules in their
-    order, full ones first: None for a full one, else the window in tokens, the query's own
-    included. `full_modules` counts each layer's modules of full heads on all shards together. Where
-    the shards cannot share them equally, some modules of sliding heads have a full cache, so that
-    all shards have the same caches.
+    `caches` holds those of a layer's modules in their order, full ones first: None for a full one,
+    else the window in tokens, the query's own included; `sizes` holds the modules' KV heads. The
+    shards share a layer's `full_heads` in units of `unit` KV heads. Where they cannot share them
+    equally, some modules of sliding heads have a full cache, so that all shards have the same
+    caches; `layer_windows` are the windows in which sliding heads attend.
     """
 
     ranks: int
-    kv_heads: int
-    layers: tuple[tuple[int | None, ...], ...]
-    full_modules: tuple[int, ...]
-    windows_of_layers: tuple[int, ...]
     shards: int
+    unit: int
+    caches: tuple[tuple[int | None, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    full_heads: tuple[int, ...]
+    layer_windows: tuple[int, ...]
+    grouping: Grouping = "engine"
+
+    def full_heads_on(self, layer: int, shard: int) -> int:
+        """Full KV heads of a layer on a shard: the first shards have a unit more."""
+        units = self.full_heads[layer] // self.unit
+        return (units // self.shards + (shard < units % self.shards)) * self.unit
 
     def windows(self, layer: int, rank: int) -> tuple[int | None, ...]:
         """The windows in which a layer's modules attend on a rank, in their order; None is full."""
-        shard = rank * self.shards // self.ranks
-        full = _share(self.full_modules[layer], self.shards, shard)
-        sliding = len(self.layers[layer]) - full
-        return (None,) * full + (self.windows_of_layers[layer],) * sliding
+        full = self.full_heads_on(layer, rank * self.shards // self.ranks)
+        ends = accumulate(self.sizes[layer])
+        return tuple(None if end <= full else self.layer_windows[layer] for end in ends)
 
     @property
     def padded_kv_heads(self) -> int:
         """Sliding KV heads of all shards that have a full cache."""
-        full = sum(layer.count(None) for layer in self.layers) * self.shards
-        return (full - sum(self.full_modules)) * self.kv_heads
+        return sum(self._modules().get(None, ())) * self.shards - sum(self.full_heads)
 
     @property
     def sliding_windows(self) -> set[int]:
         """The windows of all caches that have one."""
-        return {window for layer in self.layers for window in layer if window is not None}
+        return {window for window in self._modules() if window is not None}
 
-    @property
-    def modules_per_group(self) -> int:
-        """Modules that a block of the cache has room for, each in its own page."""
-        counts = self._counts().values()
-        smallest, largest = min(counts), max(counts)
-        return largest if largest < _PADDED_UP_TO * smallest else smallest
+    def groups(self, request: Request) -> tuple[CacheGroups, ...]:
+        """Cache groups by kind; the blocks of some may have room that no module uses."""
+        return self._packing(request)[1]
 
-    @property
-    def groups(self) -> tuple[CacheGroups, ...]:
-        """Cache groups by kind; the last of a kind may have pages that no module uses."""
-        size = self.modules_per_group
-        return tuple(CacheGroups(kind, -(-n // size)) for kind, n in self._counts().items())
+    def blocks_per_request(self, request: Request) -> int:
+        """Blocks vLLM sets aside for a request."""
+        return sum(
+            group.count * request.blocks(group.window) for group in self._packing(request)[1]
+        )
 
-    def _counts(self) -> Counter[int | None]:
-        return Counter(kind for layer in self.layers for kind in layer)
-
-    def blocks_per_request(self, tokens: int, block_size: int, tokens_in_flight: int) -> int:
-        """Blocks vLLM sets aside for a request of `tokens`.
-
-        `tokens_in_flight` is vLLM's max_in_flight_tokens, the batch tokens of its concurrent steps:
-        a sliding head's cache holds them beside its window while a prompt is read.
-        """
-        blocks = 0
-        for group in self.groups:
-            each = -(-tokens // block_size)
-            if group.window is not None:
-                cached_tokens = min(group.window - 1 + tokens_in_flight, tokens)
-                # One more: a window may begin within a block.
-                each = -(-cached_tokens // block_size) + 1
-            blocks += group.count * each
-        return blocks
-
-    def block_bytes(self, block_size: int, bytes_per_head: int) -> int:
-        """Bytes of one block of the cache on one rank: a page for each module of a group.
+    def block_bytes(self, request: Request, bytes_per_head: int) -> int:
+        """Bytes of one block of the cache on one rank, of an engine for such requests at most.
 
         `bytes_per_head` are those of one head's key and value of one token.
         """
-        return self.modules_per_group * block_size * self.kv_heads * bytes_per_head
+        return self._packing(request)[0] * request.block_size * bytes_per_head
 
-    def request_bytes(
-        self, tokens: int, bytes_per_head: int, block_size: int, tokens_in_flight: int
-    ) -> int:
-        """Bytes of cache vLLM sets aside on one rank for a request of `tokens`."""
-        blocks = self.blocks_per_request(tokens, block_size, tokens_in_flight)
-        return blocks * self.block_bytes(block_size, bytes_per_head)
+    def request_bytes(self, request: Request, bytes_per_head: int) -> int:
+        """Bytes of cache vLLM sets aside on one rank for a request."""
+        return self.blocks_per_request(request) * self.block_bytes(request, bytes_per_head)
 
-    def cache_tokens(
-        self, blocks: int, max_model_len: int, block_size: int, tokens_in_flight: int
-    ) -> int:
-        """Tokens vLLM reports for a cache of `blocks`: of requests of `max_model_len` each."""
-        each = self.blocks_per_request(max_model_len, block_size, tokens_in_flight)
-        return int(blocks / each * max_model_len)
+    def cache_tokens(self, blocks: int, request: Request) -> int:
+        """Tokens vLLM reports for a cache of `blocks`: of as many such requests as fit."""
+        return int(blocks / self.blocks_per_request(request) * request.tokens)
 
+    def _packing(self, request: Request) -> tuple[int, tuple[CacheGroups, ...]]:
+        """KV heads that a block of the cache has room for, and the groups by kind."""
+        modules = self._modules()
+        if self.grouping != "engine":
+            room, bins = packed_groups(modules, {kind: request.blocks(kind) for kind in modules})
+            return room, tuple(CacheGroups(kind, len(groups)) for kind, groups in bins.items())
+        counts = [len(heads) for heads in modules.values()]
+        smallest, largest = min(counts), max(counts)
+        size = largest if largest < _PADDED_UP_TO * smallest else smallest
+        return size * self.unit, tuple(
+            CacheGroups(kind, -(-len(heads) // size)) for kind, heads in modules.items()
+        )
 
-def _share(modules: int, shards: int, shard: int) -> int:
-    """Of so many modules of full heads, those that one shard has: the first ones have one more."""
-    return modules // shards + (shard < modules % shards)
+    def _modules(self) -> dict[int | None, list[int]]:
+        """KV heads of the modules of each kind."""
+        modules: dict[int | None, list[int]] = {}
+        for caches, sizes in zip(self.caches, self.sizes, strict=True):
+            for kind, heads in zip(caches, sizes, strict=True):
+                modules.setdefault(kind, []).append(heads)
+        return modules
 
 
 def module_plan(
@@ -180,6 +250,7 @@ def module_plan(
     num_key_value_heads: int,
     windows: Sequence[int],
     ranks: int = 1,
+    grouping: Grouping = "engine",
 ) -> ModulePlan:
     """The plan for layers with these full counts and windows of their sliding heads.
 
@@ -193,21 +264,46 @@ def module_plan(
     # With more ranks than heads vLLM gives each rank a copy of one head.
     shards = min(ranks, num_key_value_heads)
     heads = num_key_value_heads // shards
-    largest = math.gcd(heads, *full_kv_heads_per_layer)
-
-    def full_modules(size: int) -> list[int]:
-        """Modules with a full cache in each layer on each rank, where modules have `size` heads."""
-        return [-(-full // (size * shards)) for full in full_kv_heads_per_layer]
-
-    # The fewest heads with a full cache, then the fewest modules.
-    sizes = [size for size in range(largest, 0, -1) if largest % size == 0]
-    size = min(sizes, key=lambda size: size * sum(full_modules(size)))
-    layers = tuple(
-        (None,) * full + (window,) * (heads // size - full)
-        for full, window in zip(full_modules(size), windows, strict=True)
+    unit = 1 if grouping == "unequal" else _unit(full_kv_heads_per_layer, heads, shards)
+    caches, sizes = [], []
+    for full, window in zip(full_kv_heads_per_layer, windows, strict=True):
+        cached = -(-full // (unit * shards)) * unit
+        if grouping == "unequal":
+            # Where shards have unequal shares, the head that is full on some has its own module.
+            shared = full // shards
+            parts = [(None, shared), (None, cached - shared), (window, heads - cached)]
+        else:
+            parts = [(None, unit)] * (cached // unit) + [(window, unit)] * (
+                (heads - cached) // unit
+            )
+        parts = [(kind, size) for kind, size in parts if size]
+        caches.append(tuple(kind for kind, _ in parts))
+        sizes.append(tuple(size for _, size in parts))
+    return ModulePlan(
+        ranks,
+        shards,
+        unit,
+        tuple(caches),
+        tuple(sizes),
+        tuple(full_kv_heads_per_layer),
+        tuple(windows),
+        grouping,
     )
-    counts = tuple(full // size for full in full_kv_heads_per_layer)
-    return ModulePlan(ranks, size, layers, counts, tuple(windows), shards)
+
+
+def _unit(full_kv_heads_per_layer: Sequence[int], heads: int, shards: int) -> int:
+    """KV heads of each module, where all have as many: for the fewest heads with a full cache.
+
+    Of those the fewest modules. A shard has `heads` KV heads of a layer.
+    """
+    largest = math.gcd(heads, *full_kv_heads_per_layer)
+    units = [unit for unit in range(largest, 0, -1) if largest % unit == 0]
+    return min(
+        units,
+        key=lambda unit: (
+            unit * sum(-(-full // (unit * shards)) for full in full_kv_heads_per_layer)
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -270,21 +366,21 @@ def served_caches(
             continue
         original = module_plan(originally_full, num_key_value_heads, windows, ranks)
         for tokens in lengths:
-            sizes = [
-                plan.request_bytes(
-                    tokens,
-                    bytes_per_head,
-                    engine.block_size,
-                    engine.tokens_in_flight(served.sliding_windows, ranks),
-                )
-                for plan, served in ((original, hybrid), (hybrid, hybrid), (one_rank, one_rank))
-            ]
-            refusal = padding_refusal(hybrid, *sizes[:2], tokens)
-            if refusal:
+            request, equal_share = (
+                Request(tokens, engine.block_size, engine.tokens_in_flight(windows, ranks))
+                for windows in (hybrid.sliding_windows, one_rank.sliding_windows)
+            )
+            held, originally = (
+                plan.request_bytes(request, bytes_per_head) for plan in (hybrid, original)
+            )
+            if refusal := padding_refusal(hybrid, originally, held, tokens):
                 yield ServedCache(engine, ranks, tokens, refusal=refusal)
                 continue
-            padded = sizes[1] - sizes[2] // hybrid.shards if hybrid.padded_kv_heads else 0
-            yield ServedCache(engine, ranks, tokens, sizes[0], sizes[1], max(0, padded))
+            padded = 0
+            if hybrid.padded_kv_heads:
+                share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
+                padded = max(0, held - share)
+            yield ServedCache(engine, ranks, tokens, originally, held, padded)
 
 
 def padding_refusal(hybrid: ModulePlan, original: int, held: int, tokens: int) -> str:
@@ -332,15 +428,15 @@ def worst_shared_mask(
     return counts
 
 
-def rank_order(num_full: int, num_key_value_heads: int, plan: ModulePlan) -> list[int]:
+def rank_order(plan: ModulePlan, layer: int) -> list[int]:
     """Order of a layer's KV heads in which each rank's share has its full heads first.
 
     The weights hold all full heads first, and vLLM gives each rank a contiguous share.
     """
-    heads = num_key_value_heads // plan.shards
-    full, sliding = iter(range(num_full)), iter(range(num_full, num_key_value_heads))
+    heads, num_full = sum(plan.sizes[layer]), plan.full_heads[layer]
+    full, sliding = iter(range(num_full)), iter(range(num_full, heads * plan.shards))
     order: list[int] = []
     for shard in range(plan.shards):
-        mine = _share(num_full // plan.kv_heads, plan.shards, shard) * plan.kv_heads
+        mine = plan.full_heads_on(layer, shard)
         order += [*islice(full, mine), *islice(sliding, heads - mine)]
     return order

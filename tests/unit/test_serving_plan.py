@@ -22,6 +22,8 @@ from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
     SMALL_GPU,
+    Grouping,
+    Request,
     any_mask,
     engine_on,
     module_plan,
@@ -51,25 +53,25 @@ def test_the_plan_predicts_what_vllms_planner_gives(row: dict[str, Any]) -> None
 
 def test_modules_have_as_many_heads_as_divide_all_counts() -> None:
     plan = module_plan([4, 8, 2], 8, [100] * 3)
-    assert plan.kv_heads == 2
-    assert plan.layers == ((None, None, 100, 100), (None,) * 4, (None, 100, 100, 100))
+    assert plan.unit == 2
+    assert plan.caches == ((None, None, 100, 100), (None,) * 4, (None, 100, 100, 100))
 
 
 def test_an_original_model_needs_one_module_per_layer() -> None:
     plan = module_plan([8] * 36, 8, [1] * 36)
-    assert plan.kv_heads == 8 and plan.layers == ((None,),) * 36
+    assert plan.unit == 8 and plan.caches == ((None,),) * 36
     # 36 layers, 8 heads, keys and values of 128 dimensions in two bytes.
-    assert plan.request_bytes(32_768, 2 * 128 * 2, 16, 8192) == 4608 * 2**20
+    assert plan.request_bytes(Request(32_768, 16, 8192), 2 * 128 * 2) == 4608 * 2**20
 
 
 def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block() -> None:
     plan = module_plan([0], 1, [33])
-    assert plan.blocks_per_request(tokens=10_000, block_size=16, tokens_in_flight=16) == 3 + 1
-    assert plan.blocks_per_request(tokens=20, block_size=16, tokens_in_flight=16) == 2 + 1
+    assert plan.blocks_per_request(Request(10_000, 16, 16)) == 3 + 1
+    assert plan.blocks_per_request(Request(20, 16, 16)) == 2 + 1
 
 
 @pytest.mark.parametrize(
-    ("counts", "ranks", "kv_heads", "padded"),
+    ("counts", "ranks", "unit", "padded"),
     [
         ([8], 2, 4, 0),
         ([4, 6], 1, 2, 0),
@@ -82,32 +84,39 @@ def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block()
     ],
 )
 def test_what_ranks_cannot_share_is_padded(
-    counts: list[int], ranks: int, kv_heads: int, padded: int
+    counts: list[int], ranks: int, unit: int, padded: int
 ) -> None:
     plan = module_plan(counts, 8, [10] * len(counts), ranks)
-    assert (plan.kv_heads, plan.padded_kv_heads) == (kv_heads, padded)
+    assert (plan.unit, plan.padded_kv_heads) == (unit, padded)
 
 
 @given(
     heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
     counts=st.lists(st.integers(0, 32), min_size=1, max_size=6),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
+    grouping=st.sampled_from(["engine", "equal", "unequal"]),
 )
 def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
-    heads: int, counts: list[int], ranks: int
+    heads: int, counts: list[int], ranks: int, grouping: Grouping
 ) -> None:
     assume(max(ranks, heads) % min(ranks, heads) == 0)
     counts = [count % (heads + 1) for count in counts]
-    plan = module_plan(counts, heads, [10] * len(counts), ranks)
+    plan = module_plan(counts, heads, [10] * len(counts), ranks, grouping)
     shards = min(ranks, heads)
     for layer, full in enumerate(counts):
-        order = rank_order(full, heads, plan)
+        order = rank_order(plan, layer)
         assert sorted(order) == list(range(heads))
         for rank in range(ranks):
             first = rank * shards // ranks * heads // shards
             share = order[first : first + heads // shards]
-            windows = [w for w in plan.windows(layer, rank) for _ in range(plan.kv_heads)]
-            caches = [c for c in plan.layers[layer] for _ in range(plan.kv_heads)]
+            windows, caches = (
+                [
+                    kind
+                    for kind, size in zip(kinds, plan.sizes[layer], strict=True)
+                    for _ in range(size)
+                ]
+                for kinds in (plan.windows(layer, rank), plan.caches[layer])
+            )
             assert windows == [None if head < full else 10 for head in share]
             # A cache holds whatever its head sees.
             assert all(w == c or c is None for w, c in zip(windows, caches, strict=True))
@@ -117,7 +126,7 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
 
 def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
     plan = module_plan([2, 0], 2, [10, 10], ranks=8)
-    assert plan.kv_heads == 1 and plan.layers == ((None,), (10,))
+    assert plan.unit == 1 and plan.caches == ((None,), (10,))
     plan = module_plan([1, 0], 2, [10, 10], ranks=8)
     assert [plan.windows(0, rank) for rank in (0, 3, 4, 7)] == [(None,), (None,), (10,), (10,)]
     with pytest.raises(UserError, match=r"3 ranks; choose a divisor of 8"):
@@ -204,22 +213,22 @@ def test_sinks_are_refused_in_one_sentence() -> None:
     with pytest.raises(UserError, match=r"hybrid_attention\.sinks is 3: .*sinks: 0"):
         plan_of(layouts, 1)
     # Sinks of a layer without sliding heads are never used.
-    assert plan_of([HeadLayout.deploy(4, 4, Window(16, 3))], 1).layers == ((None,),)
+    assert plan_of([HeadLayout.deploy(4, 4, Window(16, 3))], 1).caches == ((None,),)
 
 
 def test_what_cannot_be_reordered_is_refused_on_several_ranks() -> None:
     layouts = [HeadLayout.deploy(2, 4, Window(16))]
     plain, quantised = SimpleNamespace(), SimpleNamespace(quantization_config={"bits": 4})
     one, two = (plan_of(layouts, ranks) for ranks in (1, 2))
-    check_order(layouts, two, plain, None)
-    check_order(layouts, one, quantised, object())
+    check_order(two, plain, None)
+    check_order(one, quantised, object())
     with pytest.raises(UserError, match=r"tensor_parallel_size is 2: .* quantised weights"):
-        check_order(layouts, two, quantised, None)
+        check_order(two, quantised, None)
     with pytest.raises(UserError, match="LoRA adapters"):
-        check_order(layouts, two, plain, object())
+        check_order(two, plain, object())
     scaled = SimpleNamespace(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
     with pytest.raises(UserError, match="kv_cache_scheme"):
-        check_order(layouts, one, scaled, None)
+        check_order(one, scaled, None)
 
 
 def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
