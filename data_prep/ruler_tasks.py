@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from data_prep.needles import TASKS, TaskSpec
 
 NEEDLE_SPECS = {
@@ -22,3 +24,16 @@ NEW_TOKENS = {
 ANY_ANSWER = frozenset({"qa_1", "qa_2"})
 # What RULER downloads, under the names it gives the files.
 DATA_FILES = {"qa_1": "squad.json", "qa_2": "hotpotqa.json", "cwe": "english_words.json"}
+
+
+NeedleTask = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+]
+RulerTask = Literal[
+    NeedleTask, "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"
+]

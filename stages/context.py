@@ -5,12 +5,120 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import Field
 
 from bosch.errors import RunError
 from bosch.files import Stamp, changed_file
-from stages.configs import ModelConfig, Runtime
-from stages.fields import Section
+from stages.fields import (
+    MOST,
+    BatchSize,
+    Bytes,
+    Count,
+    Flag,
+    Line,
+    Number,
+    PathText,
+    ProcessesOrAuto,
+    Section,
+)
+
+
+class ModelConfig(Section):
+    """The pretrained model that is made hybrid."""
+
+    path: PathText = Field(description="Directory of the base model, or its name on the hub.")
+    revision: Line | None = Field(None, description="Hub revision; ignored for a directory.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Precision of the model in search and evaluation."
+    )
+    trust_remote_code: Flag = Field(
+        False, description="Whether code that comes with the model may be run."
+    )
+
+
+class Runtime(Section):
+    """What does not change results and is no part of any key."""
+
+    output_root: PathText = Field(
+        "runs", description="Folder of the store and of runs/<recipe name>."
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash", "varlen"] = Field(
+        "auto",
+        description=(
+            "Attention backend. auto: sdpa, but in training on a GPU the first of flash "
+            "(flash-attn), varlen (torch's own) and flex that is installed and has what the model "
+            "needs; the log says which."
+        ),
+    )
+    processes: ProcessesOrAuto = Field(
+        "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
+    )
+    search_parallel: Literal["data", "tensor"] = Field(
+        "data",
+        description=(
+            "How the search uses its processes: data deals batches to them, each with the whole "
+            "model; tensor shards one model over the processes of a node."
+        ),
+    )
+    reuse_memory: Literal["auto"] | Bytes = Field(
+        "auto",
+        description=(
+            "Memory per process for what the passes of a search leave to later ones, like 40GB; "
+            "auto is what is free beside a pass."
+        ),
+    )
+    data_workers: ProcessesOrAuto = Field("auto", description="Tokenising processes.")
+    micro_batch_size: BatchSize | Literal["auto"] = Field(
+        "auto", description="Sequences per forward pass and process in training; auto: 1 on a GPU."
+    )
+    eval_batch_size: BatchSize = Field(8, description="Examples per forward pass outside training.")
+    sharding: Literal["none", "fsdp", "deepspeed"] = Field(
+        "none", description="How training shards the model over processes."
+    )
+    gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
+    save_every_steps: int = Field(
+        100, gt=0, le=MOST, description="Steps between the restart points of training."
+    )
+    save_every_minutes: Number = Field(
+        30,
+        gt=0,
+        description="Minutes after which training writes a restart point at the next step's end.",
+    )
+    needle_every_steps: Count | None = Field(
+        None,
+        description=(
+            "Steps of training between needle scores on a few samples of prepare.calibration's "
+            "tasks and length, made for this alone; default: none."
+        ),
+    )
+    needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        16, description="Samples of such a score: the share whose answer tokens are all right."
+    )
+    wandb_project: Line | None = Field(
+        None, description="Project at Weights & Biases to which training sends its metrics too."
+    )
+    timeout_minutes: Number = Field(
+        360,
+        gt=0,
+        description=(
+            "Longest wait of a process for work that others do by themselves: loading, saving, "
+            "samples of the evaluation."
+        ),
+    )
+    collective_timeout_minutes: Number = Field(
+        15,
+        gt=0,
+        description=(
+            "Longest wait of a process for the others in a step of training or a pass of the "
+            "search, which all of them do; after it, one that hangs counts as lost."
+        ),
+    )
+    log_level: Literal["debug", "info", "warning"] = Field(
+        "info", description="Least severity that is logged."
+    )
+
 
 AnySection = TypeVar("AnySection", bound=Section)
 OwnSection = TypeVar("OwnSection", bound=Section, covariant=True)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import Scores, SearchSummary, write_samples
-from stages.configs import SearchConfig
 from stages.context import StageConfig
+from stages.evaluate.scores import Scores, write_samples
+from stages.search.stage import SearchConfig, SearchSummary
 
 VERSION = 1
 

@@ -10,32 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from bosch.journal import Journal
-from stages.artifacts import (
-    HYBRID,
-    METRICS,
-    MODEL,
-    ORIGINAL,
-    MaterializeSummary,
-    Scores,
-    SearchSummary,
-    Statistics,
-    write_samples,
-)
-from stages.configs import (
-    EvaluateConfig,
-    MaterializeConfig,
-    ModelConfig,
-    NeedleEvaluation,
-    PrepareConfig,
-    ReportConfig,
-    Runtime,
-    SearchConfig,
-    SourceConfig,
-    TrainConfig,
-)
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.position_suite import position_table
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, write_samples
+from stages.evaluate.stage import EvaluateConfig, NeedleEvaluation
 from stages.evaluate.tables import SubtaskScores, suite_table
+from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
+from stages.prepare.stage import PrepareConfig, SourceConfig, Statistics
+from stages.report.stage import ReportConfig
+from stages.search.stage import SearchConfig, SearchSummary
+from stages.train.stage import METRICS, TrainConfig
 
 SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "train": 233.0, "original": 1234.0,

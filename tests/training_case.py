@@ -21,11 +21,12 @@ import pytest
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from stages.configs import MaterializeConfig, ModelConfig, Runtime, TrainConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize.model_card import UNTRAINED
+from stages.materialize.stage import MaterializeConfig
 from stages.train.metrics import Speed
 from stages.train.run import run
+from stages.train.stage import TrainConfig
 from stages.train.trainer import PretrainingTrainer
 from tests.rank_processes import run_module
 

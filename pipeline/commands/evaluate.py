@@ -33,24 +33,23 @@ from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import Node, Stage
 from pipeline.run.locks import hold, read_holder
 from pipeline.run.runner import Choice, Runner
-from stages.artifacts import (
+from stages.evaluate.answers import MODELS, VERSIONS, content_identity
+from stages.evaluate.scores import (
     ABOUT_MARKS,
     HYBRID,
-    MODEL,
     ORIGINAL,
     SAMPLES,
     MeanScore,
     SelectedScores,
     SuiteScores,
-    checkpoint_folders,
-    checkpoint_name,
     mark,
     read_samples,
     write_samples,
 )
-from stages.evaluate.answers import MODELS, VERSIONS, content_identity
 from stages.formats import format_length, format_score
+from stages.materialize.stage import MODEL
 from stages.train.schedule import checkpoint_steps
+from stages.train.stage import checkpoint_folders, checkpoint_name
 
 _POLL_SECONDS = 30.0
 # Between two stages of a run nobody holds a lock.

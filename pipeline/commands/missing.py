@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts import Scores
+from stages.evaluate.scores import Scores
 
 
 def print_missing(scores: Scores) -> int:

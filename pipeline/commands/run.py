@@ -14,7 +14,8 @@ from pipeline.commands.status import print_states
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import Stage
 from pipeline.run.runner import Choice, Runner
-from stages.artifacts import PAGE, Scores
+from stages.evaluate.scores import Scores
+from stages.report.stage import PAGE
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from pipeline.recipe.inputs import unknown_tasks
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.graph import Stage
-from stages.configs import HarnessEvaluation
 from stages.evaluate.harness_tasks import refuse_unscorable, task_manager
+from stages.evaluate.stage import HarnessEvaluation
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

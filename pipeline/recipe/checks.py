@@ -19,7 +19,8 @@ from bosch.search.methods import METHODS
 from data_prep.source_files import is_local
 from pipeline.recipe.inputs import missing_inputs
 from pipeline.recipe.recipe import LoadedRecipe
-from stages.configs import FilterConfig, NeedleEvaluation, SourceConfig
+from stages.evaluate.stage import NeedleEvaluation
+from stages.prepare.stage import FilterConfig, SourceConfig
 from stages.train.schedule import batch_faults, checkpoint_steps, optimizer_steps
 
 _PATH_KINDS = ("text", "jsonl", "parquet", "mds", "huggingface")

@@ -13,7 +13,8 @@ from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries, open_regular
 from data_prep.ruler_tasks import DATA_FILES
 from data_prep.source_files import files_below, is_local, source_files
-from stages.configs import EvaluateConfig, HarnessEvaluation, PrepareConfig
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.prepare.stage import PrepareConfig
 from stages.versions import installed_versions
 
 _PARQUET_MAGIC = b"PAR1"

@@ -20,8 +20,9 @@ from pipeline.recipe.overrides import apply_overrides
 from pipeline.recipe.processes import find_world
 from pipeline.recipe.recipe import LoadedRecipe, Recipe
 from pipeline.recipe.yaml_file import read_mapping
-from stages.configs import ModelConfig, SourceConfig
+from stages.context import ModelConfig
 from stages.fields import Section
+from stages.prepare.stage import SourceConfig
 
 # Relative paths in a recipe are taken from the checkout, wherever the command is called from.
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,17 +11,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from pipeline.recipe.model_shape import ModelInfo
 from pipeline.recipe.processes import World
-from stages.configs import (
-    EvaluateConfig,
-    MaterializeConfig,
-    ModelConfig,
-    PrepareConfig,
-    ReportConfig,
-    Runtime,
-    SearchConfig,
-    TrainConfig,
-)
+from stages.context import ModelConfig, Runtime
+from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Section
+from stages.materialize.stage import MaterializeConfig
+from stages.prepare.stage import PrepareConfig
+from stages.report.stage import ReportConfig
+from stages.search.stage import SearchConfig
+from stages.train.stage import TrainConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RESERVED = ("store", "work", "shared", "locks", "logs", "damaged")

@@ -26,8 +26,11 @@ from pipeline.run.identity import (
     source_identity,
     tokenizer_identity,
 )
-from stages.configs import EvaluateConfig, PrepareConfig, ReportConfig, SearchConfig
+from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Section
+from stages.prepare.stage import PrepareConfig
+from stages.report.stage import ReportConfig
+from stages.search.stage import SearchConfig
 
 _VERSION = re.compile(r"^VERSION(?:\s*:\s*[^=]+)?\s*=\s*(\d+)\s*(?:#.*)?$", re.MULTILINE)
 

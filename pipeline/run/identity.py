@@ -19,8 +19,9 @@ from pipeline.recipe.inputs import common_folder
 from pipeline.recipe.model_shape import tokenizer_files
 from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.hashing import FileHasher
-from stages.configs import HarnessEvaluation, NeedleEvaluation, SourceConfig
+from stages.evaluate.stage import HarnessEvaluation, NeedleEvaluation
 from stages.licence import licence_of
+from stages.prepare.stage import SourceConfig
 from stages.versions import installed_versions
 
 

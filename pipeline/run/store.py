@@ -40,7 +40,7 @@ from bosch.files import (
 )
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher
-from stages.artifacts import Manifest
+from stages.published import Manifest
 
 logger = logging.getLogger(__name__)
 

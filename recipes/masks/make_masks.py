@@ -28,7 +28,8 @@ from bosch.journal import Journal
 from bosch.window import Window
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe
-from stages.artifacts import HEAD_MASK, Manifest, SearchSummary
+from stages.published import Manifest
+from stages.search.stage import HEAD_MASK, SearchSummary
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent

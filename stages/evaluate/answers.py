@@ -14,8 +14,8 @@ from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
 from bosch.progress import Progress
 from bosch.weight_files import weight_files
-from stages.artifacts import Manifest
-from stages.configs import ModelConfig
+from stages.context import ModelConfig
+from stages.published import Manifest
 
 # In the key of what runs share: to be raised when a model gives other answers to the same samples,
 # and when the same answers get other scores.

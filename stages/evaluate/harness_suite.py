@@ -20,7 +20,6 @@ from bosch.errors import RunError, UserError
 from bosch.progress import Progress
 from data_prep import longbench
 from data_prep.ruler_samples import tokenizer_digest
-from stages.configs import HarnessEvaluation
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.harness_tasks import (
@@ -32,6 +31,7 @@ from stages.evaluate.harness_tasks import (
     task_manager,
 )
 from stages.evaluate.shared_prompt import SharedPrompt
+from stages.evaluate.stage import HarnessEvaluation
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 from bosch.errors import UserError
 from data_prep import longbench
 from data_prep.text import read_utf8
-from stages.configs import HarnessEvaluation
 from stages.evaluate.answers import MetricRule, TaskGroup
+from stages.evaluate.stage import HarnessEvaluation
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,7 @@ from data_prep.ruler_base import Corpus
 from data_prep.sentences import sentences_identity
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.words import words_identity
-from stages.artifacts import ORIGINAL, SAMPLES, Scores, read_samples, write_samples
-from stages.configs import EvaluateConfig, ModelConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Suite, digest_of
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.needle_suite import NeedleSuite
@@ -38,6 +36,8 @@ from stages.evaluate.position_suite import (
     position_losses,
     position_table,
 )
+from stages.evaluate.scores import ORIGINAL, SAMPLES, Scores, read_samples, write_samples
+from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import (
     metric_scores,
     not_shares,

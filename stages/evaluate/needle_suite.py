@@ -14,9 +14,9 @@ from data_prep.ruler_base import Corpus
 from data_prep.ruler_samples import SampleFolder
 from data_prep.ruler_tasks import ANY_ANSWER
 from data_prep.scoring import string_match
-from stages.configs import NeedleEvaluation
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Question, generate
+from stages.evaluate.stage import NeedleEvaluation
 
 logger = logging.getLogger(__name__)
 

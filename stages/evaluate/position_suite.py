@@ -21,10 +21,10 @@ from data_prep.essays import haystack_files
 from data_prep.needles import encode_prompt
 from data_prep.ruler_samples import tokenizer_digest
 from data_prep.text import read_utf8
-from stages.artifacts import read_samples
-from stages.configs import PositionEvaluation
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import check_numbers
+from stages.evaluate.scores import read_samples
+from stages.evaluate.stage import PositionEvaluation
 from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.

@@ -16,11 +16,13 @@ from bosch.model.loading import load_model
 from bosch.objective.calibration import CalibrationSet
 from bosch.ranks import partners_alive
 from bosch.search.runs import unsearched_mask
-from stages.artifacts import CALIBRATION, window_name
-from stages.configs import EvaluateConfig, SearchConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, digest_of
 from stages.evaluate.models import process_state
+from stages.evaluate.scores import window_name
+from stages.evaluate.stage import EvaluateConfig
+from stages.prepare.stage import CALIBRATION
+from stages.search.stage import SearchConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,19 +9,16 @@ from typing import Any
 from bosch.heads import HeadMaskFile
 from data_prep.calibration import CalibrationNeedles
 from data_prep.tokenizer import TokenizerSpec
-from stages.artifacts import (
-    CALIBRATION,
-    HEAD_MASK,
-    HYBRID,
-    MODEL,
-    TOKENIZER,
-    checkpoint_folders,
-)
-from stages.configs import EvaluateConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, published_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
+from stages.evaluate.scores import HYBRID
+from stages.evaluate.stage import EvaluateConfig
+from stages.materialize.stage import MODEL
+from stages.prepare.stage import CALIBRATION, TOKENIZER
+from stages.search.stage import HEAD_MASK
+from stages.train.stage import checkpoint_folders
 
 VERSION = 4
 

@@ -11,11 +11,11 @@ from bosch.errors import UserError
 from bosch.files import load_json
 from data_prep.ruler_samples import tokenizer_digest
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from stages.artifacts import ORIGINAL, SelectedScores
-from stages.configs import EvaluateConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import MODELS, Evaluated
 from stages.evaluate.models import evaluate_models
+from stages.evaluate.scores import ORIGINAL, SelectedScores
+from stages.evaluate.stage import EvaluateConfig
 
 
 def run(

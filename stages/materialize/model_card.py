@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.heads import HeadMaskFile
-from stages.configs import ModelConfig
+from stages.context import ModelConfig
 from stages.licence import licence_of
 from stages.versions import installed_versions
 

@@ -19,11 +19,11 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask
 from bosch.window import Window
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from stages.artifacts import HEAD_MASK, MODEL, MaterializeSummary
-from stages.configs import MaterializeConfig
 from stages.context import StageConfig
 from stages.materialize.memory import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card
+from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
+from stages.search.stage import HEAD_MASK
 from stages.train.checkpoint import save_model
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer import TokenizerSpec
-from stages.artifacts import ORIGINAL
-from stages.configs import EvaluateConfig
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.models import evaluate_models
+from stages.evaluate.scores import ORIGINAL
+from stages.evaluate.stage import EvaluateConfig
 
 VERSION = 3
 

@@ -20,9 +20,15 @@ from data_prep.packing import pack, write_dataset
 from data_prep.sources import Source
 from data_prep.tokenization import tokenise_source
 from data_prep.tokenizer import Encoder, TokenizerSpec, load_tokenizer
-from stages.artifacts import CALIBRATION, PACKED_DATA, TOKENIZER, Statistics
-from stages.configs import PrepareConfig, SourceConfig
 from stages.context import StageConfig
+from stages.prepare.stage import (
+    CALIBRATION,
+    PACKED_DATA,
+    TOKENIZER,
+    PrepareConfig,
+    SourceConfig,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bosch.model.cache_size import CacheSize
-from stages.artifacts import BinLoss, TrainingStep
+from stages.evaluate.scores import BinLoss
 from stages.formats import (
     format_bytes,
     format_count,
@@ -19,6 +19,7 @@ from stages.formats import (
 )
 from stages.report.charts import Canvas, Plot, Point, left_margin, nice_ticks, power_ticks
 from stages.report.results import NeedleScores
+from stages.train.stage import TrainingStep
 
 WIDE, HALF, NARROW = 1000, 474, 340
 

@@ -7,8 +7,7 @@ from html import escape
 
 from bosch.model.cache_size import CacheSize
 from bosch.vllm.plan import CPU, LARGE_GPU, served_caches, served_tokens
-from stages.artifacts import HYBRID, ORIGINAL
-from stages.configs import ReportConfig
+from stages.evaluate.scores import HYBRID, ORIGINAL
 from stages.formats import (
     format_bytes,
     format_count,
@@ -31,6 +30,7 @@ from stages.report.scores_section import (
     windows_section,
 )
 from stages.report.search_section import mask_section, search_section
+from stages.report.stage import ReportConfig
 from stages.report.verdict import (
     Difference,
     difference_tiles,

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from stages.artifacts import ORIGINAL, STAGES, Manifest
-from stages.configs import ReportConfig
+from stages.artifacts import STAGES
 from stages.context import StageConfig
+from stages.evaluate.scores import ORIGINAL
 from stages.formats import format_path
+from stages.published import Manifest
 from stages.report import markup
 from stages.report.results import Results
+from stages.report.stage import ReportConfig
 
 
 @dataclass(frozen=True)

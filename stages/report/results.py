@@ -14,24 +14,13 @@ from typing import Any
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
-from stages.artifacts import (
-    HEAD_MASK,
-    HYBRID,
-    ORIGINAL,
-    STAGES,
-    Manifest,
-    MaterializeSummary,
-    Scores,
-    SearchSummary,
-    Statistics,
-    SuiteScores,
-    TrainingStep,
-    checkpoint_tokens,
-    named_window,
-    read_metrics,
-    read_model_config,
-    read_samples,
-)
+from stages.artifacts import STAGES
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_window, read_samples
+from stages.materialize.stage import MaterializeSummary, read_model_config
+from stages.prepare.stage import Statistics
+from stages.published import Manifest
+from stages.search.stage import HEAD_MASK, SearchSummary
+from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bosch.files import write_json, write_text
-from stages.artifacts import PAGE, Summary
-from stages.configs import ReportConfig
 from stages.context import StageConfig
+from stages.published import Summary
 from stages.report.page import render
 from stages.report.provenance import collect_provenance
 from stages.report.results import load_results
+from stages.report.stage import PAGE, ReportConfig
 from stages.report.terminal import print_summary, summarize
 
 VERSION = 7

@@ -7,7 +7,7 @@ from functools import partial
 from html import escape
 
 from bosch.search.methods import METHODS
-from stages.artifacts import (
+from stages.evaluate.scores import (
     ABOUT_MARKS,
     HYBRID,
     ORIGINAL,

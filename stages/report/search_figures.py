@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from bosch.search.evaluator import search_of
-from stages.artifacts import TRACES, TracePoint
 from stages.formats import format_share
 from stages.report.charts import Canvas, Plot, left_margin, nice_ticks, svg_file, whole_ticks
 from stages.report.figures import WIDE, bars, extent, finite
 from stages.report.results import Search
+from stages.search.stage import TRACES, TracePoint
 
 LEFT, RIGHT = 52, 14
 PHASE_NAMES = {

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stages.artifacts import STAGES
-from stages.configs import ReportConfig
 from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.report.results import Results
+from stages.report.stage import ReportConfig
 from stages.report.verdict import differences, final_model, verdict
 
 ABSENT = "not part of this recipe"

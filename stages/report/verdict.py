@@ -6,7 +6,7 @@ from functools import partial
 from html import escape
 from typing import Literal, NamedTuple
 
-from stages.artifacts import HYBRID, Against, SuiteScores
+from stages.evaluate.scores import HYBRID, Against, SuiteScores
 from stages.formats import format_length
 from stages.report import figures, markup
 from stages.report.results import Results

@@ -9,9 +9,9 @@ from typing import get_args
 from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.search.evaluator import Evaluator, Phase
-from stages.artifacts import TENSORBOARD
-from stages.configs import SearchConfig
 from stages.context import StageConfig
+from stages.published import TENSORBOARD
+from stages.search.stage import SearchConfig
 
 BEST = "best_so_far.json"
 _PHASES = get_args(Phase)

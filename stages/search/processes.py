@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bosch.ranks import Ranks
-from stages.configs import Runtime
+from stages.context import Runtime
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.free_memory import reuse_room
 from bosch.window import Window
-from stages.configs import Runtime
+from stages.context import Runtime
 
 
 def reuse_bytes(

@@ -26,15 +26,15 @@ from bosch.search.evaluator import Evaluator
 from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
-from stages.artifacts import CALIBRATION, EVALUATIONS, HEAD_MASK, SearchSummary
-from stages.configs import SearchConfig
 from stages.context import StageConfig
 from stages.numerics import numerics
+from stages.prepare.stage import CALIBRATION
 from stages.report.results import Search
 from stages.report.search_figures import trace_files
 from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group
 from stages.search.reuse import reuse_bytes
+from stages.search.stage import EVALUATIONS, HEAD_MASK, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
 

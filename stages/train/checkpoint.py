@@ -24,10 +24,9 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from bosch.files import replace, sync, write_json
 from bosch.model.tensor_parallel import whole_weight
-from stages.artifacts import CHECKPOINTS, checkpoint_name
-from stages.configs import LoraConfig
 from stages.materialize.model_card import note_training
 from stages.train.average import average_into
+from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
 from stages.train.storage import copy_companions, disk_errors, processes, rank, wait
 from stages.train.trainable import is_adapter, merged
 

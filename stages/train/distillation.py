@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
-from stages.configs import ModelConfig, Runtime, TrainConfig
+from stages.context import ModelConfig, Runtime
 from stages.train.loss import IGNORED, HeadLoss, head_loss
 from stages.train.memory import distillation_chunk_tokens
+from stages.train.stage import TrainConfig
 
 
 def load_teacher(

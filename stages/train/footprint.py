@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bosch.model.decoder_shape import DecoderShape
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.train.memory import (
     distillation_bytes,
     gathered_bytes,
@@ -21,6 +21,7 @@ from stages.train.memory import (
     parameter_bytes,
     teacher_bytes,
 )
+from stages.train.stage import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from bosch.errors import UserError
 from bosch.journal import Journal
-from stages.artifacts import METRICS, TENSORBOARD
-from stages.configs import Runtime
+from stages.context import Runtime
 from stages.formats import format_seconds
+from stages.published import TENSORBOARD
 from stages.train.schedule import Schedule
+from stages.train.stage import METRICS
 
 logger = logging.getLogger(__name__)
 

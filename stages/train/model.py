@@ -13,9 +13,10 @@ from bosch.attention import fastest_backend
 from bosch.errors import RunError, UserError
 from bosch.model.families import has_plain_logits
 from bosch.model.loading import load_config, load_model
-from stages.configs import ModelConfig, Runtime, TrainConfig
+from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
 from stages.train.loss import install_loss
+from stages.train.stage import TrainConfig
 from stages.train.trainable import first_adapters, restrict_training
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from bosch.errors import RunError, UserError
-from stages.configs import Runtime
+from stages.context import Runtime
 
 _LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 FSDP_CONFIG = _LAUNCH / "accelerate" / "fsdp2.yaml"

@@ -13,15 +13,9 @@ from typing import Any
 from bosch.errors import StoppedError
 from bosch.files import file_hashes
 from bosch.ranks import limit_collectives, partners_alive
-from stages.artifacts import (
-    METRICS,
-    MODEL,
-    PACKED_DATA,
-    TrainingSummary,
-    checkpoint_name,
-)
-from stages.configs import MaterializeConfig, TrainConfig
 from stages.context import StageConfig
+from stages.materialize.stage import MODEL, MaterializeConfig
+from stages.prepare.stage import PACKED_DATA
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
@@ -29,6 +23,7 @@ from stages.train.metrics import MetricsLog, check_wandb
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
 from stages.train.parallel import check_sharding_possible, layout, leave, world_size
 from stages.train.schedule import make_schedule
+from stages.train.stage import METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step
 from stages.train.trainer import PretrainingTrainer, training_arguments
 from stages.train.watch import make_needle_watch

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bosch.errors import UserError
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
+from stages.train.stage import TrainConfig
 
 _CPU_MICRO_BATCH_TOKENS = 2048  # what a core works on without leaving its cache
 

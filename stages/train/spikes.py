@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
-from stages.configs import TrainConfig
+from stages.train.stage import TrainConfig
 
 _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
 _LEAST = 20  # of them; before there are so many, only what is not finite is a bad step

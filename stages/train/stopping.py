@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stages.configs import Runtime
+from stages.context import Runtime
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -32,9 +32,8 @@ from bosch.files import (
     write_json,
 )
 from bosch.ranks import connection_broke
-from stages.artifacts import CHECKPOINTS, checkpoint_name
-from stages.configs import TrainConfig
 from stages.train.schedule import checkpoint_steps
+from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
 

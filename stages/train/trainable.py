@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.interface import attention_modules
-from stages.configs import LoraConfig, TrainConfig
+from stages.train.stage import LoraConfig, TrainConfig
 
 _ADAPTER = "default"  # peft's own name of the only adapter of a model
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"

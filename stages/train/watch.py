@@ -12,10 +12,10 @@ import torch.distributed as dist
 from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from stages.artifacts import TOKENIZER
-from stages.configs import PrepareConfig, TrainConfig
 from stages.context import StageConfig
+from stages.prepare.stage import TOKENIZER, PrepareConfig
 from stages.train.loss import IGNORED
+from stages.train.stage import TrainConfig
 
 _SEED_OFFSET = 1_000_003  # other samples than the search's, from needles training does not see
 

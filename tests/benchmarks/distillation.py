@@ -21,11 +21,11 @@ import torch
 
 from bosch.model.loading import load_model
 from pipeline.recipe.load import ROOT, load_recipe
-from stages.artifacts import MODEL, read_metrics
-from stages.configs import TrainConfig
 from stages.context import StageConfig
+from stages.materialize.stage import MODEL
 from stages.train.loss import install_loss
 from stages.train.run import run
+from stages.train.stage import TrainConfig, read_metrics
 from stages.train.watch import make_needle_watch
 
 RECIPE = "recipes/quickstart.yaml"

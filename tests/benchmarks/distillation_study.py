@@ -41,10 +41,11 @@ from recipes.study.make_composition_model import (
     examples,
     training_batch,
 )
-from stages.artifacts import MODEL, PACKED_DATA, checkpoint_folders, checkpoint_tokens
-from stages.configs import TrainConfig
 from stages.context import StageConfig
+from stages.materialize.stage import MODEL
+from stages.prepare.stage import PACKED_DATA
 from stages.train.run import run
+from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_tokens
 from tests.benchmarks.distillation import print_medians, tokens_to, train_config
 
 STEPS, EVERY, QUESTIONS = 128, 8, 96

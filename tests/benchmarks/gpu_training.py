@@ -25,9 +25,9 @@ from bosch.model.materialize import materialize
 from bosch.model.stored_config import StoredConfig
 from bosch.window import Window
 from pipeline.recipe.load import ROOT
-from stages.artifacts import TrainingStep, read_metrics
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.train.footprint import training_memory
+from stages.train.stage import TrainConfig, TrainingStep, read_metrics
 from stages.train.trainer import PretrainingTrainer
 from tests.training_case import train_here
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from pipeline.recipe.load import ROOT
-from stages.artifacts import HYBRID, ORIGINAL, Scores, SuiteScores
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores
 from stages.report.results import Results, load_results
 
 RECIPE = "recipes/quickstart.yaml"

@@ -24,12 +24,12 @@ from bosch.model.materialize import materialize
 from bosch.progress import progress
 from bosch.window import Window
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from stages.configs import EvaluateConfig, HarnessEvaluation, ModelConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.generation import generate
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.models import load_evaluated
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
 

@@ -23,10 +23,10 @@ from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.stored_config import StoredConfig
 from bosch.window import Window
-from stages.configs import ModelConfig, Runtime, TrainConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.train.model import load_for_training
 from stages.train.run import build_trainer
+from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
 from tests.training_case import stage_config
 

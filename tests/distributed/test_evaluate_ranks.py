@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from stages.configs import EvaluateConfig, ModelConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.evaluate.stage import EvaluateConfig
 from tests.rank_processes import run_order
 from tests.search_case import order
 from tests.tiny_data import save_tiny_model

@@ -11,9 +11,9 @@ import torch
 from bosch.heads import HeadMaskFile
 from pipeline.run.elastic import first_reason
 from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
-from stages.configs import ModelConfig, Runtime, SearchConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
+from stages.search.stage import SearchConfig
 from tests.rank_processes import run_order
 from tests.search_case import WINDOW, order, write_inputs
 

@@ -13,9 +13,9 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
 from bosch.model import tensor_parallel as sharding
 from bosch.ranks import Ranks
-from stages.configs import ModelConfig, Runtime, SearchConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
+from stages.search.stage import SearchConfig
 from tests.hybrid_case import KV_HEADS, small_model
 from tests.rank_processes import run_order
 from tests.search_case import WINDOW, order, write_inputs

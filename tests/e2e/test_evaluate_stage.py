@@ -19,13 +19,15 @@ from bosch.window import Window
 from data_prep.essays import haystack_words
 from data_prep.ruler import ruler_task
 from data_prep.ruler_base import Corpus, TokenCounter
-from stages.artifacts import Scores, read_samples
-from stages.configs import EvaluateConfig, ModelConfig, PrepareConfig, Runtime, SearchConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, needle_suite, rivals
 from stages.evaluate import run as evaluate
+from stages.evaluate.scores import Scores, read_samples
+from stages.evaluate.stage import EvaluateConfig
 from stages.original import run as original
 from stages.prepare import run as prepare
+from stages.prepare.stage import PrepareConfig
+from stages.search.stage import SearchConfig
 from tests.peak_memory import TensorBytes
 from tests.tiny_data import save_tiny_model
 

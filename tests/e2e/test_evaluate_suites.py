@@ -13,9 +13,7 @@ from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.run.hashing import file_digest
-from stages.artifacts import Scores, SelectedScores, read_samples
-from stages.configs import EvaluateConfig, HarnessEvaluation, ModelConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import answers, harness_suite, harness_tasks, selected
 from stages.evaluate import models as evaluation
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content_identity
@@ -23,6 +21,8 @@ from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.harness_tasks import read_records
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.position_suite import edges, position_table, token_losses
+from stages.evaluate.scores import Scores, SelectedScores, read_samples
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from stages.evaluate.tables import not_shares
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model

@@ -18,10 +18,10 @@ from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.search_mode import apply_head_mask
 from bosch.window import Window
-from stages.configs import MaterializeConfig, ModelConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize import run as materialize
 from stages.materialize.model_card import UNTRAINED, base_licence, model_card
+from stages.materialize.stage import MaterializeConfig
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16

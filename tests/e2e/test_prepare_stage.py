@@ -14,9 +14,9 @@ from datasets import load_from_disk
 
 from bosch.errors import UserError
 from data_prep.tokenizer import Encoder, TokenizerSpec
-from stages.configs import ModelConfig, PrepareConfig, Runtime
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
+from stages.prepare.stage import PrepareConfig
 from tests.tiny_data import save_tiny_model, tiny_tokenizer
 
 

@@ -19,10 +19,9 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.search.methods import METHODS
-from stages.artifacts import TRACES
-from stages.configs import ModelConfig, Runtime, SearchConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
+from stages.search.stage import TRACES, SearchConfig
 from tests.hybrid_case import KV_HEADS, LAYERS
 from tests.search_case import WINDOW, write_inputs
 

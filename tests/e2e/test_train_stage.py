@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
-from stages.configs import TrainConfig
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
 from stages.train.metrics import MetricsLog
 from stages.train.schedule import make_schedule
+from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.training_case import (
     SEQUENCE_LENGTH,

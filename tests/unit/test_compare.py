@@ -27,7 +27,7 @@ from pipeline.recipe.processes import World
 from pipeline.run.graph import Stage
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
-from stages.artifacts import Scores
+from stages.evaluate.scores import Scores
 from tests.compare_stages import hybrid_score
 from tests.pipeline_case import ROOT, Case, fake_table
 

@@ -14,9 +14,10 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import World
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
-from stages.configs import PrepareConfig, TrainConfig
 from stages.context import StageConfig
 from stages.prepare import run as prepare
+from stages.prepare.stage import PrepareConfig
+from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.crash_states import State, recorded
 from tests.pipeline_case import Case, fake_table

@@ -94,16 +94,16 @@ def test_a_stage_imports_nothing_from_there(
     monkeypatch.chdir(more_hostile)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)
-    section = {"type": "stages.configs:ReportConfig", "values": {}}
+    section = {"type": "stages.report.stage:ReportConfig", "values": {}}
     work = tmp_path / "work"
     work.mkdir()
     order = {
         "stage": "report",
         "function": "tests.fake_stages:run",
         "section": section,
-        "model": {"type": "stages.configs:ModelConfig", "values": {"path": "x"}},
+        "model": {"type": "stages.context:ModelConfig", "values": {"path": "x"}},
         "seed": 0,
-        "runtime": {"type": "stages.configs:Runtime", "values": {}},
+        "runtime": {"type": "stages.context:Runtime", "values": {}},
         "upstream": {},
         "inputs": {},
         "work_dir": str(work),

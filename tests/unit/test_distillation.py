@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from bosch.model.materialize import materialize
 from bosch.model.stored_config import StoredConfig
 from bosch.window import Window
-from stages.configs import LoraConfig, ModelConfig, Runtime, TrainConfig
+from stages.context import ModelConfig, Runtime
 from stages.train import distillation
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.footprint import trained_parameters, training_memory
 from stages.train.loss import install_loss
 from stages.train.model import load_for_training
+from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
 from tests.benchmarks.test_train_peak import SIZES
 from tests.hybrid_case import mask_of, small_model, tokens

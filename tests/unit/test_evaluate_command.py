@@ -22,8 +22,8 @@ from pipeline.recipe.processes import World
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.store import Store
-from stages.artifacts import SelectedScores, write_samples
 from stages.evaluate.answers import TaskGroup
+from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
 from tests.pipeline_case import Case, fake_table, write_safetensors
 

@@ -13,10 +13,10 @@ from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import UserError
-from stages.configs import HarnessEvaluation
 from stages.evaluate import harness_tasks
 from stages.evaluate.answers import MetricRule, TaskGroup
 from stages.evaluate.harness_tasks import leaf_configs, load_tasks, refuse_unscorable
+from stages.evaluate.stage import HarnessEvaluation
 from stages.evaluate.tables import suite_table
 
 FOLDERS = (

@@ -25,7 +25,7 @@ from bosch.search.methods import FINDING, METHODS, MethodName
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from stages.configs import SearchConfig
+from stages.search.stage import SearchConfig
 from tests.search_case import WINDOW, searchable
 
 SEARCHED = [name for name, method in METHODS.items() if method.kind not in ("ranking", "file")]

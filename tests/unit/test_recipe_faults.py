@@ -14,7 +14,7 @@ from pipeline.cli import main
 from pipeline.recipe.inputs import unknown_tasks
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import without_others
-from stages.configs import HarnessEvaluation
+from stages.evaluate.stage import HarnessEvaluation
 from tests.pipeline_case import Case, truncate
 
 

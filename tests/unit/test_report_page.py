@@ -20,9 +20,10 @@ from bosch.model.cache_size import CacheSize
 from bosch.search.evaluator import Phase
 from bosch.window import Window
 from pipeline.run import graph
-from stages.artifacts import STAGES, Scores
-from stages.configs import EvaluateConfig
+from stages.artifacts import STAGES
 from stages.evaluate.position_suite import position_table
+from stages.evaluate.scores import Scores
+from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import suite_table
 from stages.report import run as report
 from stages.report.figures import cache_lengths

@@ -19,12 +19,12 @@ from data_prep import ruler
 from data_prep.ruler import ruler_task
 from data_prep.ruler_base import Corpus, TokenCounter
 from data_prep.ruler_samples import SampleFolder
-from data_prep.ruler_tasks import ANY_ANSWER, NEEDLE_SPECS, NEW_TOKENS
+from data_prep.ruler_tasks import ANY_ANSWER, NEEDLE_SPECS, NEW_TOKENS, RulerTask
 from data_prep.scoring import string_match
 from data_prep.sentences import split_by_rule
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.words import ADJECTIVES, NOUNS, PairedWords, WordLists
-from stages.configs import NeedleEvaluation, RulerTask
+from stages.evaluate.stage import NeedleEvaluation
 from tests.ruler_case import TOKENIZER, essay_text, write_data
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.run.hashing import FileHasher
 from pipeline.run.identity import source_identity
-from stages.configs import SourceConfig
+from stages.prepare.stage import SourceConfig
 
 SHARDS = Path(__file__).parents[1] / "data" / "mds"
 

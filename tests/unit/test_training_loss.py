@@ -15,11 +15,12 @@ from bosch.errors import UserError
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.recipe.model_shape import ModelInfo
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.train import loss as training_loss
 from stages.train.footprint import training_memory
 from stages.train.loss import cross_entropy, head_loss, install_loss
 from stages.train.memory import liger_loss_bytes
+from stages.train.stage import TrainConfig
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
 WINDOW = 5

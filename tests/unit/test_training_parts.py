@@ -17,7 +17,7 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
@@ -31,6 +31,7 @@ from stages.train.model import (
     saved_weights,
 )
 from stages.train.schedule import Schedule, make_schedule
+from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, check_layout, disk_errors, restart_step
 from tests.hybrid_case import random_mask, small_model
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bosch.errors import UserError
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.train.schedule import Schedule, make_schedule
+from stages.train.stage import TrainConfig
 
 
 def schedule(world_size: int = 1, on_gpu: bool = False, **fields: object) -> Schedule:

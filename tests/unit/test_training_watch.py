@@ -18,11 +18,12 @@ from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
 from bosch.window import Window
 from pipeline.recipe.model_shape import ModelInfo
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.train import run as training
 from stages.train.metrics import check_wandb
 from stages.train.speed import step_flops
 from stages.train.spikes import SpikeRule
+from stages.train.stage import TrainConfig
 from stages.train.trainer import PretrainingTrainer
 from stages.train.watch import NeedleWatch
 from tests.training_case import TRAIN, make_case, metrics, train_here, train_in_processes

@@ -16,8 +16,8 @@ import torch
 
 from bosch.errors import UserError
 from bosch.vllm.plan import Request, module_plan
-from stages.artifacts import CHECKPOINTS, checkpoint_name
 from stages.train.checkpoint import CheckpointWriter
+from stages.train.stage import CHECKPOINTS, checkpoint_name
 from tests import vllm_planner
 from tests.hybrid_case import KV_HEADS, small_model
 from tests.vllm_case import (

@@ -30,9 +30,9 @@ from pipeline.run.failures import is_disk_full
 from pipeline.run.graph import Stage, upstream_of
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
-from stages.configs import SearchConfig
 from stages.fields import Section
 from stages.formats import format_seconds
+from stages.search.stage import SearchConfig
 
 # The paper averages random layers over three runs.
 _RANDOM, _RANDOM_RUNS = "rand", 3

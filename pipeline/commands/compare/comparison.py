@@ -9,14 +9,9 @@ from typing import Literal
 
 from bosch.search.methods import METHODS
 from pipeline.run.runner import Runner
-from stages.artifacts import (
-    HYBRID,
-    ORIGINAL,
-    Scores,
-    SearchSummary,
-    SuiteScores,
-    checkpoint_tokens,
-)
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores
+from stages.search.stage import SearchSummary
+from stages.train.stage import checkpoint_tokens
 
 # Rows of BOSCH Tables 1 and 2, by the kind of method.
 _GROUPS = {

@@ -25,7 +25,7 @@ from pipeline.commands.compare.plots import score_plot
 from pipeline.commands.compare.tasks import marked, table_id, task_places, tasks_section
 from pipeline.commands.plots import save
 from pipeline.commands.tables import Group, Table
-from stages.artifacts import ORIGINAL
+from stages.evaluate.scores import ORIGINAL
 from stages.report import figures, markup
 from stages.report.charts import STYLE
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.recipe.recipe import Recipe
-from stages.configs import NeedleEvaluation
+from stages.evaluate.stage import NeedleEvaluation
 
 _FILE = Path(__file__).with_name("paper_scores.json")
 _WINDOW = 1024

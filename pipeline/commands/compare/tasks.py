@@ -15,12 +15,13 @@ from pipeline.commands.compare.comparison import (
     label_of,
 )
 from pipeline.commands.tables import best, marked_up, second_best
-from stages.artifacts import HYBRID, ORIGINAL, checkpoint_name, read_samples
+from stages.evaluate.scores import HYBRID, ORIGINAL, read_samples
 from stages.formats import format_length, format_score
 from stages.report import markup
 from stages.report.charts import STYLE
 from stages.report.predictions import anchor, predictions_section
 from stages.report.results import collect_predictions
+from stages.train.stage import checkpoint_name
 
 _LEAD = (
     "In points of 100, with 95 % intervals, or where there are several seeds with the score of "

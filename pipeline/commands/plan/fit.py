@@ -11,10 +11,11 @@ from bosch.errors import RunError, UserError
 from bosch.hardware import host_memory
 from bosch.model.decoder_shape import DecoderShape
 from pipeline.recipe.recipe import LoadedRecipe
-from stages.configs import Runtime, TrainConfig
+from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.train.footprint import TrainingMemory, training_memory
 from stages.train.schedule import batch_faults, make_schedule
+from stages.train.stage import TrainConfig
 
 # CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
 _DEVICE_OVERHEAD = 2.0 * 2**30

@@ -1,0 +1,214 @@
+"""What an evaluation publishes: scores.json and samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from bosch.search.methods import METHODS
+from stages.published import Record, Summary
+from stages.train.stage import checkpoint_tokens
+
+SAMPLES = "samples.jsonl"
+ORIGINAL = "original"
+HYBRID = "hybrid"
+_WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
+
+
+def window_name(size: int, method: str | None = None) -> str:
+    """Name of an untrained hybrid at another window: of the search's mask, or of a rival's."""
+    return f"window-{size}" if method is None else f"{method}-window-{size}"
+
+
+def named_window(name: str) -> tuple[str | None, int] | None:
+    """Method (None: the search's) and window of `window_name`; None for a name of another form."""
+    match = _WINDOW.fullmatch(name)
+    return (match[1], int(match[2])) if match and match[1] in (None, *METHODS) else None
+
+
+def _evaluated_name(name: str) -> str:
+    formed = checkpoint_tokens(name) is not None or named_window(name) is not None
+    if name not in (ORIGINAL, HYBRID, *METHODS) and not formed:
+        raise ValueError(
+            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, window-<n> and the methods"
+        )
+    return name
+
+
+Relation = Literal["different", "similar", "undecided"]
+# Points within which two models are called similar.
+MARGIN = 5.0
+MARKS: dict[Relation, str] = {"different": "", "similar": "≈ ", "undecided": "? "}
+ABOUT_MARKS = (
+    f"≈: within {MARGIN:g} points of the original; ?: too few samples to tell whether it differs "
+    "(5 %)"
+)
+
+
+class Against(Record):
+    """A model against the original on the same samples, in points; ends of 95 % intervals.
+
+    `ratio` is the share of the original's score that is left, in percent; None where the samples do
+    not bound it. `p_value` is that of the two answering equally well. `visible_loss` is the
+    smallest loss that the `samples` show at 5 % in four cases of five; None where they are too few
+    for any.
+    """
+
+    samples: int
+    visible_loss: float | None = None
+
+    difference: float
+    difference_low: float
+    difference_high: float
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    p_value: float
+
+    @property
+    def relation(self) -> Relation:
+        """Whether the samples show, at 5 %, that the two differ, or that they are similar."""
+        if not self.difference_low <= 0 <= self.difference_high:
+            return "different"
+        close = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
+        return "similar" if close else "undecided"
+
+
+def mark(against: Against | None) -> str:
+    """What stands before a score that is not shown to differ from the original's."""
+    return "" if against is None else MARKS[against.relation]
+
+
+class MeanScore(Record):
+    """A score in points of 100 with its 95 % interval, and the comparison with the original."""
+
+    score: float
+    low: float
+    high: float
+    against_original: Against | None = None
+
+
+class TaskScore(MeanScore):
+    """Score of one task at one length."""
+
+    standard_error: float
+    samples: int
+
+
+class MetricScore(MeanScore):
+    """A group's score under one metric, and the tasks that it is over."""
+
+    tasks: list[str]
+
+
+class GroupScore(MetricScore):
+    """A group's score over those of its `of` tasks that have one.
+
+    `metrics` are its scores by metric and filter, the first of which is its own; empty where it is
+    the unweighted mean of the tasks' scores.
+    """
+
+    of: int
+    metrics: dict[str, MetricScore] = {}
+
+
+class SuiteScores(Record):
+    """Scores of one model in one suite, in points of 100; every other field is a task.
+
+    `low` and `high` are the ends of the average's 95 % interval. `groups` holds averages over some
+    of the tasks.
+    """
+
+    __pydantic_extra__: dict[str, dict[int, TaskScore]]
+
+    average: float
+    low: float | None = None
+    high: float | None = None
+    standard_error: float | None = None
+    against_original: Against | None = None
+    by_length: dict[int, MeanScore] = {}
+    groups: dict[str, GroupScore] = {}
+
+    @property
+    def tasks(self) -> dict[str, dict[int, TaskScore]]:
+        """Task by length (0: the task has none)."""
+        return self.__pydantic_extra__
+
+    @property
+    def samples(self) -> int:
+        """Samples of all tasks and lengths."""
+        return sum(subtask.samples for by in self.tasks.values() for subtask in by.values())
+
+
+class BinLoss(Record):
+    """Mean over documents in one bin of positions, with its 95 % interval, nats per token.
+
+    One document is too few for an interval.
+    """
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+class PositionLoss(Record):
+    """Loss by position: bin i is that of tokens `edges[i]` to `edges[i + 1]` (exclusive).
+
+    `difference` is that to the original on the same documents.
+    """
+
+    edges: list[int]
+    documents: int
+    loss: list[BinLoss]
+    difference: list[BinLoss] | None = None
+
+
+class Scores(Summary):
+    """scores.json: suites by evaluated model, and the prose of the haystacks.
+
+    `missing` names tasks that have no score, with the reason, by suite.
+    """
+
+    FILE = "scores.json"
+
+    checkpoints: dict[Annotated[str, AfterValidator(_evaluated_name)], dict[str, SuiteScores]]
+    positions: dict[str, PositionLoss] = {}
+    missing: dict[str, dict[str, str]] = {}
+    corpus: dict[str, Any] | None = None
+
+    @property
+    def last_trained(self) -> str | None:
+        """Name of the checkpoint with the most training tokens."""
+        trained = [name for name in self.checkpoints if checkpoint_tokens(name) is not None]
+        return max(trained, key=lambda name: checkpoint_tokens(name) or 0, default=None)
+
+    @property
+    def averages(self) -> dict[str, dict[str, float]]:
+        """Average by model and suite."""
+        return {
+            name: {suite: scores.average for suite, scores in suites.items()}
+            for name, suites in self.checkpoints.items()
+        }
+
+
+class SelectedScores(Scores):
+    """scores.json of the command evaluate, in which models have names of any form."""
+
+    checkpoints: dict[str, dict[str, SuiteScores]]  # type: ignore[assignment]
+
+
+def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """The answers below a stage's folder: checkpoint, suite, task, length, index, score, output."""
+    with (folder / SAMPLES).open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def write_samples(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write answers where `read_samples` reads them."""
+    with (folder / SAMPLES).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

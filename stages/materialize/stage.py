@@ -1,0 +1,51 @@
+"""Stage materialize: the hybrid model's directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from bosch.errors import RunError
+from bosch.files import read_json
+from bosch.model.stored_config import StoredConfig, merged_text
+from stages.fields import Section, file_size
+from stages.published import _RUN_AGAIN, Summary
+
+
+class MaterializeConfig(Section):
+    """The deployable model: weights permuted so that full heads come first."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Precision of the saved weights."
+    )
+    max_shard_size: Annotated[str, AfterValidator(file_size)] = Field(
+        "5GB", description="Largest safetensors file."
+    )
+
+
+MODEL = "model"
+
+
+class MaterializeSummary(Summary):
+    """materialize/summary.json: size of the model and of its key/value cache, in bytes.
+
+    `own_windows` and `state_bytes` are as in `CacheSize`.
+    """
+
+    parameters: int
+    kv_cache_bytes_per_token_before: int
+    kv_cache_bytes_per_token_after: int
+    sliding_bytes_constant: int
+    own_windows: list[dict[str, int]] = []
+    state_bytes: int = 0
+
+
+def read_model_config(materialize: Path) -> StoredConfig:
+    """The sizes of the hybrid model."""
+    path = materialize / MODEL / "config.json"
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: missing or damaged; {_RUN_AGAIN}")
+    return StoredConfig(merged_text(config))

@@ -1,0 +1,114 @@
+"""Files that stages publish: typed JSON records, and the manifest beside every output."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from bosch.errors import RunError
+from bosch.files import hash_fault, read_json, write_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+
+TENSORBOARD = "tensorboard"
+_RUN_AGAIN = "run its stage again with --force"
+
+
+class Record(BaseModel):
+    """A JSON object that a stage writes; fields beyond the promised ones are kept."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @classmethod
+    def check(cls, content: object, place: str) -> Self:
+        """The record that `content` is. Raises RunError that names `place` and the field."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            field = "".join(f" {'.'.join(map(str, fault['loc']))}:" for _ in fault["loc"][:1])
+            raise RunError(f"{place}:{field} {fault['msg']}; {_RUN_AGAIN}") from None
+
+
+class Summary(Record):
+    """A record that is a file of its own.
+
+    Where a stage writes it last, `sha256` names all files of the work that is finished, with their
+    hashes (`bosch.files.file_hashes`).
+    """
+
+    FILE: ClassVar[str] = "summary.json"
+
+    sha256: dict[str, str] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The record published in a stage's folder."""
+        path = folder / cls.FILE
+        content = read_json(path)
+        if content is None:
+            raise RunError(f"{path}: missing or damaged; {_RUN_AGAIN}")
+        return cls.check(content, str(path))
+
+    @classmethod
+    def finished(cls, folder: Path) -> Self | None:
+        """The record of finished work; None, with a warning, where it or a file of it is damaged.
+
+        Also None where there is none yet.
+        """
+        if not (folder / cls.FILE).exists():
+            return None
+        try:
+            record = cls.read(folder)
+            fault = hash_fault(folder, record.sha256) if record.sha256 else "it has no hashes"
+        except RunError:
+            fault = f"{cls.FILE} cannot be read"
+        if fault is None:
+            return record
+        logger.warning("%s: damaged (%s); it is made anew", folder, fault)
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a stage's work directory."""
+        write_json(folder / self.FILE, self.content)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The record as its file holds it."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class Manifest(Summary):
+    """manifest.json, which the runner writes beside every stage's output.
+
+    `gpus`: GPUs that the stage ran on; None where an older run did not say.
+    """
+
+    FILE = "manifest.json"
+
+    key: str
+    seconds: float
+    created: str | None = None
+    git_commit: str | None = None
+    python: str | None = None
+    processes: int | None = None
+    gpus: int | None = None
+    packages: dict[str, str] = {}
+    files: list[dict[str, Any]] = []
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every file by its path."""
+        return {str(file["path"]): str(file["sha256"]) for file in self.files}
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of the stage times its GPUs; None where these are not known."""
+        return None if self.gpus is None else self.seconds * self.gpus / 3600

@@ -1,0 +1,150 @@
+"""Stage search: which KV heads become sliding."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from bosch.search.methods import METHODS, MethodName
+from bosch.search.settings import SearchSettings, SolverName
+from bosch.window import Window
+from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
+from stages.published import Record, Summary
+
+
+class SearchConfig(Section):
+    """Which KV heads become sliding-window attention (BOSCH Algorithms 1 to 3)."""
+
+    method: MethodName = Field(
+        "bosch",
+        description="How the head mask is found. "
+        + "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+        + ".",
+    )
+    swa_ratio: Ratio = Field(description="Share of KV heads that become sliding (rho).")
+    window_size: Count = Field(1024, description="Keys a sliding head sees, itself included (W).")
+    sinks: int = Field(
+        0, ge=0, le=MOST, description="First tokens a sliding head always sees besides."
+    )
+    solver: SolverName = Field(
+        SearchSettings.solver,
+        description=(
+            "Optimiser where a sub-problem is too large for brute force. nomad stays on the budget "
+            "by decoding; nomad_penalty sees the penalty of Eq. 5 instead, as published."
+        ),
+    )
+    budget_per_layer: Count = Field(
+        SearchSettings.budget_per_layer, description="Evaluations per layer (kappa)."
+    )
+    alpha: Number = Field(
+        SearchSettings.alpha, gt=0, description="Weight of the budget penalty (Eq. 5)."
+    )
+    gamma: Number = Field(
+        SearchSettings.gamma, ge=0, description="Head room of the upper anchor (Eq. 2)."
+    )
+    buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
+        default=list(SearchSettings.buckets), min_length=2, description="Ratios a layer can get."
+    )
+    max_group_variables: Count = Field(
+        SearchSettings.max_group_variables, description="Largest joint sub-problem in Algorithm 3."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**31, description="Seed of the search alone; default: the recipe's seed."
+    )
+    strict: bool = Field(
+        SearchSettings.strict,
+        description=(
+            "Whether bosch and its ablations follow the paper to the letter: ties are broken by "
+            "index, and the last phase's mask is the result. By default log-likelihoods break ties "
+            "and the best mask on budget that was measured is the result."
+        ),
+    )
+    race: Flag = Field(
+        SearchSettings.race,
+        description=(
+            "Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus "
+            "always does."
+        ),
+    )
+
+    mask: PathText | None = Field(
+        None, description="File with the head mask that method given takes, see docs/format.md."
+    )
+
+    head_granularity: Count = Field(
+        SearchSettings.head_granularity,
+        description=(
+            "The full KV heads of each layer are a multiple of it (g): 2 for a hybrid served on "
+            "two tensor-parallel ranks, see docs/serving.md."
+        ),
+    )
+
+    def settings(self, seed: int) -> SearchSettings:
+        """The library's settings, field by field; `seed` counts where the section has none."""
+        values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
+        values["buckets"] = tuple(self.buckets)
+        values["seed"] = seed if self.seed is None else self.seed
+        return SearchSettings(**values)
+
+    @property
+    def window(self) -> Window:
+        """Window of the sliding heads."""
+        return Window(self.window_size, self.sinks)
+
+
+HEAD_MASK = "head_mask.json"
+EVALUATIONS = "evaluations.jsonl"
+# Plots of a search by the quantity they show.
+TRACES = {"score": "trace_score.svg", "log_likelihood": "trace_log_likelihood.svg"}
+
+
+class LayerImportance(Record):
+    """Results of BOSCH Algorithms 1 and 2 for one layer."""
+
+    layer: int
+    best_score: float | None = None
+    drop: float | None = None
+    weight: float | None = None
+    ratio: float | None = None
+
+
+class TracePoint(Record):
+    """One evaluation of a search; `is_bound`: it ended early and its values are bounds.
+
+    `best_score` is None before the first whole evaluation of its sub-problem.
+    """
+
+    step: int
+    phase: str
+    subproblem: str
+    score: float
+    log_likelihood: float | None = None
+    best_score: float | None = None
+    mask: str | None = None
+    is_bound: bool = False
+
+
+class Anchors(Record):
+    """Scores of the masks with every head sliding and with every head full."""
+
+    all_sliding: float | None = None
+    all_full: float | None = None
+
+
+class SearchSummary(Summary):
+    """search/summary.json: scores, path and cost of a search."""
+
+    anchors: Anchors
+    best_score: float
+    best_log_likelihood: float
+    evaluations: int
+    model_seconds: float
+    solver_seconds: float
+    full_forward_equivalents: float
+    naive_full_forward_equivalents: float
+    gradients: int = 0
+    layer_importance: list[LayerImportance]
+    trace: list[TracePoint]
+    notes: list[str]
