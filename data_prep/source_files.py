@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR
+from bosch.files import NOT_REGULAR, open_regular
 from data_prep.mds_index import INDEX
 
+_PARQUET_MAGIC = b"PAR1"
 _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"),
     "parquet": (".parquet",),
@@ -73,3 +74,25 @@ def _indices(where: str, path: Path, pattern: str) -> list[Path]:
         raise UserError(f"{where}: there is no {INDEX} below {pattern}; expected MDS shards")
     folders = {index.parent for index in indices}
     return sorted(index for index in indices if not folders.intersection(index.parent.parents))
+
+
+def check_source(where: str, kind: str, pattern: str) -> None:
+    """Raise UserError when a source names no file, only empty files, or a cut Parquet file."""
+    files = source_files(where, kind, pattern)
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"{where}: the corpus at {pattern} is empty")
+    if kind == "parquet":
+        for file in files:
+            _check_parquet(where, file)
+
+
+def _check_parquet(where: str, file: Path) -> None:
+    size = file.stat().st_size
+    with open_regular(file) as stream:
+        start = stream.read(4)
+        stream.seek(max(size - 8, 0))
+        tail = stream.read(8)
+    if size < 12 or start != _PARQUET_MAGIC or tail[4:] != _PARQUET_MAGIC:
+        raise UserError(f"{where}: {file} is no whole Parquet file (cut short or of another kind)")
+    if int.from_bytes(tail[:4], "little") > size - 12:
+        raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")

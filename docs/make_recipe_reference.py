@@ -19,16 +19,17 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.recipe.recipe import Recipe  # noqa: E402
+from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
+from stages.recipe import recipe_type  # noqa: E402
 
 TARGET = ROOT / "docs" / "recipe_reference.md"
 
 INTRODUCTION = """\
 # Recipe reference
 
-<!-- Written by docs/make_recipe_reference.py from stages/configs.py and
-pipeline/recipe/recipe.py. -->
+<!-- Written by docs/make_recipe_reference.py from the sections in
+stages/*/stage.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
 `evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
@@ -43,7 +44,7 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
 
 def reference() -> str:
     """The whole file's text."""
-    return INTRODUCTION + "".join(_sections(Recipe, "", "The recipe"))
+    return INTRODUCTION + "".join(_sections(recipe_type(STAGES), "", "The recipe"))
 
 
 def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
@@ -62,7 +63,7 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
     yield f"\n## {heading}\n{about}"
     if rows:
         yield "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
-    for name, field, section in inner:
+    for name, field, section in sorted(inner, key=lambda one: one[0] == "runtime"):
         below = f"{path}.{name}" if path else name
         many = get_origin(field.annotation) is list
         mark = ", a list" if many else ""

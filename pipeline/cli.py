@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.stage_list import STAGES
 from pipeline.run import log
 from pipeline.run.failures import (
     LOST_RANK_STATUS,
@@ -35,14 +37,14 @@ from pipeline.run.failures import (
     output_is_full,
     unexpected,
 )
-from pipeline.run.graph import STAGES, Stage
+from stages.stage import Stage
 
 
 @dataclass(frozen=True)
 class Command:
     """One row of the table of commands.
 
-    `run(loaded, options, stages)` of its module works on a recipe, `run(options)` on none; both
+    `run(loaded, options)` of its module works on a recipe, `run(options)` on none; both
     return the exit status. `fetch` allows looking the recipe's model up over the network; without
     `input_files` its data need not be there, without `model_files` neither weights nor tokenizer.
     """
@@ -100,7 +102,7 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
+def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = STAGES) -> int:
     """Run one command and return its exit status; no traceback reaches the user."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _terminated)
@@ -117,10 +119,11 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
             fetch=command.fetch,
             input_files=command.input_files,
             model_files=command.model_files,
+            stages=stages,
         )
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
-        return _done(_module(command).run(loaded, options, stages))
+        return _done(_module(command).run(loaded, options))
     except UserError as fault:
         return _say(f"error: {fault}", 2)
     except LostRankError as lost:

@@ -23,12 +23,22 @@ from stages.fields import (
     ProcessesOrAuto,
     Section,
 )
+from stages.inputs import Input, is_hub_name
+
+# Attention backends that compute in float16 and bfloat16 alone, without sinks.
+HALF_PRECISION = ("flash", "varlen")
+
+
+def _is_model_name(section: Section, text: str, root: Path) -> bool:
+    return is_hub_name(text, root)
 
 
 class ModelConfig(Section):
     """The pretrained model that is made hybrid."""
 
-    path: PathText = Field(description="Directory of the base model, or its name on the hub.")
+    path: Annotated[PathText, Input(is_name=_is_model_name)] = Field(
+        description="Directory of the base model, or its name on the hub."
+    )
     revision: Line | None = Field(None, description="Hub revision; ignored for a directory.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Precision of the model in search and evaluation."
@@ -41,7 +51,7 @@ class ModelConfig(Section):
 class Runtime(Section):
     """What does not change results and is no part of any key."""
 
-    output_root: PathText = Field(
+    output_root: Annotated[PathText, Input()] = Field(
         "runs", description="Folder of the store and of runs/<recipe name>."
     )
     attention: Literal["auto", "eager", "sdpa", "flex", "flash", "varlen"] = Field(
@@ -132,7 +142,7 @@ class StageConfig(Generic[OwnSection]):
     it depends on, by stage name. `runtime` and `shared` do not enter the stage's key. `shared` is a
     folder that other runs may use too, to pay for nothing twice. `model_identity` is the hash of
     what the stage reads of the base model. `stamps` are those of the input files when the stage
-    began.
+    began. `other_stages` are all that a recipe may have besides.
     """
 
     section: OwnSection
@@ -143,6 +153,7 @@ class StageConfig(Generic[OwnSection]):
     shared: Path | None = None
     model_identity: str | None = None
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    other_stages: tuple[str, ...] = ()
 
     def check_inputs(self) -> None:
         """Raise RunError if an input was written since the stage began, also if it was put back.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
@@ -135,3 +138,11 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    def environment(self) -> dict[str, Any]:
+        """What results depend on beside values and files: packages whose content is used."""
+        return {}
+
+    def completed(self, recipe_name: str) -> Self:
+        """The section with the defaults that a recipe's name fills in."""
+        return self

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bosch.errors import RunError
 from bosch.files import hash_fault, read_json, write_json
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 TENSORBOARD = "tensorboard"
-_RUN_AGAIN = "run its stage again with --force"
+RUN_AGAIN = "run its stage again with --force"
 
 
 class Record(BaseModel):
@@ -34,7 +34,7 @@ class Record(BaseModel):
         except ValidationError as error:
             fault = error.errors()[0]
             field = "".join(f" {'.'.join(map(str, fault['loc']))}:" for _ in fault["loc"][:1])
-            raise RunError(f"{place}:{field} {fault['msg']}; {_RUN_AGAIN}") from None
+            raise RunError(f"{place}:{field} {fault['msg']}; {RUN_AGAIN}") from None
 
 
 class Summary(Record):
@@ -46,7 +46,7 @@ class Summary(Record):
 
     FILE: ClassVar[str] = "summary.json"
 
-    sha256: dict[str, str] = {}
+    sha256: dict[str, str] = Field(default={})
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -54,7 +54,7 @@ class Summary(Record):
         path = folder / cls.FILE
         content = read_json(path)
         if content is None:
-            raise RunError(f"{path}: missing or damaged; {_RUN_AGAIN}")
+            raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
         return cls.check(content, str(path))
 
     @classmethod
@@ -100,8 +100,8 @@ class Manifest(Summary):
     python: str | None = None
     processes: int | None = None
     gpus: int | None = None
-    packages: dict[str, str] = {}
-    files: list[dict[str, Any]] = []
+    packages: dict[str, str] = Field(default={})
+    files: list[dict[str, Any]] = Field(default=[])
 
     @property
     def hashes(self) -> dict[str, str]:

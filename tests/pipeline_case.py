@@ -15,12 +15,13 @@ import yaml
 
 from bosch.errors import UserError
 from pipeline.recipe.load import load_recipe
-from pipeline.run.graph import STAGES, Stage
+from pipeline.recipe.stage_list import STAGES
+from stages.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def fake_table(distributed: bool = False) -> tuple[Stage, ...]:
+def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
     """The real table with every function replaced; only train keeps its processes if asked."""
     return tuple(
         replace(

@@ -102,6 +102,7 @@ def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
         seed=17,
         runtime=Runtime(),
         upstream={stage: sections[stage] for stage in inputs},
+        other_stages=tuple(sections),
     )
 
 

@@ -57,7 +57,7 @@ def order(
 
     def typed(section: Any) -> dict[str, Any]:
         return {
-            "type": f"stages.configs:{type(section).__name__}",
+            "type": f"{type(section).__module__}:{type(section).__name__}",
             "values": section.model_dump(mode="json"),
         }
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.run.graph import STAGES
+from pipeline.recipe.stage_list import STAGES
 from stages.evaluate.answers import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,11 +26,9 @@ from bosch.files import (
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.tables import Table
-from pipeline.recipe.checks import find_faults
-from pipeline.recipe.load import ROOT
+from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
-from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import Node, Stage
+from pipeline.run.graph import Node
 from pipeline.run.locks import hold, read_holder
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.answers import MODELS, VERSIONS, content_identity
@@ -48,8 +46,8 @@ from stages.evaluate.scores import (
 )
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
-from stages.train.schedule import checkpoint_steps
-from stages.train.stage import checkpoint_folders, checkpoint_name
+from stages.recipe import LoadedRecipe
+from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_name
 
 _POLL_SECONDS = 30.0
 # Between two stages of a run nobody holds a lock.
@@ -79,9 +77,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Evaluate, print the table and say where it is; 1 where a task has no score."""
-    runner = Runner(loaded, Choice(), stages)
+    runner = Runner(loaded, Choice())
     node = next((node for node in runner.nodes if node.name == "evaluate"), None)
     if node is None:
         raise UserError(f"{loaded.file}: has no section evaluate, which says what to evaluate")
@@ -151,8 +149,8 @@ def _watch(runner: Runner, node: Node, names: Sequence[str] | None) -> SelectedS
 
     Raises UserError for a name that no checkpoint will have, RunError where nobody trains.
     """
-    train = runner.loaded.recipe.train
-    planned = [HYBRID, *(checkpoint_name(n) for n in (checkpoint_steps(train) if train else ()))]
+    train = runner.loaded.recipe.get(TrainConfig)
+    planned = [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
     for name in names or ():
         if name not in planned:
             raise UserError(
@@ -326,13 +324,13 @@ def score_tables(scores: SelectedScores) -> list[Table]:
                   for at in table.tasks[task]]  # fmt: skip
         for task, length in dict.fromkeys(places):
             name = f"{task} at {format_length(length)}" if length else task
-            scores = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
-            rows.append([name, *map(_cell, scores)])
+            cells = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
+            rows.append([name, *(_cell(cell) for cell in cells)])
         for group in dict.fromkeys(name for table in tables_of.values() for name in table.groups):
             means = [table.groups.get(group) for table in tables_of.values()]
             most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
             covers = f"{group} ({len(most.tasks)} of {most.of} tasks)"
-            rows.append([covers, *map(_cell, means)])
+            rows.append([covers, *(_cell(mean) for mean in means)])
         rows.append(["average", *(_cell(t, t.average) for t in tables_of.values())])
         title = f"{suite}, 95 % intervals; {ABOUT_MARKS}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))

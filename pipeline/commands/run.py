@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from bosch.errors import UserError
 from bosch.files import make_folder
@@ -11,10 +10,9 @@ from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.plan.fit import refuse_what_cannot_fit
 from pipeline.commands.status import print_states
-from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import Stage
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
+from stages.recipe import LoadedRecipe
 from stages.report.stage import PAGE
 
 
@@ -40,10 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run what is to run and say where the results are; 1 where a task has no score."""
     choice = Choice(options.until, options.start, tuple(options.force), options.wait)
-    runner = Runner(loaded, choice, stages)
+    runner = Runner(loaded, choice)
     if options.dry_run:
         print_states(
             loaded, [state for state in runner.states() if state.node.name in runner.chosen]

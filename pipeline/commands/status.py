@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Sequence
 
 from bosch.errors import printable
-from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import Stage, resolve
+from pipeline.run.graph import resolve
 from pipeline.run.status import StageState, inspect
 from pipeline.run.store import Store
+from stages.recipe import LoadedRecipe
 
 # At most so much of new input files is read; beyond it, they are said not to be hashed.
 _BUDGET_BYTES = 64 * 1024**2
@@ -20,11 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """There are none."""
 
 
-def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the state of every stage."""
     store = Store(loaded.output_root)
     hasher = store.hasher(_BUDGET_BYTES)
-    nodes = resolve(loaded, hasher, stages)
+    nodes = resolve(loaded, hasher)
     print_states(loaded, inspect(nodes, store, hasher, loaded.recipe.name))
     if store.root.exists():
         with contextlib.suppress(OSError):

@@ -6,29 +6,26 @@ First come all faults of single fields; where there is none, all faults between 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from bosch.errors import UserError
-from pipeline.recipe.checks import find_faults
 from pipeline.recipe.faults import sentences
-from pipeline.recipe.model_shape import is_hub_name, read_model
+from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.overrides import apply_overrides
 from pipeline.recipe.processes import find_world
-from pipeline.recipe.recipe import LoadedRecipe, Recipe
+from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import read_mapping
-from stages.context import ModelConfig
-from stages.fields import Section
-from stages.prepare.stage import SourceConfig
+from stages.inputs import absolute, input_faults
+from stages.recipe import LoadedRecipe, Recipe, recipe_type
+from stages.stage import Stage
 
 # Relative paths in a recipe are taken from the checkout, wherever the command is called from.
 ROOT = Path(__file__).resolve().parents[2]
-# Fields that are paths, in whatever section they stand.
-_PATHS = ("path", "tokenizer", "essay_dir", "data_dir", "output_root", "mask")
-_Section = TypeVar("_Section", bound=Section)
+_NO_FILES = ("/proc", "/sys")
 
 
 def load_recipe(
@@ -38,6 +35,7 @@ def load_recipe(
     fetch: bool = True,
     input_files: bool = True,
     model_files: bool = True,
+    stages: Sequence[Stage[Any]] = STAGES,
     env: Mapping[str, str] = os.environ,
     root: Path = ROOT,
 ) -> LoadedRecipe:
@@ -49,23 +47,63 @@ def load_recipe(
     Raises:
         UserError: lists with dotted paths every field at fault, or every fault between fields.
     """
-    file = Path(path)
+    file, kind = Path(path), recipe_type(stages)
     content = apply_overrides(read_mapping(file), overrides)
     # A key without a value counts as left out, as YAML's writers mean it.
     values = {key: value for key, value in content.items() if value is not None}
     try:
-        recipe = _absolute(Recipe.model_validate({"name": file.stem, **values}), root)
+        recipe = absolute(kind.model_validate({"name": file.stem, **values}), root)
     except ValidationError as error:
-        raise UserError(listing(str(file), sentences(Recipe, error))) from None
+        raise UserError(listing(str(file), sentences(kind, error))) from None
+    recipe = _completed(recipe, stages)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
         recipe.model.path, recipe.model.revision, root, fetch=fetch, files=model_files
     )
-    loaded = LoadedRecipe(file, recipe, info, world)
+    loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
     faults += find_faults(loaded, input_files=input_files)
     if faults:
         raise UserError(listing(str(file), faults))
     return loaded
+
+
+def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
+    """Everything wrong between the fields of a recipe, one sentence each.
+
+    Without `input_files` it does not matter whether the data is there.
+    """
+    faults = [fault for stage in loaded.stages for fault in stage.checks(loaded)]
+    faults += _output_root(loaded)
+    return [*faults, *missing_inputs(loaded)] if input_files else faults
+
+
+def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
+    root = loaded.output_root
+    if str(root.resolve()).startswith(_NO_FILES):
+        yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
+        return
+    for path in (root / loaded.recipe.name, root, *root.parents):
+        if os.path.lexists(path):
+            if not path.is_dir():
+                what = "a link that leads nowhere" if not path.exists() else "a file"
+                yield f"runtime.output_root: {path} is {what}; expected a folder"
+            return
+
+
+def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
+    """What a run reads and is not there, or is not what it should be."""
+    for stage in loaded.stages:
+        section = getattr(loaded.recipe, stage.key)
+        if stage.field is not None and section is not None:
+            yield from input_faults(stage.key, section)
+        yield from stage.missing(loaded)
+
+
+def _completed(recipe: Recipe, stages: Sequence[Stage[Any]]) -> Recipe:
+    """The recipe with the defaults that its name fills in."""
+    keys = [stage.key for stage in stages if getattr(recipe, stage.key) is not None]
+    changes = {key: getattr(recipe, key).completed(recipe.name) for key in keys}
+    return recipe.model_copy(update=changes)
 
 
 def listing(file: str, faults: Sequence[str]) -> str:
@@ -74,29 +112,3 @@ def listing(file: str, faults: Sequence[str]) -> str:
     if len(faults) == 1:
         return f"{file}: {faults[0]}"
     return "\n".join([f"{file}: {len(faults)} faults", *(f"  {fault}" for fault in faults)])
-
-
-def _absolute(section: _Section, root: Path) -> _Section:
-    """The section with its paths absolute."""
-    changes: dict[str, Any] = {}
-    for name, value in section:
-        if isinstance(value, Section):
-            changes[name] = _absolute(value, root)
-        elif isinstance(value, list):
-            changes[name] = [_absolute(x, root) if isinstance(x, Section) else x for x in value]
-        elif isinstance(value, str) and name in _PATHS:
-            changes[name] = _absolute_path(section, name, value, root)
-    return section.model_copy(update=changes)
-
-
-def _absolute_path(section: Section, name: str, value: str, root: Path) -> str:
-    """The absolute path; what can only be meant as a name on the hub stays one."""
-    path = os.path.normpath(root / Path(value).expanduser())
-    if name == "tokenizer" and not os.path.isdir(path):
-        return value
-    may_be_name = isinstance(section, ModelConfig) or (
-        isinstance(section, SourceConfig) and section.kind == "huggingface"
-    )
-    if may_be_name and not os.path.exists(path) and is_hub_name(value, root):
-        return value
-    return path

@@ -6,66 +6,21 @@ Only config.json and the headers of the safetensors files are read.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
-from bosch.model.stored_config import StoredConfig, merged_text
+from bosch.model.stored_config import merged_text
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
+from data_prep.tokenizer_files import tokenizer_files
+from stages.inputs import is_hub_name
+from stages.recipe import ModelInfo
 
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.bpe",
-    "tekken.json",
-    "normalizer.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-# Of those whose names are the model's own.
-_TOKENIZER_PATTERNS = ("*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
-
-
-def tokenizer_files(directory: Path) -> list[str]:
-    """Names of the files in a directory that a tokenizer is read from, in order."""
-    patterns = (*TOKENIZER_FILES, *_TOKENIZER_PATTERNS)
-    files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    return sorted(path.name for path in files if not path.name.startswith("."))
-
-
-@dataclass(frozen=True)
-class ModelInfo(StoredConfig):
-    """Shape of a decoder, and where its files are.
-
-    `directory` is None for a hub model; `commit` is the revision its config.json belongs to, None
-    where it comes from recipes/shapes.
-    """
-
-    directory: Path | None = None
-    commit: str | None = None
-
-
-def is_hub_name(path: str, root: Path) -> bool:
-    """Whether a model path that is no directory can be meant as a name on the hub."""
-    if _HUB_NAME.fullmatch(path) is None:
-        return False
-    return not (root / path.partition("/")[0]).is_dir()
 
 
 def read_model(

@@ -5,33 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from bosch.errors import UserError
-
-
-@dataclass(frozen=True)
-class World:
-    """Nodes and processes of a distributed stage, as torchrun counts them."""
-
-    nodes: int = 1
-    node_rank: int = 0
-    processes_per_node: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int | None = None
-    gpus: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.processes_per_node
-
-    @property
-    def used_gpus(self) -> int:
-        """GPUs that the processes use, one each; 0 where there are none."""
-        return self.nodes * min(self.processes_per_node, self.gpus)
-
+from stages.recipe import World
 
 # What launchers, schedulers and accelerate leave in the environment about other processes than
 # those that a stage is started on. Libraries would read them: a RANK alone lets a single process

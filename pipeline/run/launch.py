@@ -16,7 +16,7 @@ from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError
 from bosch.files import read_json, write_json
 from bosch.hardware import cpu_cores
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import World, without_others
+from pipeline.recipe.processes import without_others
 from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
@@ -29,6 +29,7 @@ from pipeline.run.failures import (
     killed_by_kernel,
 )
 from pipeline.run.worker import PARENT
+from stages.recipe import World
 
 # Runs the stage that an order describes on the given processes, and returns its summary.
 Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,9 @@ from pydantic import BaseModel
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.files import Stamp, changed_file, write_json
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import World
-from pipeline.recipe.recipe import LoadedRecipe
 from pipeline.run.first_node import Heart, Watcher
 from pipeline.run.graph import (
-    STAGES,
     Node,
-    Stage,
     current_document,
     document_key,
     find_stage,
@@ -39,6 +35,7 @@ from pipeline.run.locks import hold
 from pipeline.run.status import StageState, differences, inspect, inspect_output
 from pipeline.run.store import Store
 from stages.formats import format_seconds
+from stages.recipe import LoadedRecipe, World
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -78,7 +75,6 @@ class Runner:
         self,
         loaded: LoadedRecipe,
         choice: Choice = Choice(),
-        stages: Sequence[Stage] = STAGES,
         launcher: Launcher = launch,
     ) -> None:
         self.loaded, self.choice, self.launcher = loaded, choice, launcher
@@ -90,7 +86,7 @@ class Runner:
         several, leads = loaded.world.nodes > 1, loaded.world.node_rank == 0
         self._heart = Heart(signs) if several and leads else None
         self._first_node = Watcher(signs) if several and not leads else None
-        self.nodes = resolve(loaded, self.hasher, stages)
+        self.nodes = resolve(loaded, self.hasher)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
 
@@ -284,7 +280,7 @@ class Runner:
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
         if document_key(now) != node.key:
-            changes = "; ".join(differences(node.document, now, node.stage.section))
+            changes = "; ".join(differences(node.document, now, node.stage.key))
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
@@ -324,6 +320,7 @@ class Runner:
             "work_dir": str(work),
             "shared": self._shared(node),
             "model_identity": _model_identity(node),
+            "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
         }
 

@@ -90,7 +90,7 @@ def _why(node: Node, store: Store, last: str | None) -> str:
     manifest = store.manifest(node.name, last)
     if manifest is None or node.document is None:
         return "recipe or inputs changed"
-    changes = list(differences(manifest["identity"], node.document, node.stage.section))
+    changes = list(differences(manifest["identity"], node.document, node.stage.key))
     more = len(changes) - _SHOWN_CHANGES
     shown = "; ".join(changes[:_SHOWN_CHANGES])
     return f"{shown}; and {more} more" if more > 0 else shown or "recipe or inputs changed"

@@ -54,6 +54,7 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         shared=Path(order["shared"]) if order.get("shared") else None,
         model_identity=order.get("model_identity"),
         stamps=order.get("stamps", {}),
+        other_stages=tuple(order.get("other_stages", ())),
     )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)

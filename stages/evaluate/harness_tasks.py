@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from bosch.errors import UserError
 from data_prep import longbench
 from data_prep.text import read_utf8
 from stages.evaluate.answers import MetricRule, TaskGroup
-from stages.evaluate.stage import HarnessEvaluation
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ _SPLITS = ("train", "validation", "test", "dev")
 # Fields of a task's configuration that name a split of its data.
 _SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _WHERE = "evaluate.harness.tasks"
+_LIST_THEM = "`lm-eval ls tasks` lists them all"
+_WORD = re.compile(r"[\w.+-]+")
 # Shares whose mean no other way to sum them up gives.
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
@@ -43,6 +47,37 @@ class _Absent:
     """Stands in lm-eval's groups for a task without data."""
 
     task_name: str
+
+
+def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
+    """Tasks that lm-eval does not know, or that a run would refuse: what `validate` looks for."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    names = evaluate.harness.task_names if evaluate and evaluate.harness else []
+    unknown = _unknown(names)
+    yield from (f"{_WHERE}: lm-eval knows no task {n}; {_LIST_THEM}" for n in unknown)
+    others = [name for name in names if longbench.task_of(name) is None]
+    if others and not unknown:
+        try:
+            refuse_unscorable(task_manager(others), others)
+        except UserError as fault:
+            yield str(fault)
+
+
+def _unknown(names: Sequence[str]) -> list[str]:
+    """Tasks that no file of lm-eval names; reads all of its files where a name is in an odd place.
+
+    A name that stands there as something else passes; the harness itself refuses it before
+    training.
+    """
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return []
+    below = Path(spec.origin).parent / "tasks"
+    unknown = set(names)
+    for folder in (*sorted({below / name.split("_")[0] for name in unknown}), below):
+        for file in folder.rglob("*.yaml") if unknown else ():
+            unknown -= set(_WORD.findall(file.read_text(encoding="utf-8", errors="replace")))
+    return [name for name in names if name in unknown]
 
 
 def task_manager(names: Sequence[str]) -> Any:

@@ -20,8 +20,6 @@ from stages.prepare.stage import CALIBRATION, TOKENIZER
 from stages.search.stage import HEAD_MASK
 from stages.train.stage import checkpoint_folders
 
-VERSION = 4
-
 
 def run(
     config: StageConfig[EvaluateConfig], inputs: Mapping[str, Path], work_dir: Path

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from bosch.search.methods import METHODS
 from stages.published import Record, Summary
@@ -114,7 +114,7 @@ class GroupScore(MetricScore):
     """
 
     of: int
-    metrics: dict[str, MetricScore] = {}
+    metrics: dict[str, MetricScore] = Field(default={})
 
 
 class SuiteScores(Record):
@@ -131,8 +131,8 @@ class SuiteScores(Record):
     high: float | None = None
     standard_error: float | None = None
     against_original: Against | None = None
-    by_length: dict[int, MeanScore] = {}
-    groups: dict[str, GroupScore] = {}
+    by_length: dict[int, MeanScore] = Field(default={})
+    groups: dict[str, GroupScore] = Field(default={})
 
     @property
     def tasks(self) -> dict[str, dict[int, TaskScore]]:
@@ -177,8 +177,8 @@ class Scores(Summary):
     FILE = "scores.json"
 
     checkpoints: dict[Annotated[str, AfterValidator(_evaluated_name)], dict[str, SuiteScores]]
-    positions: dict[str, PositionLoss] = {}
-    missing: dict[str, dict[str, str]] = {}
+    positions: dict[str, PositionLoss] = Field(default={})
+    missing: dict[str, dict[str, str]] = Field(default={})
     corpus: dict[str, Any] | None = None
 
     @property

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.errors import UserError
+from bosch.model.yarn import yarn_fault
 from bosch.search.methods import METHODS, MethodName
 from data_prep.longbench import TASKS as LONGBENCH
-from data_prep.ruler_tasks import NEW_TOKENS, RulerTask
+from data_prep.ruler_tasks import DATA_FILES, NEW_TOKENS, RulerTask
+from data_prep.sentences import sentences_identity
+from data_prep.source_files import files_below
+from data_prep.words import words_identity
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
+from stages.inputs import Hasher, Input, hashed_files, prose
+from stages.recipe import LoadedRecipe, position_faults
+from stages.stage import Stage
+from stages.versions import installed_versions
 
 
 def unsearched(names: list[MethodName]) -> list[MethodName]:
@@ -19,6 +31,33 @@ def unsearched(names: list[MethodName]) -> list[MethodName]:
             known = ", ".join(n for n in METHODS if METHODS[n].kind in ("layer rule", "ranking"))
             raise ValueError(f"{name} is neither a rule nor a ranking: choose from {known}")
     return names
+
+
+def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
+    """The files of the recipe's tasks that are there, by content."""
+    names = [name for task, name in DATA_FILES.items() if task in needle.tasks]
+    files = [Path(folder, name) for name in names] if folder is not None else []
+    return {path.name: hasher.sha256(path) for path in files if path.is_file()}
+
+
+def _task_files(
+    harness: HarnessEvaluation, folder: str | None, hasher: Hasher
+) -> dict[str, Any] | None:
+    """The local data of the harness's tasks by content."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    files = [path for path in files_below(Path(folder)) if path.suffix == ".jsonl"]
+    return hashed_files(folder, sorted(files), hasher)
+
+
+def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(f"{where}: there is no folder {folder}")
+    list(files_below(Path(folder)))  # raises for what is no regular file
+
+
+def _sources_of_transformers() -> dict[str, Any]:
+    return dict(installed_versions(["transformers"]))
 
 
 class NeedleEvaluation(Section):
@@ -55,16 +94,20 @@ class NeedleEvaluation(Section):
             ),
         )
     )
-    essay_dir: PathText | None = Field(
+    essay_dir: Annotated[PathText | None, prose()] = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
     )
-    data_dir: PathText | None = Field(
+    data_dir: Annotated[PathText | None, Input(_ruler_files)] = Field(
         None,
         description=(
             "Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2), "
             "english_words.json (cwe, where a length needs more words than there are)."
         ),
     )
+
+    def environment(self) -> dict[str, Any]:
+        """Words that samples are made of, and what splits sentences."""
+        return {"words": words_identity(), "sentences": sentences_identity()}
 
     def new_tokens(self, task: str) -> int:
         """Tokens that a model may generate in a task."""
@@ -85,7 +128,7 @@ class HarnessEvaluation(Section):
             "longbench stands for the 21 tasks of LongBench v1."
         ),
     )
-    data_dir: PathText | None = Field(
+    data_dir: Annotated[PathText | None, Input(_task_files, _check_task_files)] = Field(
         None,
         description=(
             "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others, "
@@ -106,6 +149,10 @@ class HarnessEvaluation(Section):
         description="LongBench: tokens of a prompt, of which the first and last half are kept.",
     )
 
+    def environment(self) -> dict[str, Any]:
+        """The harness, which holds the prompts and the metrics."""
+        return dict(installed_versions(["lm-eval"]))
+
     @property
     def task_names(self) -> list[str]:
         """The tasks, LongBench's one by one."""
@@ -118,7 +165,7 @@ class PositionEvaluation(Section):
 
     length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
     documents: Count = Field(32, description="Documents, the first that are long enough.")
-    path: PathText | None = Field(
+    path: Annotated[PathText | None, prose(_sources_of_transformers)] = Field(
         None,
         description=(
             "Folder of .txt or .md files that are no training data; default: the source files of "
@@ -155,3 +202,94 @@ class EvaluateConfig(Section):
     def suites(self) -> dict[str, Section | None]:
         """The sections of the suites by name, None where the recipe leaves one out."""
         return {"needle": self.needle, "harness": self.harness, "positions": self.positions}
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    if evaluate is None:
+        return
+    if not any(evaluate.suites.values()):
+        names = ", ".join(evaluate.suites)
+        yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
+    if evaluate.needle is not None:
+        yield from _needle(loaded, evaluate.needle)
+    if evaluate.harness is not None:
+        yield from _harness(loaded, evaluate.harness)
+    if evaluate.positions is not None:
+        length = evaluate.positions.length
+        yield from position_faults(loaded, "evaluate.positions.length", length)
+
+
+def _needle(loaded: LoadedRecipe, needle: NeedleEvaluation) -> Iterator[str]:
+    limit = loaded.info.max_positions if loaded.info is not None else None
+    yield from _stretched(loaded, needle, limit)
+    for length in needle.lengths:
+        new_tokens = max(needle.new_tokens(task) for task in needle.tasks)
+        if new_tokens >= length:
+            yield (
+                f"evaluate.needle.max_new_tokens: {new_tokens:,} leaves no room "
+                f"for a prompt in evaluate.needle.lengths = {length:,}"
+            )
+
+
+def _stretched(loaded: LoadedRecipe, needle: NeedleEvaluation, limit: int | None) -> Iterator[str]:
+    """Lengths beyond the model's positions without a factor for YaRN that reaches so far."""
+    for length in set(needle.yarn) - set(needle.lengths):
+        yield f"evaluate.needle.yarn: {length:,} is not among evaluate.needle.lengths"
+    fault = yarn_fault(loaded.info.config) if loaded.info is not None and needle.yarn else None
+    if fault is not None:
+        yield f"evaluate.needle.yarn: RoPE cannot be stretched: {fault}"
+    for length in needle.lengths:
+        factor = needle.yarn_factor(length) or 1.0
+        if limit is not None and length > limit * factor:
+            name = "yarn" if length in needle.yarn else "lengths"
+            yield (
+                f"evaluate.needle.{name}: {length:,} is more than the model's {limit:,} positions"
+                f"; set evaluate.needle.yarn, like {{{length}: {math.ceil(length / limit)}}}"
+            )
+
+
+def _harness(loaded: LoadedRecipe, harness: HarnessEvaluation) -> Iterator[str]:
+    if any(name.startswith("longbench") for name in harness.tasks):
+        yield from position_faults(loaded, "evaluate.harness.max_length", harness.max_length)
+
+
+def _missing(loaded: LoadedRecipe) -> Iterator[str]:
+    """Files and packages that the suites need beside the folders that a recipe names."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    if evaluate is None:
+        return
+    for task in ("qa_1", "qa_2"):
+        if evaluate.needle is not None and task in evaluate.needle.tasks:
+            yield from _missing_ruler_file(task, evaluate.needle.data_dir)
+    if evaluate.harness is not None and not installed_versions(["lm-eval"]):
+        yield (
+            "evaluate.harness: lm-evaluation-harness is not installed; "
+            "pip install 'bosch-pipeline[eval]'"
+        )
+
+
+def _missing_ruler_file(task: str, folder: str | None) -> Iterator[str]:
+    name = DATA_FILES[task]
+    if folder is None or not Path(folder, name).is_file():
+        where = f"{folder} holds none" if folder is not None else "none is named"
+        yield (
+            f"evaluate.needle.data_dir: {task} needs a folder with {name}, as RULER downloads it; "
+            f"{where}"
+        )
+
+
+STAGE = Stage(
+    "evaluate",
+    "stages.evaluate.run:run",
+    EvaluateConfig,
+    version=4,
+    field=Field(None, description="Scores; left out, nothing is evaluated."),
+    needs=("prepare", "materialize", "train", "original"),
+    model="weights",
+    distributed=True,
+    pool="evaluation",
+    checks=_faults,
+    missing=_missing,
+    slow_checks="stages.evaluate.harness_tasks:name_faults",
+)

@@ -11,7 +11,8 @@ from bosch.errors import RunError
 from bosch.files import read_json
 from bosch.model.stored_config import StoredConfig, merged_text
 from stages.fields import Section, file_size
-from stages.published import _RUN_AGAIN, Summary
+from stages.published import RUN_AGAIN, Summary
+from stages.stage import Stage
 
 
 class MaterializeConfig(Section):
@@ -38,7 +39,7 @@ class MaterializeSummary(Summary):
     kv_cache_bytes_per_token_before: int
     kv_cache_bytes_per_token_after: int
     sliding_bytes_constant: int
-    own_windows: list[dict[str, int]] = []
+    own_windows: list[dict[str, int]] = Field(default=[])
     state_bytes: int = 0
 
 
@@ -47,5 +48,18 @@ def read_model_config(materialize: Path) -> StoredConfig:
     path = materialize / MODEL / "config.json"
     config = read_json(path)
     if not isinstance(config, dict):
-        raise RunError(f"{path}: missing or damaged; {_RUN_AGAIN}")
+        raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
     return StoredConfig(merged_text(config))
+
+
+STAGE = Stage(
+    "materialize",
+    "stages.materialize.run:run",
+    MaterializeConfig,
+    version=4,
+    field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
+    needs=("search",),
+    model="weights",
+    card=True,
+    seeded=False,
+)

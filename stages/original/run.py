@@ -13,8 +13,6 @@ from stages.evaluate.models import evaluate_models
 from stages.evaluate.scores import ORIGINAL
 from stages.evaluate.stage import EvaluateConfig
 
-VERSION = 3
-
 
 def run(
     config: StageConfig[EvaluateConfig], inputs: Mapping[str, Path], work_dir: Path

@@ -32,8 +32,6 @@ from stages.prepare.stage import (
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
-
 # Below this, starting processes takes longer than they save.
 _TOKENS_PER_WORKER = 10_000_000
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.errors import UserError
+from bosch.files import NOT_REGULAR, irregular_entries
+from data_prep.mds_index import read_index
 from data_prep.ruler_tasks import NeedleTask
+from data_prep.source_files import check_source, is_local, source_files
+from data_prep.tokenizer_files import tokenizer_files
 from stages.fields import (
     Count,
     Line,
@@ -16,7 +24,64 @@ from stages.fields import (
     parse_number,
     regular_expression,
 )
+from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import Summary
+from stages.recipe import LoadedRecipe
+from stages.stage import Stage
+
+# Kinds whose documents come from files or from the hub; the others make their own.
+_PATH_KINDS = ("text", "jsonl", "parquet", "mds", "huggingface")
+# Kinds whose documents are records with further fields.
+_RECORD_KINDS = ("jsonl", "parquet", "huggingface")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def _documents(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any]:
+    """A source's files by content, or the Python its documents come from.
+
+    MDS shards whose hashes stand in their index are identified by the index: reading verifies them.
+    """
+    if path is None:
+        return python_identity()
+    if source.kind == "huggingface" and not is_local(path):
+        return {"dataset": path}  # its subset, split and commit stand in the recipe
+    files = source_files(f"source {source.name}", source.kind, path)
+    if source.kind == "mds":
+        files += [shard for index in files for shard in _shards_without_hash(index)]
+    return hashed_files(path, files, hasher)
+
+
+def _shards_without_hash(index: Path) -> list[Path]:
+    return [shard.file(index.parent)[0] for shard in read_index(index) if not shard.is_hashed]
+
+
+def _check_documents(where: str, source: SourceConfig, path: str) -> None:
+    if source.kind != "huggingface" or is_local(path):
+        check_source(where, source.kind, path)
+
+
+def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
+    return source.kind == "huggingface" and is_hub_name(text, root)
+
+
+def _tokenizer(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any] | None:
+    """The tokenizer that shards were written with, by content; one of the hub by its name."""
+    if path is None:
+        return None
+    folder = Path(path)
+    if not folder.is_dir():
+        return {"hub": path}
+    return {name: hasher.sha256(folder / name) for name in tokenizer_files(folder)}
+
+
+def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
+    if Path(path).is_dir():
+        for name in irregular_entries(Path(path)):
+            raise UserError(f"{where}: {Path(path, name)} {NOT_REGULAR}; remove it")
+
+
+def _is_no_folder(source: SourceConfig, text: str, root: Path) -> bool:
+    return True
 
 
 class FilterConfig(Section):
@@ -48,7 +113,7 @@ class SourceConfig(Section):
             )
         )
     )
-    path: PathText | None = Field(
+    path: Annotated[PathText | None, Input(_documents, _check_documents, _is_dataset)] = Field(
         None,
         description=(
             "File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a "
@@ -61,8 +126,8 @@ class SourceConfig(Section):
     revision: Line | None = Field(
         None, description="huggingface: commit of the dataset on the hub, all 40 digits."
     )
-    tokenizer: PathText | None = Field(
-        None, description="mds: tokenizer the shards were written with, to detokenise them."
+    tokenizer: Annotated[PathText | None, Input(_tokenizer, _check_tokenizer, _is_no_folder)] = (
+        Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
     )
     weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0)] = Field(
         1.0, description="Share of the training tokens, relative to the other sources."
@@ -80,7 +145,7 @@ class CalibrationConfig(Section):
     )
     examples: Count = Field(64, description="Number of examples.")
     length: Count = Field(32768, description="Tokens of an example, answer included.")
-    essay_dir: PathText | None = Field(
+    essay_dir: Annotated[PathText | None, prose()] = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
     )
 
@@ -109,3 +174,58 @@ class Statistics(Summary):
     sequences: int
     bytes_per_token: float
     calibration: dict[str, Any]
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    sources = loaded.recipe[PrepareConfig].sources
+    names = [source.name for source in sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"
+    for index, source in enumerate(sources):
+        where = f"prepare.sources.{index}"
+        if source.kind in _PATH_KINDS and not source.path:
+            yield f"{where}: a source of kind {source.kind} needs a path"
+        if source.kind not in _PATH_KINDS and source.path:
+            yield f"{where}: a source of kind {source.kind} takes no path"
+        if (source.kind == "mds") != (source.tokenizer is not None):
+            yield f"{where}: tokenizer is needed by kind mds and by no other kind"
+        yield from _dataset(where, source)
+        yield from _filters(where, source)
+
+
+def _dataset(where: str, source: SourceConfig) -> Iterator[str]:
+    if source.kind != "huggingface":
+        if source.subset or source.revision or source.split != "train":
+            yield f"{where}: subset, split and revision are for kind huggingface alone"
+    elif source.path and not is_local(source.path):
+        if Path(source.path).is_absolute():  # the loader leaves names on the hub as they are
+            yield f"{where}.path: {source.path} is neither a directory nor a name like org/dataset"
+        elif not _COMMIT.fullmatch(source.revision or ""):
+            yield (
+                f"{where}.revision: expected the dataset's commit, 40 digits (on the hub under "
+                f"Files and versions, History), since a branch may change; there is "
+                f"{source.revision or 'none'}"
+            )
+
+
+def _filters(where: str, source: SourceConfig) -> Iterator[str]:
+    filters = source.filters
+    if source.kind == "retrieval" and filters != FilterConfig():
+        yield f"{where}.filters: retrieval writes documents without end and takes no filters"
+    if filters.matches and source.kind not in _RECORD_KINDS:
+        yield f"{where}.filters.matches: a source of kind {source.kind} has no fields"
+    for unit in ("characters", "tokens"):
+        low, high = getattr(filters, f"min_{unit}"), getattr(filters, f"max_{unit}")
+        if low is not None and high is not None and low > high:
+            yield f"{where}.filters: min_{unit} {low:,} is more than max_{unit} {high:,}"
+
+
+STAGE = Stage(
+    "prepare",
+    "stages.prepare.run:run",
+    PrepareConfig,
+    version=3,
+    field=Field(description="Training data and calibration set."),
+    model="tokenizer",
+    checks=_faults,
+)

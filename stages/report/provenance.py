@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from stages.artifacts import STAGES
 from stages.context import StageConfig
-from stages.evaluate.scores import ORIGINAL
 from stages.formats import format_path
 from stages.published import Manifest
 from stages.report import markup
@@ -33,9 +31,10 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
     """Gather the resolved recipe from `config` and the rest from the stages' manifests."""
     model = PurePath(config.model.path).name
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
-    for stage in STAGES:
-        if stage in config.upstream and stage != ORIGINAL:  # configured by the section evaluate
-            recipe[stage] = config.upstream[stage].model_dump(mode="json")
+    for stage, section in config.upstream.items():
+        values = section.model_dump(mode="json")
+        if values not in recipe.values():  # two stages may have one section
+            recipe[stage] = values
     search = results.search
     share = f"ρ = {search.sliding / search.total:.3g}"
     subtitle = f"{model} made hybrid: {share}, W = {search.mask.window_size:,}"
@@ -76,12 +75,8 @@ def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[s
     if results.corpus is not None:
         for name, value in flatten(results.corpus):
             rows.append((f"Text of the evaluation, {name}", value))
-    for stage in STAGES:
-        manifest = results.manifests.get(stage)
-        if manifest is not None:
-            rows.append((f"Stage {stage}", _origin_of(manifest)))
-        elif stage not in results.present:
-            rows.append((f"Stage {stage}", "not part of this recipe"))
+    rows += [(f"Stage {name}", _origin_of(one)) for name, one in results.manifests.items()]
+    rows += [(f"Stage {name}", "not part of this recipe") for name in results.absent]
     return rows
 
 

@@ -6,7 +6,7 @@ a stage that is there but lacks a file it promises is an error, never an empty p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
-from stages.artifacts import STAGES
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_window, read_samples
 from stages.materialize.stage import MaterializeSummary, read_model_config
 from stages.prepare.stage import Statistics
@@ -117,6 +116,7 @@ class Results:
     corpus: dict[str, Any] | None
     statistics: dict[str, Any]
     present: frozenset[str]
+    absent: tuple[str, ...]
     manifests: Mapping[str, Manifest]
     predictions: Mapping[Place, list[Mapping[str, Any]]]
 
@@ -146,8 +146,8 @@ class Results:
         return sum(hours or 0.0 for hours in self.gpu_hours.values())
 
 
-def load_results(inputs: Mapping[str, Path]) -> Results:
-    """Read the published directories in `inputs`.
+def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Results:
+    """Read the published directories in `inputs`; `stages` are all that a recipe may have.
 
     Raises RunError or UserError, naming the file, where a stage's directory lacks what it promises.
     """
@@ -181,10 +181,11 @@ def load_results(inputs: Mapping[str, Path]) -> Results:
         ),
         statistics=Statistics.read(inputs["prepare"]).content,
         present=frozenset(inputs),
+        absent=tuple(stage for stage in stages if stage not in inputs),
         manifests={
             stage: Manifest.read(inputs[stage])
-            for stage in STAGES
-            if stage in inputs and (inputs[stage] / Manifest.FILE).exists()
+            for stage in inputs
+            if (inputs[stage] / Manifest.FILE).exists()
         },
     )
 

@@ -16,8 +16,6 @@ from stages.report.results import load_results
 from stages.report.stage import PAGE, ReportConfig
 from stages.report.terminal import print_summary, summarize
 
-VERSION = 7
-
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +29,7 @@ def run(
     RunError when a published directory lacks a file it promises.
     """
 
-    results = load_results(inputs)
+    results = load_results(inputs, config.other_stages)
     provenance = collect_provenance(config, results)
     page = work_dir / PAGE
     write_text(page, render(results, provenance, config.section))

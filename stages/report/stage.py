@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from stages.stage import Stage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 from pydantic import Field
 
 from stages.fields import Line, Number, Section
@@ -18,5 +25,20 @@ class ReportConfig(Section):
     )
     currency: Line = Field("USD", description="What the price is in.")
 
+    def completed(self, recipe_name: str) -> Self:
+        """With the recipe's name as title where there is none."""
+        return self if self.title else self.model_copy(update={"title": recipe_name})
+
 
 PAGE = "index.html"
+
+
+STAGE = Stage(
+    "report",
+    "stages.report.run:run",
+    ReportConfig,
+    version=7,
+    field=Field(default_factory=ReportConfig, description="The HTML page."),
+    needs=None,
+    seeded=False,
+)

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stages.artifacts import STAGES
 from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.report.results import Results
 from stages.report.stage import ReportConfig
@@ -52,7 +51,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "stage_seconds": dict(results.stage_seconds),
         "gpu_hours": results.gpu_hours,
         "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
-        "absent_stages": [stage for stage in STAGES if stage not in results.present],
+        "absent_stages": list(results.absent),
     }
 
 

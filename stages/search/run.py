@@ -34,11 +34,9 @@ from stages.report.search_figures import trace_files
 from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group
 from stages.search.reuse import reuse_bytes
-from stages.search.stage import EVALUATIONS, HEAD_MASK, SearchConfig, SearchSummary
+from stages.search.stage import EVALUATIONS, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
-
-VERSION = 10
 
 
 def run(
@@ -61,7 +59,7 @@ def run(
         backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
         context = replace(
             objective.context,
-            numerics=numerics(ranks.device, backend, batch, VERSION, shards=ranks.shards),
+            numerics=numerics(ranks.device, backend, batch, STAGE.version, shards=ranks.shards),
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
         ranks.from_first(None)  # all have loaded: from here on they wait for each other's passes

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from bosch.budget import check_granularity
+from bosch.errors import UserError
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.window import Window
+from stages.context import HALF_PRECISION
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
+from stages.inputs import Hasher, Input
+from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
+from stages.recipe import LoadedRecipe, ModelInfo
+from stages.stage import Stage
+
+
+def _mask_file(search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
+    return hasher.sha256(Path(path)) if path is not None and search.method == "given" else None
+
+
+def _check_mask(where: str, search: SearchConfig, path: str) -> None:
+    if search.method == "given" and not Path(path).is_file():
+        raise UserError(f"{where}: there is no file {path}")
 
 
 class SearchConfig(Section):
@@ -69,7 +87,7 @@ class SearchConfig(Section):
         ),
     )
 
-    mask: PathText | None = Field(
+    mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = Field(
         None, description="File with the head mask that method given takes, see docs/format.md."
     )
 
@@ -148,3 +166,109 @@ class SearchSummary(Summary):
     layer_importance: list[LayerImportance]
     trace: list[TracePoint]
     notes: list[str]
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    search = loaded.recipe[SearchConfig]
+    if search.method == "given" and search.mask is None:
+        yield "search.mask: method given takes the head mask from a file; name one"
+    yield from _ratio(search)
+    yield from _granularity(search, loaded.info)
+    yield from _lengths(loaded)
+    yield from _shards(loaded)
+    yield from _attention(loaded)
+
+
+def _ratio(search: SearchConfig) -> Iterator[str]:
+    if "buckets" not in METHODS[search.method].settings:  # meets any ratio by itself
+        return
+    low, high = min(search.buckets), max(search.buckets)
+    if not low <= search.swa_ratio <= high:
+        side = f"at most {high:g}" if search.swa_ratio > high else f"at least {low:g}"
+        yield (
+            f"search.swa_ratio: {search.swa_ratio:g} cannot be reached: with search.buckets "
+            f"{[float(bucket) for bucket in search.buckets]} a layer's ratio is {side}"
+        )
+
+
+def _granularity(search: SearchConfig, info: ModelInfo | None) -> Iterator[str]:
+    if info is None:
+        return
+    try:
+        check_granularity(
+            len(info.kinds.full), info.key_value_heads, search.swa_ratio, search.head_granularity
+        )
+    except UserError as error:
+        yield str(error)
+
+
+def _lengths(loaded: LoadedRecipe) -> Iterator[str]:
+    """The window is shorter than what the search measures."""
+    window = loaded.recipe[SearchConfig].window
+    length = loaded.recipe[PrepareConfig].calibration.length
+    yield from window_faults(window, "prepare.calibration.length", length)
+
+
+def window_faults(window: Window, path: str, length: int) -> Iterator[str]:
+    """Why a window is no window in sequences of so many tokens."""
+    if window.most_keys >= length:
+        yield (
+            f"search.window_size: {window} is not shorter than {path} = {length:,}; "
+            "sliding heads would see everything"
+        )
+
+
+def _shards(loaded: LoadedRecipe) -> Iterator[str]:
+    world = loaded.world
+    if loaded.recipe.runtime.search_parallel != "tensor":
+        return
+    if world.nodes > 1:
+        yield (
+            f"runtime.search_parallel: tensor shards the model over the processes of one node, "
+            f"NNODES asks for {world.nodes}"
+        )
+    elif world.size == 1:
+        yield (
+            "runtime.search_parallel: tensor needs several processes, there is one "
+            "(runtime.processes)"
+        )
+
+
+def _attention(loaded: LoadedRecipe) -> Iterator[str]:
+    recipe = loaded.recipe
+    backend, sinks = recipe.runtime.attention, recipe[SearchConfig].sinks
+    if backend in HALF_PRECISION and sinks:
+        yield (
+            f"runtime.attention: {backend} has no sinks, search.sinks asks for {sinks}; choose "
+            "sdpa or flex"
+        )
+    if backend in HALF_PRECISION and recipe.model.dtype == "float32":
+        yield (
+            f"runtime.attention: {backend} computes in float16 and bfloat16, model.dtype asks for "
+            "float32; choose sdpa or flex"
+        )
+    if backend in ("flex", "flash", "varlen") and _has_other_logits(loaded.info):
+        yield (
+            f"runtime.attention: {backend} has neither capped attention scores nor an extra logit "
+            "per head, the model has; choose sdpa"
+        )
+
+
+def _has_other_logits(info: ModelInfo | None) -> bool:
+    try:
+        return info is not None and not info.plain_logits
+    except UserError:  # said of the model already
+        return False
+
+
+STAGE = Stage(
+    "search",
+    "stages.search.run:run",
+    SearchConfig,
+    version=10,
+    field=Field(description="Which KV heads become sliding."),
+    needs=("prepare",),
+    model="weights",
+    distributed=True,
+    checks=_faults,
+)

@@ -28,7 +28,6 @@ from stages.train.storage import RestartPoints, check_layout, restart_step
 from stages.train.trainer import PretrainingTrainer, training_arguments
 from stages.train.watch import make_needle_watch
 
-VERSION = 4
 logger = logging.getLogger(__name__)
 
 

@@ -7,12 +7,11 @@ evenly over the processes and, within a process, over `accumulation` forward pas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bosch.errors import UserError
 from stages.context import Runtime
-from stages.train.stage import TrainConfig
+from stages.train.stage import TrainConfig, batch_faults
 
 _CPU_MICRO_BATCH_TOKENS = 2048  # what a core works on without leaving its cache
 
@@ -63,7 +62,7 @@ def make_schedule(
     for fault in batch_faults(train, runtime, sequence_length, world_size):
         raise UserError(fault)
     sequences = train.batch_tokens // sequence_length
-    steps = optimizer_steps(train)
+    steps = train.optimizer_steps
     micro = _micro_batch(runtime, sequences // world_size, sequence_length, on_gpu)
     return Schedule(
         sequence_length=sequence_length,
@@ -73,51 +72,8 @@ def make_schedule(
         steps=steps,
         warmup_steps=math.ceil(train.warmup_ratio * steps),
         min_lr_ratio=train.min_lr_ratio,
-        checkpoint_steps=checkpoint_steps(train),
+        checkpoint_steps=train.checkpoint_steps,
     )
-
-
-def batch_faults(
-    train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int
-) -> Iterator[str]:
-    """Why a batch does not split evenly over `world_size` processes, or is more than the run."""
-    if optimizer_steps(train) == 0:
-        yield (
-            f"train.total_tokens: {train.total_tokens:,} is less than one batch "
-            f"(train.batch_tokens = {train.batch_tokens:,})"
-        )
-    if train.batch_tokens % sequence_length:
-        yield (
-            f"train.batch_tokens: {train.batch_tokens:,} is no multiple of "
-            f"prepare.sequence_length = {sequence_length:,}"
-        )
-        return
-    sequences = train.batch_tokens // sequence_length
-    micro = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
-    if sequences % (micro * world_size):
-        yield (
-            f"train.batch_tokens: a batch of {sequences} sequences cannot be divided into micro "
-            f"batches of {micro} (runtime.micro_batch_size) on {world_size} process(es) "
-            "(runtime.processes)"
-        )
-
-
-def optimizer_steps(train: TrainConfig) -> int:
-    """Optimiser steps of a training: whole batches only (2.5B tokens of 2M make 1,192)."""
-    return train.total_tokens // train.batch_tokens
-
-
-def checkpoint_steps(train: TrainConfig) -> dict[int, int]:
-    """Step at whose end each requested count is reached; the end of the run is always kept.
-
-    Counts behind the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
-    2,499,805,184 (1,192 steps, as in the paper).
-    """
-    last = max(optimizer_steps(train), 1)
-    steps = {n: min(-(-n // train.batch_tokens), last) for n in train.checkpoint_tokens}
-    if last not in steps.values():
-        steps[train.total_tokens] = last
-    return steps
 
 
 def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,9 +12,13 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import RunError
 from bosch.journal import Journal
-from stages.evaluate.scores import _evaluated_name
+from stages.context import HALF_PRECISION, Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, parse_number, rising
-from stages.published import _RUN_AGAIN, Record, Summary
+from stages.prepare.stage import PrepareConfig
+from stages.published import RUN_AGAIN, Record, Summary
+from stages.recipe import LoadedRecipe, position_faults
+from stages.search.stage import SearchConfig, window_faults
+from stages.stage import Stage
 
 
 class LoraConfig(Section):
@@ -95,6 +101,24 @@ class TrainConfig(Section):
         ),
     )
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps: whole batches only (2.5B tokens of 2M make 1,192)."""
+        return self.total_tokens // self.batch_tokens
+
+    @property
+    def checkpoint_steps(self) -> dict[int, int]:
+        """Step at whose end each requested count is reached; the end of the run is always kept.
+
+        Counts behind the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
+        2,499,805,184 (1,192 steps, as in the paper).
+        """
+        last = max(self.optimizer_steps, 1)
+        steps = {n: min(-(-n // self.batch_tokens), last) for n in self.checkpoint_tokens}
+        if last not in steps.values():
+            steps[self.total_tokens] = last
+        return steps
+
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
@@ -119,6 +143,12 @@ def checkpoint_folders(train: Path) -> dict[str, Path]:
     return {path.name: path for path in folders}
 
 
+def _named_by_tokens(name: str) -> str:
+    if checkpoint_tokens(name) is None:
+        raise ValueError(f"'{name}' is no tokens-<n>")
+    return name
+
+
 class TrainingSummary(Summary):
     """train/summary.json: totals of a training run; `final_loss` in nats per token."""
 
@@ -128,7 +158,7 @@ class TrainingSummary(Summary):
     seconds: float
     processes: int
     sharding: str
-    checkpoints: dict[Annotated[str, AfterValidator(_evaluated_name)], int]
+    checkpoints: dict[Annotated[str, AfterValidator(_named_by_tokens)], int]
 
 
 class TrainingStep(Record):
@@ -159,5 +189,125 @@ def read_metrics(train: Path) -> list[TrainingStep]:
     journal = Journal(train / METRICS)
     steps = [TrainingStep.check(entry, str(journal.path)) for entry in journal.read_new()]
     if journal.damaged or not steps:
-        raise RunError(f"{journal.path}: missing or damaged; {_RUN_AGAIN}")
+        raise RunError(f"{journal.path}: missing or damaged; {RUN_AGAIN}")
     return steps
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    recipe, train = loaded.recipe, loaded.recipe.get(TrainConfig)
+    if train is None:
+        return
+    window, length = recipe[SearchConfig].window, recipe[PrepareConfig].sequence_length
+    yield from window_faults(window, "prepare.sequence_length", length)
+    yield from position_faults(loaded, "prepare.sequence_length", length)
+    yield from _batches(loaded, train)
+    yield from _checkpoints(train)
+    yield from _bad_steps(train, recipe.runtime)
+    yield from _teacher(train, recipe.runtime)
+    yield from _attention(loaded, train)
+
+
+def batch_faults(
+    train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int
+) -> Iterator[str]:
+    """Why a batch does not split evenly over `world_size` processes, or is more than the run."""
+    if train.optimizer_steps == 0:
+        yield (
+            f"train.total_tokens: {train.total_tokens:,} is less than one batch "
+            f"(train.batch_tokens = {train.batch_tokens:,})"
+        )
+    if train.batch_tokens % sequence_length:
+        yield (
+            f"train.batch_tokens: {train.batch_tokens:,} is no multiple of "
+            f"prepare.sequence_length = {sequence_length:,}"
+        )
+        return
+    sequences = train.batch_tokens // sequence_length
+    micro = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
+    if sequences % (micro * world_size):
+        yield (
+            f"train.batch_tokens: a batch of {sequences} sequences cannot be divided into micro "
+            f"batches of {micro} (runtime.micro_batch_size) on {world_size} process(es) "
+            "(runtime.processes)"
+        )
+
+
+def _batches(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+    prepare, runtime = loaded.recipe[PrepareConfig], loaded.recipe.runtime
+    yield from batch_faults(train, runtime, prepare.sequence_length, loaded.world.size)
+    tokens = train.optimizer_steps * train.batch_tokens
+    if prepare.train_tokens < tokens:
+        yield (
+            f"prepare.train_tokens: {prepare.train_tokens:,} is less than the {tokens:,} "
+            "tokens that training reads (train.total_tokens in whole batches)"
+        )
+
+
+def _checkpoints(train: TrainConfig) -> Iterator[str]:
+    if max(train.checkpoint_tokens, default=0) > train.total_tokens:
+        yield (
+            f"train.checkpoint_tokens: ends at {train.checkpoint_tokens[-1]:,}, "
+            f"after train.total_tokens = {train.total_tokens:,}"
+        )
+    counts = [tokens for tokens in train.checkpoint_tokens if tokens <= train.total_tokens]
+    steps = train.checkpoint_steps
+    for before, tokens in itertools.pairwise(counts):
+        if steps[before] == steps[tokens]:
+            yield (
+                f"train.checkpoint_tokens: {before:,} and {tokens:,} are reached by the "
+                f"same step (of {train.batch_tokens:,} tokens)"
+            )
+
+
+def _bad_steps(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
+    if train.bad_steps == "skip" and runtime.sharding == "deepspeed":
+        yield (
+            "train.bad_steps: skip cannot leave a step out under runtime.sharding = deepspeed, "
+            "which clips and steps at once; set stop, or runtime.sharding = fsdp"
+        )
+    count = len(train.checkpoint_steps)
+    if train.averaged_checkpoints is not None and train.averaged_checkpoints > count:
+        yield (
+            f"train.averaged_checkpoints: {train.averaged_checkpoints} are to be averaged, and "
+            f"train.checkpoint_tokens makes {count}"
+        )
+
+
+def _teacher(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
+    if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
+        yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
+    for setting, on in (("teacher = original", train.teacher != "none"), ("lora", train.lora)):
+        if on and runtime.sharding == "deepspeed":
+            yield (
+                f"train.{setting.partition(' ')[0]}: train.{setting} does not run under "
+                "runtime.sharding = deepspeed; set fsdp or none"
+            )
+
+
+def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+    backend = loaded.recipe.runtime.attention
+    if backend in HALF_PRECISION and train.mixed_precision == "no":
+        yield (
+            f"runtime.attention: {backend} computes in float16 and bfloat16, "
+            "train.mixed_precision = no trains in float32; choose sdpa or flex"
+        )
+    dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
+    if backend == "flex" and dropout:
+        yield (
+            "runtime.attention: flex has no attention dropout, the model's config.json asks for "
+            f"{dropout}; choose sdpa or flash"
+        )
+
+
+STAGE = Stage(
+    "train",
+    "stages.train.run:run",
+    TrainConfig,
+    version=4,
+    field=Field(None, description="Continual pretraining; left out, nothing is trained."),
+    needs=("prepare", "materialize"),
+    # What is wrong with the evaluation shows before days are spent.
+    after=("original",),
+    distributed=True,
+    checks=_faults,
+)

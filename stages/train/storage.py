@@ -32,7 +32,6 @@ from bosch.files import (
     write_json,
 )
 from bosch.ranks import connection_broke
-from stages.train.schedule import checkpoint_steps
 from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class RestartPoints:
         self.directory = work_dir / "restart"
         self.writing = self.directory / "writing"
         self._checkpoints = {
-            checkpoint_name(tokens): step for tokens, step in checkpoint_steps(train).items()
+            checkpoint_name(tokens): step for tokens, step in train.checkpoint_steps.items()
         }
 
     def newest(self) -> Path | None:

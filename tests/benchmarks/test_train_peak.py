@@ -10,8 +10,8 @@ import pytest
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from pipeline.recipe.model_shape import ModelInfo
 from stages.context import Runtime
+from stages.recipe import ModelInfo
 from stages.train.footprint import training_memory
 from stages.train.stage import TrainConfig
 from tests.training_case import make_case, train_in_processes

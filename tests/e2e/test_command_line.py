@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.recipe.stage_list import STAGES
 from pipeline.run.failures import REQUEUE_STATUS
-from pipeline.run.graph import STAGES
 from tests.pipeline_case import ROOT, Case
 
 

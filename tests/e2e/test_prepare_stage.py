@@ -126,7 +126,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from stages.prepare import run as prepare
-from stages.configs import ModelConfig, PrepareConfig, Runtime
+from stages.context import ModelConfig, Runtime
+from stages.prepare.stage import PrepareConfig
 from stages.context import StageConfig
 import data_prep.tokenizer as t, time
 real = t.Encoder.__call__

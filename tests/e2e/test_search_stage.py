@@ -88,8 +88,8 @@ from pathlib import Path
 import torch
 from bosch.objective.evaluation_log import EvaluationLog
 from stages.search import run as search
-from stages.configs import ModelConfig, Runtime, SearchConfig
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.search.stage import SearchConfig
 # The last bits of a sum depend on the number of threads.
 torch.set_num_threads({torch.get_num_threads()})
 append = EvaluationLog.append

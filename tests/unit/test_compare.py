@@ -23,11 +23,11 @@ from pipeline.commands.compare.paper import paper_scores
 from pipeline.commands.options import METHODS, read_options
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import World
-from pipeline.run.graph import Stage
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
+from stages.recipe import World
+from stages.stage import Stage
 from tests.compare_stages import hybrid_score
 from tests.pipeline_case import ROOT, Case, fake_table
 
@@ -44,7 +44,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case(tmp_path)
 
 
-def table() -> tuple[Stage, ...]:
+def table() -> tuple[Stage[Any], ...]:
     functions = {
         name: f"tests.compare_stages:{name}"
         for name in ("search", "materialize", "original", "evaluate")
@@ -75,9 +75,9 @@ class Launches:
 def comparison(case: Case, *arguments: str, launches: Launches | None = None) -> Comparison:
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
-    loaded = load_recipe(case.file, env={})
+    loaded = load_recipe(case.file, env={}, stages=table())
     options = read_options(compare.CompareOptions, parser.parse_args(arguments), "compare")
-    return compare.run_comparison(loaded, options, table(), launches or Launches())
+    return compare.run_comparison(loaded, options, launches or Launches())
 
 
 def test_every_method_of_the_paper_has_its_place() -> None:
@@ -170,8 +170,8 @@ def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
 
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
     launches = Launches()
-    loaded = load_recipe(case.file, ["search.method=bme"], env={})
-    Runner(loaded, Choice(until="materialize"), table(), launches).run()
+    loaded = load_recipe(case.file, ["search.method=bme"], env={}, stages=table())
+    Runner(loaded, Choice(until="materialize"), launches).run()
     links = {
         path: os.readlink(path) for path in (case.runs / "tiny").iterdir() if path.is_symlink()
     }

@@ -11,12 +11,12 @@ import pytest
 
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import World
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.context import StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
+from stages.recipe import World
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.crash_states import State, recorded
@@ -36,7 +36,8 @@ def test_publishing_loses_and_invents_nothing(tmp_path: Path) -> None:
         return execute(order)
 
     def run() -> Runner:
-        runner = Runner(load_recipe(case.file), Choice(until="search"), fake_table(), launcher)
+        loaded = load_recipe(case.file, stages=fake_table())
+        runner = Runner(loaded, Choice(until="search"), launcher)
         runner.run()
         return runner
 

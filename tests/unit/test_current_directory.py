@@ -13,8 +13,8 @@ import pytest
 
 from bosch.errors import RunError
 from pipeline.commands.measure.run import run_in_process
-from pipeline.recipe.processes import World
 from pipeline.run.launch import launch
+from stages.recipe import World
 from tests.pipeline_case import ROOT, Case
 
 ENTRY = ROOT / "pipeline" / "__main__.py"

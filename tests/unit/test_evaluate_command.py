@@ -18,13 +18,13 @@ from bosch.files import file_hashes
 from pipeline.commands import evaluate
 from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import World
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.store import Store
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
+from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 RIGHT = {"original": 19, "hybrid": 10, "tokens-8": 18, "tokens-16": 19}
@@ -63,9 +63,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
-    monkeypatch.setattr(
-        evaluate, "Runner", lambda loaded, choice, stages: Runner(loaded, choice, stages, launches)
-    )
+    monkeypatch.setattr(evaluate, "Runner", lambda loaded, choice: Runner(loaded, choice, launches))
     return launches
 
 
@@ -76,12 +74,12 @@ def case(tmp_path: Path) -> Case:
 
 def run(case: Case, **options: Any) -> int:
     chosen = argparse.Namespace(**({"checkpoints": None, "model": [], "watch": False} | options))
-    return evaluate.run(load_recipe(case.file, (), env={}), chosen, fake_table())
+    return evaluate.run(load_recipe(case.file, (), env={}, stages=fake_table()), chosen)
 
 
 def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path:
     """Model directories where a stage has them, below its work directory while it runs."""
-    runner = Runner(load_recipe(case.file, (), env={}), Choice(), fake_table())
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
     key = str(next(node.key for node in runner.nodes if node.name == stage))
     place = runner.store.published(stage, key) if finished else runner.store.work(stage, key)
     for name in names:

@@ -23,10 +23,10 @@ from bosch.model.interface import layouts_of
 from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize, permute_heads
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.model.stored_config import StoredConfig
+from bosch.model.stored_config import StoredConfig, merged_text
 from bosch.objective.flops import Flops
 from bosch.window import Window
-from pipeline.recipe.model_shape import ModelInfo, merged_text
+from stages.recipe import ModelInfo
 from tests.hybrid_case import (
     FAMILY_NAMES,
     KV_HEADS,

@@ -13,11 +13,11 @@ import pytest
 from bosch.errors import RunError
 from bosch.files import file_stamp
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import World
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Choice, Runner
 from stages.context import StageConfig
+from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
@@ -31,7 +31,7 @@ def case(tmp_path: Path) -> Case:
 def documents(case: Case, *overrides: str) -> dict[str, dict[str, Any]]:
     """The stages' documents without what they take over from the stages above them."""
     hasher = FileHasher(case.folder / "hashes.json")
-    nodes = resolve(load_recipe(case.file, overrides), hasher, fake_table())
+    nodes = resolve(load_recipe(case.file, overrides, stages=fake_table()), hasher)
     return {node.name: {**(node.document or {}), "upstream": None} for node in nodes}
 
 
@@ -123,7 +123,7 @@ def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
         return {}
 
     choice = Choice(until="search")
-    return Runner(load_recipe(case.file), choice, fake_table(), launcher)
+    return Runner(load_recipe(case.file, stages=fake_table()), choice, launcher)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
         (
             "prepare",
             lambda c: (c.corpus / "a.txt").write_text("other text"),
-            "prepare.sources.0: a.txt has other content",
+            "prepare.sources.0.path: a.txt has other content",
         ),
         ("prepare", lambda c: (c.corpus / "a.txt").unlink(), "corpus holds no file"),
         (

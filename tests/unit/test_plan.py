@@ -17,11 +17,9 @@ from bosch.window import Window
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_lines, stage_hours
 from pipeline.commands.plan.fit import refuse_what_cannot_fit, remedy, training_budget
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.model_shape import ModelInfo
-from pipeline.recipe.processes import World
-from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import STAGES
+from pipeline.recipe.stage_list import STAGES
 from stages.materialize.memory import device_bytes
+from stages.recipe import LoadedRecipe, ModelInfo, World
 from tests.pipeline_case import Case
 
 SHAPE = {

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.plan.command import plan_lines
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.recipe import LoadedRecipe
+from stages.recipe import LoadedRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS, RATIOS = ("qwen3_1p7b", "qwen3_8b", "qwen3_14b", "qwen3_30b_a3b"), (0.25, 0.5, 0.75, 0.875)

@@ -19,8 +19,6 @@ from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize
 from bosch.search.evaluator import Phase
 from bosch.window import Window
-from pipeline.run import graph
-from stages.artifacts import STAGES
 from stages.evaluate.position_suite import position_table
 from stages.evaluate.scores import Scores
 from stages.evaluate.stage import EvaluateConfig
@@ -366,7 +364,7 @@ def test_absent_stages_are_said_to_be_absent(
     for stage in without:
         assert re.search(rf"Stage {stage}\s+not part of this recipe", text)
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
-    assert summary["absent_stages"] == list(without)
+    assert set(summary["absent_stages"]) == set(without)
 
 
 def test_complete_recipe_says_of_nothing_that_it_is_absent(tmp_path: Path) -> None:
@@ -426,10 +424,6 @@ def test_a_search_by_swaps_has_its_dots_and_none_for_what_was_given_up(tmp_path:
     assert "Gradients taken</th><td>3<" in page
     assert {phase for phase, *_ in TRACE_KEYS} | {"final"} == set(get_args(Phase))
     assert set(PHASE_NAMES) == set(get_args(Phase))
-
-
-def test_the_report_knows_every_stage_of_the_pipeline() -> None:
-    assert [*STAGES, "report"] == [stage.name for stage in graph.STAGES]
 
 
 def test_summary_has_the_headline_numbers(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ import pytest
 
 from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import World
+from pipeline.recipe.stage_list import STAGES
 from pipeline.run import first_node
-from pipeline.run.graph import STAGES, Stage, resolve
+from pipeline.run.graph import resolve
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.status import differences
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
+from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 NAMES = [stage.name for stage in STAGES]
@@ -42,8 +43,8 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def runner(case: Case, *overrides: str, **choice: Any) -> Runner:
-    loaded = load_recipe(case.file, overrides, env={})
-    return Runner(loaded, Choice(**choice), fake_table(), in_process)
+    loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
+    return Runner(loaded, Choice(**choice), in_process)
 
 
 def states(case: Case, *overrides: str, **choice: Any) -> dict[str, str]:
@@ -78,12 +79,13 @@ def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) ->
 def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     # The fake table starts no stage on several processes; train alone keeps its own if asked.
     loaded = replace(
-        load_recipe(case.file, env={}), world=World(nodes=2, processes_per_node=8, gpus=8)
+        load_recipe(case.file, env={}, stages=fake_table(distributed=True)),
+        world=World(nodes=2, processes_per_node=8, gpus=8),
     )
     assert loaded.world.used_gpus == 16
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
     assert World(processes_per_node=4).used_gpus == 0
-    Runner(loaded, Choice(until="train"), fake_table(distributed=True), in_process).run()
+    Runner(loaded, Choice(until="train"), in_process).run()
     gpus = {
         name: json.loads((case.output(name) / "manifest.json").read_text())["gpus"]
         for name in ("prepare", "materialize", "train")
@@ -142,14 +144,14 @@ def test_changed_inputs_are_found_by_content(case: Case) -> None:
     runner(case).run()
     (case.corpus / "a.txt").write_text("some TEXT")
     shown = states(case)
-    assert shown["prepare"] == "to run (prepare.sources.0: a.txt has other content)"
+    assert shown["prepare"] == "to run (prepare.sources.0.path: a.txt has other content)"
     assert shown["search"] == "to run (input prepare changed)"
     assert shown["report"].startswith("to run (inputs prepare, search, ")
     (case.corpus / "a.txt").write_text("some text")
     os.utime(case.corpus / "a.txt", (1, 1))
     assert to_run(case) == []
     (case.corpus / "b.txt").write_text("more")
-    assert states(case)["prepare"] == "to run (prepare.sources.0: b.txt is new)"
+    assert states(case)["prepare"] == "to run (prepare.sources.0.path: b.txt is new)"
     (case.corpus / "b.txt").unlink()
     case.corpus.rename(case.folder / "elsewhere")
     assert to_run(case, f"prepare.sources.0.path={case.folder / 'elsewhere'}") == []
@@ -167,14 +169,18 @@ def test_changed_weights_rerun_the_search_but_not_the_data(case: Case) -> None:
     assert states(case)["prepare"] == "to run (model.tokenizer.json has other content)"
 
 
-def test_a_changed_stage_version_reruns_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner(case).run()
-    version = Stage.version.fget
-    assert version is not None
-    monkeypatch.setattr(
-        Stage, "version", property(lambda self: 2 if self.name == "train" else version(self))
+def test_a_changed_stage_version_reruns_it(case: Case) -> None:
+    first = runner(case)
+    first.run()
+    raised = tuple(
+        replace(stage, version=stage.version + (stage.name == "train"))
+        for stage in first.loaded.stages
     )
-    assert states(case)["train"] == "to run (the code of train changed: version 1 → 2)"
+    again = Runner(replace(first.loaded, stages=raised), Choice(), in_process)
+    shown = {one.node.name: str(one) for one in again.states()}
+    before = next(stage.version for stage in STAGES if stage.name == "train")
+    change = f"version {before} → {before + 1}"
+    assert shown["train"] == f"to run (the code of train changed: {change})"
 
 
 def test_two_recipes_share_equal_stages(case: Case) -> None:
@@ -182,8 +188,8 @@ def test_two_recipes_share_equal_stages(case: Case) -> None:
     prepared = case.output("prepare").resolve()
     other = case.folder / "other.yaml"
     other.write_text(case.file.read_text())
-    loaded = load_recipe(other, ["search.swa_ratio=0.75"], env={})
-    assert Runner(loaded, Choice(), fake_table(), in_process).run() == 5
+    loaded = load_recipe(other, ["search.swa_ratio=0.75"], env={}, stages=fake_table())
+    assert Runner(loaded, Choice(), in_process).run() == 5
     assert (case.runs / "other" / "prepare").resolve() == prepared
     assert (case.runs / "other" / "original").resolve() == case.output("original").resolve()
     assert to_run(case) == []
@@ -380,7 +386,7 @@ def test_links_of_what_no_longer_belongs_are_taken_away(
 def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None:
     def keys(*overrides: str) -> list[str | None]:
         loaded = load_recipe(case.file, overrides, env={})
-        return [node.key for node in resolve(loaded, runner(case).hasher, fake_table())]
+        return [node.key for node in resolve(loaded, runner(case).hasher)]
 
     plain = keys()
     case.content = dict(reversed(case.content.items()))
@@ -391,18 +397,10 @@ def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None
     assert len(set(plain)) == 7
 
 
-def test_versions_are_read_without_importing(tmp_path: Path) -> None:
-    assert Stage("x", "tests.fake_stages:run", (), "search").version == 1
-    with pytest.raises(RunError, match=r"there is no module stages\.nowhere"):
-        _ = Stage("x", "stages.nowhere:run", (), "search").version
-    with pytest.raises(RunError, match="sets no VERSION"):
-        _ = Stage("x", "stages.configs:run", (), "search").version
-
-
-def test_every_real_stage_has_a_version_and_known_needs() -> None:
+def test_every_real_stage_comes_after_what_it_needs() -> None:
     for index, stage in enumerate(STAGES):
         assert stage.version >= 1
-        assert set(stage.needs) <= set(NAMES[:index])
+        assert {*(stage.needs or ()), *stage.after} <= set(NAMES[:index])
 
 
 def test_an_evaluation_that_cannot_be_made_is_found_before_training() -> None:
@@ -419,8 +417,8 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
         return execute(order)
 
     def shared_of(*overrides: str, **choice: Any) -> Any:
-        loaded = load_recipe(case.file, overrides, env={})
-        Runner(loaded, Choice(until="search", **choice), fake_table(), noting).run()
+        loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
+        Runner(loaded, Choice(until="search", **choice), noting).run()
         (shown,) = [order["shared"] for order in orders if order["stage"] == "search"]
         orders.clear()
         return shown

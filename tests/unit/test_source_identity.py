@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run.hashing import FileHasher
-from pipeline.run.identity import source_identity
+from stages.inputs import section_identity
 from stages.prepare.stage import SourceConfig
 
 SHARDS = Path(__file__).parents[1] / "data" / "mds"
@@ -22,7 +22,7 @@ def identity(folder: Path, kind: str, store: Path) -> tuple[dict, set[str]]:
     sha256 = hasher.sha256
     hasher.sha256 = lambda path: hashed.add(path.name) or sha256(path)
     source = SourceConfig(name="a", kind=kind, path=str(folder))
-    return source_identity(source, hasher), hashed
+    return section_identity(source, hasher)[1], hashed
 
 
 def test_shards_with_hashes_in_their_index_are_not_read_for_the_key(tmp_path):
@@ -61,13 +61,14 @@ def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
 
 def test_retrieval_is_made_of_this_pythons_help(tmp_path):
     source = SourceConfig(name="a", kind="retrieval")
-    assert "python" in source_identity(source, FileHasher(tmp_path / "hashes.json"))
+    identity = section_identity(source, FileHasher(tmp_path / "hashes.json"))[1]
+    assert "python" in identity["path"]
 
 
 def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
     source = SourceConfig(name="a", kind="huggingface", path="org/name", revision="0" * 40)
     hasher = FileHasher(tmp_path / "hashes.json")
-    assert source_identity(source, hasher) == {"dataset": "org/name"}
+    assert section_identity(source, hasher)[1] == {"path": {"dataset": "org/name"}}
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("{}")
     assert identity(tmp_path / "data", "huggingface", tmp_path)[1] == {"a.jsonl"}

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
 from bosch.window import Window
-from pipeline.recipe.model_shape import ModelInfo
 from stages.context import Runtime
+from stages.recipe import ModelInfo
 from stages.train import run as training
 from stages.train.metrics import check_wandb
 from stages.train.speed import step_flops

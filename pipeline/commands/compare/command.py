@@ -23,16 +23,17 @@ from pipeline.commands.compare.paper import paper_scores
 from pipeline.commands.compare.tasks import write_predictions
 from pipeline.commands.options import METHODS, Methods, Ratios, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
-from pipeline.recipe.checks import find_faults
-from pipeline.recipe.load import listing
-from pipeline.recipe.recipe import LoadedRecipe
+from pipeline.recipe.load import find_faults, listing
 from pipeline.run.failures import is_disk_full
-from pipeline.run.graph import Stage, upstream_of
+from pipeline.run.graph import upstream_of
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
+from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Section
 from stages.formats import format_seconds
+from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.train.stage import TrainConfig
 
 # The paper averages random layers over three runs.
 _RANDOM, _RANDOM_RUNS = "rand", 3
@@ -56,10 +57,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shared_options.add_options(parser, CompareOptions)
 
 
-def run(loaded: LoadedRecipe, arguments: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """Compare, and print the tables."""
     options = read_options(CompareOptions, arguments, "compare")
-    comparison = run_comparison(loaded, options, stages)
+    comparison = run_comparison(loaded, options)
     if comparison.results:
         for table in score_tables(comparison):
             table.print()
@@ -72,7 +73,6 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace, stages: Sequence[St
 def run_comparison(
     loaded: LoadedRecipe,
     options: CompareOptions,
-    stages: Sequence[Stage],
     launcher: Launcher = launch,
 ) -> Comparison:
     """Bring every combination up to date and write the tables below runs/<recipe>/compare.
@@ -93,7 +93,7 @@ def run_comparison(
     def runner_of(combination: Combination) -> Runner:
         """A new one for each use: it knows the hashes that others have computed meanwhile."""
         choice = Choice(until="evaluate", wait=options.wait)
-        runner = Runner(_recipe_of(loaded, combination, options), choice, stages, launcher)
+        runner = Runner(_recipe_of(loaded, combination, options), choice, launcher)
         runner.hasher.save()
         return runner
 
@@ -170,9 +170,9 @@ def _pending(runner: Runner) -> list[str]:
 def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combination]:
     """The combinations in the order of the tables; raises UserError with every fault."""
     recipe, faults = loaded.recipe, list[str]()
-    if recipe.evaluate is None:
+    if recipe.get(EvaluateConfig) is None:
         faults.append("evaluate: a comparison needs this section, the recipe has none")
-    if options.with_training and recipe.train is None:
+    if options.with_training and recipe.get(TrainConfig) is None:
         faults.append("--with-training: the recipe has no section train")
     combinations = [
         Combination(method, ratio, seed, seed == _own_seed(loaded))
@@ -189,8 +189,8 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
 
 
 def _own_seed(loaded: LoadedRecipe) -> int:
-    recipe = loaded.recipe
-    return recipe.seed if recipe.search.seed is None else recipe.search.seed
+    own = loaded.recipe[SearchConfig].seed
+    return loaded.recipe.seed if own is None else own
 
 
 def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
@@ -202,7 +202,7 @@ def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
 
 def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str]:
     """Faults of the recipe with this method and ratio; the recipe itself has none."""
-    search = _search_of(loaded.recipe.search, combination)
+    search = _search_of(loaded.recipe[SearchConfig], combination)
     changed = replace(loaded, recipe=loaded.recipe.model_copy(update={"search": search}))
     for fault in find_faults(changed, input_files=False):
         sentence = fault.removeprefix("search.swa_ratio: ")
@@ -220,13 +220,13 @@ def _recipe_of(
     loaded: LoadedRecipe, combination: Combination, options: CompareOptions
 ) -> LoadedRecipe:
     recipe = loaded.recipe
-    evaluate = recipe.evaluate
+    evaluate = recipe.get(EvaluateConfig)
     assert evaluate is not None
     changes = {
         "name": f"{recipe.name}/compare/{combination.folder}",
         # A comparison has every method as a combination of its own.
         "evaluate": evaluate.model_copy(update={"rivals": [], "windows": []}),
-        "search": _search_of(recipe.search, combination),
-        "train": recipe.train if options.with_training else None,
+        "search": _search_of(recipe[SearchConfig], combination),
+        "train": recipe.get(TrainConfig) if options.with_training else None,
     }
     return replace(loaded, recipe=recipe.model_copy(update=changes))

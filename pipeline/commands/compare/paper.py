@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.recipe.recipe import Recipe
-from stages.evaluate.stage import NeedleEvaluation
+from stages.evaluate.stage import EvaluateConfig, NeedleEvaluation
+from stages.recipe import Recipe
+from stages.search.stage import SearchConfig
 
 _FILE = Path(__file__).with_name("paper_scores.json")
 _WINDOW = 1024
@@ -18,8 +19,9 @@ def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
 
     Empty for another model, window, sinks, tasks or lengths; the number of samples may differ.
     """
-    needle, usual = recipe.evaluate.needle if recipe.evaluate else None, NeedleEvaluation()
-    if needle is None or recipe.search.window_size != _WINDOW or recipe.search.sinks:
+    evaluate, usual = recipe.get(EvaluateConfig), NeedleEvaluation()
+    needle = evaluate.needle if evaluate is not None else None
+    if needle is None or recipe[SearchConfig].window_size != _WINDOW or recipe[SearchConfig].sinks:
         return {}
     if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
         return {}

@@ -33,16 +33,17 @@ from bosch.vllm.plan import (
 )
 from pipeline.commands.plan.fit import memory_here, remedy, training_budget
 from pipeline.recipe.faults import suggest
-from pipeline.recipe.inputs import missing_inputs
-from pipeline.recipe.model_shape import ModelInfo
-from pipeline.recipe.processes import World
-from pipeline.recipe.recipe import LoadedRecipe, Recipe
-from pipeline.run.graph import Stage
+from pipeline.recipe.load import missing_inputs
+from stages.evaluate.stage import EvaluateConfig
 from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.memory import device_bytes
+from stages.materialize.stage import MaterializeConfig
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe, ModelInfo, Recipe, World
+from stages.search.stage import SearchConfig
 from stages.train.footprint import trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
-from stages.train.schedule import batch_faults, checkpoint_steps, optimizer_steps
+from stages.train.stage import TrainConfig, batch_faults
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Share of a device's peak that is reached in practice, recomputation counted as work.
@@ -102,15 +103,15 @@ def plan_costs(
     local = min(processes, local_processes or processes)
     search = _search(loaded, shape, processes, local, on_gpu)
     costs = [_prepare(loaded), search, _materialize(loaded, shape)]
-    if loaded.recipe.train is not None:
+    if loaded.recipe.get(TrainConfig) is not None:
         costs.append(_train(loaded, shape, processes, local, on_gpu))
-    if loaded.recipe.evaluate is not None:
+    if loaded.recipe.get(EvaluateConfig) is not None:
         costs += _evaluate(loaded, shape)
     return [*costs, Cost("report", 0, 1e6, [])]
 
 
 def _prepare(loaded: LoadedRecipe) -> Cost:
-    prepare = loaded.recipe.prepare
+    prepare = loaded.recipe[PrepareConfig]
     tokens, length = prepare.train_tokens, prepare.sequence_length
     core_hours = tokens / _TOKENS_PER_CORE_SECOND / 3600
     examples = prepare.calibration.examples
@@ -126,7 +127,7 @@ def _search(
     loaded: LoadedRecipe, shape: DecoderShape, processes: int, local: int, on_gpu: bool
 ) -> Cost:
     recipe = loaded.recipe
-    calibration, search = recipe.prepare.calibration, recipe.search
+    calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     evaluations = most_evaluations(loaded, shape, search.method)
     examples, length = calibration.examples, calibration.length
     tokens = examples * length
@@ -166,7 +167,7 @@ def _search(
 
 def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
     """Batches of each round over the calibration set."""
-    examples, batch = recipe.prepare.calibration.examples, recipe.runtime.eval_batch_size
+    examples, batch = recipe[PrepareConfig].calibration.examples, recipe.runtime.eval_batch_size
     return tuple(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
 
 
@@ -174,14 +175,14 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
     """Batches that a method measures at a time: a round, or all where nothing can end early."""
     batches = _batches_by_round(recipe)
     in_rounds = METHODS[method].gradients or (
-        recipe.search.race and "race" in METHODS[method].settings
+        recipe[SearchConfig].race and "race" in METHODS[method].settings
     )
     return batches if in_rounds else (sum(batches),)
 
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     """Bytes that reuse keeps of one layer for a process's examples, and the share that fits."""
-    entry = examples * sizes.layer_entry(recipe.prepare.calibration.length)
+    entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length)
     room = recipe.runtime.reuse_memory
     fact = (
         "reuse: the input of a layer and its attention of both kinds, "
@@ -194,12 +195,12 @@ def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
 
 def most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> int:
     """The bound of the table of methods, with the recipe's settings."""
-    settings = loaded.recipe.search.settings(loaded.recipe.seed)
+    settings = loaded.recipe[SearchConfig].settings(loaded.recipe.seed)
     return METHODS[method].most_evaluations(settings, shape.full_layers, shape.key_value_heads)
 
 
 def _materialize(loaded: LoadedRecipe, shape: DecoderShape) -> Cost:
-    section = loaded.recipe.materialize
+    section = loaded.recipe[MaterializeConfig]
     number = _BYTES[section.dtype]
     facts = [
         f"{shape.parameters:,} parameters",
@@ -213,14 +214,14 @@ def _train(
     loaded: LoadedRecipe, shape: DecoderShape, processes: int, local: int, on_gpu: bool
 ) -> Cost:
     recipe = loaded.recipe
-    train, runtime, search = recipe.train, recipe.runtime, recipe.search
+    train, runtime, search = recipe.get(TrainConfig), recipe.runtime, recipe[SearchConfig]
     assert train is not None
-    steps = optimizer_steps(train)
-    tokens, length = steps * train.batch_tokens, recipe.prepare.sequence_length
+    steps = train.optimizer_steps
+    tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
     flops = shape.training_flops(tokens, length, search.swa_ratio, search.window)
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
-    checkpoints = len(checkpoint_steps(train))
-    number = _BYTES[recipe.materialize.dtype]
+    checkpoints = len(train.checkpoint_steps)
+    number = _BYTES[recipe[MaterializeConfig].dtype]
     saved = float(checkpoints * shape.parameters * number)
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
@@ -249,12 +250,11 @@ def _train(
 
 
 def _evaluate(loaded: LoadedRecipe, shape: DecoderShape) -> list[Cost]:
-    recipe = loaded.recipe
-    assert recipe.evaluate is not None
-    needle, search = recipe.evaluate.needle, recipe.search
-    checkpoints = len(checkpoint_steps(recipe.train)) if recipe.train is not None else 0
-    rivals = len(recipe.evaluate.rivals)
-    windows = len({*recipe.evaluate.windows} - {search.window_size})
+    recipe, evaluate = loaded.recipe, loaded.recipe[EvaluateConfig]
+    needle, search, train = evaluate.needle, recipe[SearchConfig], recipe.get(TrainConfig)
+    checkpoints = len(train.checkpoint_steps) if train is not None else 0
+    rivals = len(evaluate.rivals)
+    windows = len({*evaluate.windows} - {search.window_size})
     models = {"original": 1, "evaluate": (1 + rivals) * (1 + windows) + checkpoints}
     if needle is None:
         return [Cost(stage, 0, 1e6, []) for stage in models]
@@ -346,10 +346,10 @@ def _share(text: str) -> float:
     return value
 
 
-def run(loaded: LoadedRecipe, options: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the plan, and what is missing before the run can start."""
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
-    for fault in missing_inputs(loaded.recipe.prepare, loaded.recipe.evaluate):
+    for fault in missing_inputs(loaded):
         print(f"before it can run: {fault}")
     return 0
 
@@ -431,7 +431,7 @@ def _hours_of_methods(
     loaded: LoadedRecipe, shape: DecoderShape, search: Cost, name: str, count: int
 ) -> str:
     """Most hours of every method, without reuse."""
-    one = search.flops / most_evaluations(loaded, shape, loaded.recipe.search.method)
+    one = search.flops / most_evaluations(loaded, shape, loaded.recipe[SearchConfig].method)
     sharded = loaded.recipe.runtime.search_parallel == "tensor"
     times: dict[str, list[str]] = {}
     for method in METHODS:
@@ -447,9 +447,13 @@ def _memory_facts(
 ) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
     recipe = loaded.recipe
-    assert recipe.train is not None
     faults = list(
-        batch_faults(recipe.train, recipe.runtime, recipe.prepare.sequence_length, processes)
+        batch_faults(
+            recipe[TrainConfig],
+            recipe.runtime,
+            recipe[PrepareConfig].sequence_length,
+            processes,
+        )
     )
     if faults:
         yield f"does not run on {processes} processes: {faults[0]}"
@@ -474,7 +478,7 @@ def _memory_facts(
 
 def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
     """Bytes that vLLM holds per request: with the mask of a file, else with any mask on budget."""
-    search = loaded.recipe.search
+    search = loaded.recipe[SearchConfig]
     if search.sinks:
         yield f"  {'vLLM':<12} serves no sliding heads with sinks (search.sinks = {search.sinks})"
         return
@@ -492,7 +496,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
                 full_kv_heads_per_layer,
                 heads,
                 [search.window.vllm] * rows,
-                2 * info.head_dim * _BYTES[loaded.recipe.materialize.dtype],
+                2 * info.head_dim * _BYTES[loaded.recipe[MaterializeConfig].dtype],
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),

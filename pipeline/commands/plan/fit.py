@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from bosch.errors import RunError, UserError
 from bosch.hardware import host_memory
 from bosch.model.decoder_shape import DecoderShape
-from pipeline.recipe.recipe import LoadedRecipe
 from stages.context import Runtime
 from stages.formats import format_bytes
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe
 from stages.train.footprint import TrainingMemory, training_memory
-from stages.train.schedule import batch_faults, make_schedule
-from stages.train.stage import TrainConfig
+from stages.train.schedule import make_schedule
+from stages.train.stage import TrainConfig, batch_faults
 
 # CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
 _DEVICE_OVERHEAD = 2.0 * 2**30
@@ -67,12 +68,8 @@ def training_budget(
 
     Raises UserError where the batch does not split over them.
     """
-    recipe = loaded.recipe
-    assert recipe.train is not None
-    return _budget(
-        recipe.train, recipe.runtime, recipe.prepare.sequence_length, shape, processes, capacity,
-        on_gpu,
-    )  # fmt: skip
+    recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
+    return _budget(recipe[TrainConfig], recipe.runtime, length, shape, processes, capacity, on_gpu)
 
 
 def _budget(
@@ -96,7 +93,7 @@ def remedy(
     loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
 ) -> str:
     """The fewest settings with which training would fit, as a sentence's end."""
-    train, length = loaded.recipe.train, loaded.recipe.prepare.sequence_length
+    train, length = loaded.recipe.get(TrainConfig), loaded.recipe[PrepareConfig].sequence_length
     assert train is not None
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, on_gpu):
         if any(batch_faults(train, runtime, length, count)):
@@ -137,7 +134,7 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
 
     Nothing is refused where the memory cannot be read, or the model's shape is not known.
     """
-    if loaded.recipe.train is None or loaded.info is None:
+    if loaded.recipe.get(TrainConfig) is None or loaded.info is None:
         return
     capacity = memory_here(loaded)
     if capacity is None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
 from pipeline.commands.study.options import StudyOptions
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.recipe import LoadedRecipe
-from pipeline.run.graph import Stage
+from stages.recipe import LoadedRecipe
 
 STUDIES = ("optimality", "cost", "stability", "turnover", "granularity")
 _DOCS = ROOT / "docs" / "study"
@@ -25,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shared_options.add_options(parser, StudyOptions)
 
 
-def run(loaded: LoadedRecipe, arguments: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """Write NAME.json, NAME.md and plots into the folder of results.
 
     Finished work is kept there in results.jsonl for all studies: one that was stopped continues,

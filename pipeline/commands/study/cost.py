@@ -20,6 +20,7 @@ from pipeline.commands.study.studied_model import (
     variants,
 )
 from pipeline.commands.tables import Table
+from stages.search.stage import SearchConfig
 
 PUBLISHED = "bosch"
 
@@ -207,7 +208,7 @@ def _record(point: Point, points: Sequence[Point]) -> dict[str, Any]:
 def _text(model: StudiedModel) -> str:
     recipe, options = model.recipe, model.options
     return (
-        f"`{model_label(recipe.model.path)}`, W = {recipe.search.window_size}, "
+        f"`{model_label(recipe.model.path)}`, W = {recipe[SearchConfig].window_size}, "
         f"{model.about_examples}. {options.seeds} seeds, each with its own "
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, with exact reuse and without, less the pass "

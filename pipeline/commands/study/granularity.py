@@ -11,6 +11,7 @@ from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import Results, StudiedModel, variants
 from pipeline.commands.tables import Table
+from stages.search.stage import SearchConfig
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _text(model: StudiedModel) -> str:
     layers, heads = model.shape
     return (
         f"`{model_label(recipe.model.path)}`, {layers} layers of {heads} KV heads, "
-        f"W = {recipe.search.window_size}, {model.about_examples}. {options.seeds} seeds, "
+        f"W = {recipe[SearchConfig].window_size}, {model.about_examples}. {options.seeds} seeds, "
         f"κ = {max(options.budgets)}, ten times that in bosch_plus, whose budget is a tenth. "
         "With g the full heads of every layer are a multiple of g. "
         "bosch_plus and learned_gates form units of heads to which the gradient at the original "

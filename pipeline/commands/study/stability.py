@@ -16,6 +16,7 @@ from pipeline.commands.study.cost import measured
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import SearchOutcome, StudiedModel
 from pipeline.commands.tables import Table
+from stages.search.stage import SearchConfig
 
 # B-single is Algorithm 1 alone, so it shows the layer ranking at Algorithm 1's cost.
 _STAGE_ONE = "b_single"
@@ -187,13 +188,14 @@ def _size_table(records: Sequence[dict[str, Any]]) -> Table:
 
 def _text(model: StudiedModel) -> str:
     recipe, options = model.recipe, model.options
+    window = recipe[SearchConfig].window_size
     return (
-        f"`{model_label(recipe.model.path)}`, W = {recipe.search.window_size}, {options.seeds} "
+        f"`{model_label(recipe.model.path)}`, W = {window}, {options.seeds} "
         "seeds. Algorithm 1 (Algorithm 1) ran once per seed: first with every seed on the same "
         "calibration set, so that only the optimiser's draws differ, then each on its own. "
         "Layer importance is d of Algorithm 2, from the score as published, and from the "
         "log-likelihood of the same masks. Spearman's ρ is between each two seeds, ties at average "
         "ranks; where a run ties all layers there is no order to compare. Scores below are on "
         f"{len(model.held_out_set)} held-out examples, with 95 % intervals over seeds "
-        f"and examples; the calibration size varies at κ = {recipe.search.budget_per_layer}."
+        f"and examples; the calibration size varies at κ = {recipe[SearchConfig].budget_per_layer}."
     )

@@ -38,9 +38,11 @@ from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.commands.finished import FinishedWork, Record
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.options import StudyOptions
-from pipeline.recipe.recipe import Recipe
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import Recipe
 from stages.search.reuse import reuse_bytes
-from stages.search.run import VERSION as SEARCH_VERSION
+from stages.search.stage import STAGE as SEARCH
+from stages.search.stage import SearchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,7 @@ class StudiedModel:
         if key not in self._sets and self._file is not None:
             self._sets[key] = self._drawn(self._file, space, seed, count)
         if key not in self._sets:
-            form = self.recipe.prepare.calibration
+            form = self.recipe[PrepareConfig].calibration
             records = forced_records(
                 form.tasks, count, form.length, space, seed, self._tokenizer, self._words
             )
@@ -149,11 +151,11 @@ class StudiedModel:
         Raises UserError where the file holds too few of either.
         """
         rest = len(file) - self.options.held_out
-        if rest < self.recipe.prepare.calibration.examples:
+        if rest < self.recipe[PrepareConfig].calibration.examples:
             raise UserError(
                 f"--examples: {self.options.examples} holds {len(file)} examples, too few for "
                 f"{self.options.held_out} to hold out (--held-out) and "
-                f"{self.recipe.prepare.calibration.examples} to calibrate on "
+                f"{self.recipe[PrepareConfig].calibration.examples} to calibrate on "
                 "(prepare.calibration.examples)"
             )
         if space == "evaluation":
@@ -169,7 +171,7 @@ class StudiedModel:
     @property
     def about_examples(self) -> str:
         """Size and kind of the calibration sets and of the held-out examples, for pages."""
-        form, path = self.recipe.prepare.calibration, self.options.examples
+        form, path = self.recipe[PrepareConfig].calibration, self.options.examples
         own, kind = f"calibration sets of {form.examples} examples", ""
         if path is None:
             own += f" of {form.length} tokens"
@@ -187,7 +189,7 @@ class StudiedModel:
         return self._objectives[key]
 
     def _new_objective(self, examples: CalibrationSet) -> Objective:
-        window, runtime = self.recipe.search.window, self.recipe.runtime
+        window, runtime = self.recipe[SearchConfig].window, self.recipe.runtime
         return Objective(
             self.model,
             examples,
@@ -198,7 +200,7 @@ class StudiedModel:
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
         """The calibration set of study seed `seed`; a smaller one is the beginning of a larger."""
-        count = self.recipe.prepare.calibration.examples if examples is None else examples
+        count = self.recipe[PrepareConfig].calibration.examples if examples is None else examples
         return self.examples("calibration", self.recipe.seed + seed, count)
 
     @cached_property
@@ -247,7 +249,7 @@ class StudiedModel:
 
     def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
         """The recipe's settings of a search, with another ratio, seed or budget per layer."""
-        settings = self.recipe.search.settings(0)
+        settings = self.recipe[SearchConfig].settings(0)
         settings = replace(settings, swa_ratio=ratio, seed=self.recipe.seed + seed)
         return settings if budget is None else replace(settings, budget_per_layer=budget)
 
@@ -307,9 +309,9 @@ class StudiedModel:
 
     def context(self, examples: CalibrationSet) -> Record:
         """Everything besides mask and settings that results on `examples` depend on."""
-        search = self.recipe.search
+        search = self.recipe[SearchConfig]
         return {
-            "version": SEARCH_VERSION,
+            "version": SEARCH.version,
             "model": self.fingerprint,
             "examples": examples.fingerprint,
             "window_size": search.window_size,
@@ -323,4 +325,4 @@ class StudiedModel:
 
     @cached_property
     def _words(self) -> list[str]:
-        return haystack_words(self.recipe.prepare.calibration.essay_dir)
+        return haystack_words(self.recipe[PrepareConfig].calibration.essay_dir)

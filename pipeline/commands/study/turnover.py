@@ -20,6 +20,7 @@ from pipeline.commands.study import plots
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import StudiedModel
 from pipeline.commands.tables import Table
+from stages.search.stage import SearchConfig
 
 _SWAPS = 3  # draws of A' for each pair of masks, as in C.1
 
@@ -144,8 +145,9 @@ def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
 
 def _text(model: StudiedModel) -> str:
     recipe, options = model.recipe, model.options
+    window = recipe[SearchConfig].window_size
     return (
-        f"`{model_label(recipe.model.path)}`, W = {recipe.search.window_size}, {options.seeds} "
+        f"`{model_label(recipe.model.path)}`, W = {window}, {options.seeds} "
         f"seeds, κ = {options.budgets[-1]}. T is the share of the heads sliding at the smaller "
         "ratio that are full at the larger one, T̃ that share over the largest possible one "
         "(BOSCH §4.3). A′ takes in what turned over in place of random members (BOSCH C.1); its "

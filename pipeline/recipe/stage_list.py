@@ -1,0 +1,32 @@
+"""The stages of the pipeline: every package below stages/ with a module `stage`, in order."""
+
+from __future__ import annotations
+
+import graphlib
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+import stages
+from stages.stage import Stage
+
+
+def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
+    """Stages so that each comes after what it needs; one that needs all comes last."""
+    by_name = {stage.name: stage for stage in sorted(table, key=lambda stage: stage.name)}
+    graph = {
+        name: [*(by_name.keys() - {name} if stage.needs is None else stage.needs), *stage.after]
+        for name, stage in by_name.items()
+    }
+    order = graphlib.TopologicalSorter(graph).static_order()
+    return tuple(by_name[name] for name in order if name in by_name)
+
+
+def _packages() -> Iterable[Stage[Any]]:
+    for package in pkgutil.iter_modules(stages.__path__, "stages."):
+        if package.ispkg:
+            yield importlib.import_module(f"{package.name}.stage").STAGE
+
+
+STAGES = in_order(_packages())

@@ -1,0 +1,177 @@
+"""Fields of a section that are paths: one annotation says all that becomes of them.
+
+    path: Annotated[PathText | None, Input(identity=…, check=…)]
+
+The annotation alone decides how the path is resolved, what of it is in the stage's key, and
+whether a recipe that names it is refused.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from bosch.errors import UserError
+from bosch.files import canonical_json
+from data_prep.source_files import files_below
+from stages.fields import Section
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A longer list of files is folded into one hash.
+_MOST_LISTED = 32
+_Section = TypeVar("_Section", bound=Section)
+
+
+class Hasher(Protocol):
+    """Content hashes of files."""
+
+    def sha256(self, path: Path) -> str:
+        """SHA-256 of a file's bytes."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Marks a field as a path.
+
+    `identity(section, path, hasher)` is what the stage's key holds in place of the path, as JSON:
+    what it leads to by content, or what is used where the path is None; None leaves it out.
+    `check(where, section, path)` raises UserError where the path is not what it should be.
+    `is_name(section, text, root)`: whether the text is a name on the hub, which stays as it is.
+    """
+
+    identity: Callable[[Any, str | None, Hasher], Any] | None = None
+    check: Callable[[str, Any, str], None] | None = None
+    is_name: Callable[[Any, str, Path], bool] | None = None
+
+
+def absolute(section: _Section, root: Path) -> _Section:
+    """The section with its paths absolute, relative ones taken from `root`."""
+    changes: dict[str, Any] = {}
+    for name, value in section:
+        mark = _mark(section, name)
+        if isinstance(value, Section):
+            changes[name] = absolute(value, root)
+        elif isinstance(value, list):
+            changes[name] = [absolute(x, root) if isinstance(x, Section) else x for x in value]
+        elif mark is not None and isinstance(value, str):
+            path = os.path.normpath(root / Path(value).expanduser())
+            is_name = mark.is_name is not None and not os.path.exists(path)
+            is_name = is_name and mark.is_name is not None and mark.is_name(section, value, root)
+            changes[name] = value if is_name else path
+    return section.model_copy(update=changes)
+
+
+def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A section's values without its paths, and by dotted path what stands for them in a key.
+
+    Raises OSError for a file that cannot be read, UserError for one that is not there.
+    """
+    config, inputs = section.model_dump(mode="json"), dict[str, Any]()
+    for place, owner in _sections(section):
+        values = config
+        for step in place:
+            values = values[step]
+        prefix = "".join(f"{step}." for step in place)
+        if environment := owner.environment():
+            inputs[f"{prefix}environment"] = environment
+        for name, path in owner:
+            mark = _mark(owner, name)
+            if mark is None or mark.identity is None:
+                continue
+            del values[name]
+            content = mark.identity(owner, path, hasher)
+            if content is not None:
+                inputs[f"{prefix}{name}"] = content
+    return config, inputs
+
+
+def input_faults(key: str, section: Section) -> Iterator[str]:
+    """What is wrong with the paths of the section under a recipe's `key`, a sentence each."""
+    for place, owner in _sections(section):
+        for name, path in owner:
+            mark = _mark(owner, name)
+            if mark is None or mark.check is None or path is None:
+                continue
+            try:
+                mark.check(".".join(map(str, (key, *place, name))), owner, path)
+            except UserError as fault:
+                yield str(fault)
+            except OSError as error:
+                yield f"{error.filename}: cannot be read: {error.strerror}"
+
+
+def _mark(section: Section, name: str) -> Input | None:
+    metadata = type(section).model_fields[name].metadata
+    return next((one for one in metadata if isinstance(one, Input)), None)
+
+
+def _sections(
+    section: Section, place: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Section]]:
+    """A section and all those inside it, each with the way to it."""
+    yield place, section
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _sections(value, (*place, name))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, Section):
+                    yield from _sections(item, (*place, name, index))
+
+
+def is_hub_name(text: str, root: Path) -> bool:
+    """Whether a path that leads nowhere can be meant as a name on the hub."""
+    if _HUB_NAME.fullmatch(text) is None:
+        return False
+    return not (root / text.partition("/")[0]).is_dir()
+
+
+def hashed_files(pattern: str, files: Iterable[Path], hasher: Hasher) -> dict[str, Any]:
+    """Names and hashes of the files that a path, a folder or a glob names."""
+    base = common_folder(pattern)
+    hashes = {path.relative_to(base).as_posix(): hasher.sha256(path) for path in files}
+    if len(hashes) <= _MOST_LISTED:
+        return {"files": hashes}
+    folded = hashlib.sha256(canonical_json(hashes).encode()).hexdigest()
+    return {"files": len(hashes), "sha256": folded}
+
+
+def common_folder(pattern: str) -> Path:
+    """The folder below which the names of a pattern's files are told apart."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        return path
+    names = path.parts[: next(
+        (i for i, name in enumerate(path.parts) if glob.has_magic(name)), len(path.parts) - 1
+    )]  # fmt: skip
+    return Path(*names)
+
+
+def python_identity() -> dict[str, Any]:
+    """The Python whose standard library serves as text."""
+    return {"python": f"{platform.python_implementation()} {platform.python_version()}"}
+
+
+def _check_folder(where: str, section: Section, folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(f"{where}: there is no folder {folder}")
+    if not any(file.stat().st_size for file in files_below(Path(folder))):
+        raise UserError(f"{where}: {folder} holds no text")
+
+
+def prose(default: Callable[[], dict[str, Any]] = python_identity) -> Input:
+    """A folder of text files; `default` names what is read where none is given."""
+
+    def identity(section: Section, folder: str | None, hasher: Hasher) -> dict[str, Any]:
+        if folder is None:
+            return default()
+        return hashed_files(folder, sorted(files_below(Path(folder))), hasher)
+
+    return Input(identity, _check_folder)

@@ -1,0 +1,19 @@
+"""Stage original: scores of the original model, which every recipe on it shares."""
+
+from __future__ import annotations
+
+from stages.evaluate.stage import EvaluateConfig
+from stages.stage import Stage
+
+STAGE = Stage(
+    "original",
+    "stages.original.run:run",
+    EvaluateConfig,
+    version=3,
+    key="evaluate",
+    after=("materialize",),
+    model="weights",
+    distributed=True,
+    pool="evaluation",
+    unread=("rivals", "windows"),
+)

@@ -1,0 +1,78 @@
+"""What a stage is to the pipeline: its section, what it needs and reads, its checks, its cost.
+
+Whoever adds a stage adds a package with a `stage.py` that sets STAGE, and a module with its
+function. Nothing here or in a `stage.py` imports torch, so that `status` stays instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from stages.fields import Section
+from stages.recipe import LoadedRecipe
+
+OwnSection = TypeVar("OwnSection", bound=Section)
+
+
+def no_faults(loaded: LoadedRecipe) -> Iterator[str]:
+    """The check of a stage whose fields are right each by itself."""
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Stage(Generic[OwnSection]):
+    """A stage of the pipeline.
+
+    `function` is imported only in the process that runs it. `section` is the type of the recipe's
+    section that configures it, under the key `key` (default: the stage's name); where a recipe
+    leaves that out, it has no such stage. `field` declares the key: whether it is required and what
+    it is for; None where another stage declares it. `version` is raised when results change.
+
+    `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all);
+    `after` those that run before it though it reads nothing of them. `model` is what it reads of
+    the base model, `card` whether it reads the model's card too; `unread` are fields of
+    the section that it does not read. Stages with the same `pool` leave
+    in one folder what they may take from each other.
+
+    `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
+    the inputs that the section names and that is not there: one sentence each that begins with a
+    dotted path. `slow_checks` names a function of the kind that only `validate` calls.
+    """
+
+    name: str
+    function: str
+    section: type[OwnSection]
+    version: int
+    field: FieldInfo | None = None
+    key: str = ""
+    needs: tuple[str, ...] | None = ()
+    after: tuple[str, ...] = ()
+    model: Literal["none", "tokenizer", "weights"] = "none"
+    seeded: bool = True
+    distributed: bool = False
+    card: bool = False
+    pool: str | None = None
+    unread: tuple[str, ...] = ()
+    checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults
+    missing: Callable[[LoadedRecipe], Iterator[str]] = no_faults
+    slow_checks: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            object.__setattr__(self, "key", self.name)
+
+    def slow_faults(self, loaded: LoadedRecipe) -> Iterator[str]:
+        """Faults that take seconds to find."""
+        if self.slow_checks:
+            module, _, name = self.slow_checks.partition(":")
+            yield from getattr(importlib.import_module(module), name)(loaded)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the stage runs a model, on GPUs where there are some."""
+        return self.distributed or self.model == "weights"

@@ -1,0 +1,49 @@
+"""A stage that the project does not know: what a stranger adds, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from stages.context import StageConfig
+from stages.fields import Count, PathText, Section
+from stages.inputs import prose
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe
+from stages.stage import Stage
+
+
+class WordsConfig(Section):
+    """Words of a folder's texts."""
+
+    folder: Annotated[PathText, prose()] = Field(description="Folder of texts.")
+    most: Count = Field(10, description="Words that are counted.")
+
+
+def run(
+    config: StageConfig[WordsConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    texts = [path.read_text() for path in sorted(Path(config.section.folder).iterdir())]
+    words = " ".join(texts).split()[: config.section.most]
+    (work_dir / "words.txt").write_text("\n".join(words))
+    return {"words": len(words), "inputs": sorted(inputs)}
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    words = loaded.recipe.get(WordsConfig)
+    if words is not None and words.most > loaded.recipe[PrepareConfig].train_tokens:
+        yield f"words.most: {words.most:,} is more than prepare.train_tokens"
+
+
+STAGE = Stage(
+    "words",
+    "tests.own_stage:run",
+    WordsConfig,
+    version=3,
+    field=Field(None, description="Counts words."),
+    needs=("prepare",),
+    checks=_faults,
+)

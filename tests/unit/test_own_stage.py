@@ -1,0 +1,88 @@
+"""A stage of one file runs, is cached, checked, planned and reported: nothing else knows it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.errors import UserError
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.stage_list import in_order
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.worker import execute
+from stages.recipe import LoadedRecipe, World
+from tests import own_stage
+from tests.pipeline_case import Case, fake_table
+
+TABLE = in_order([*fake_table(), own_stage.STAGE])
+
+
+def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    return execute(order)
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    case = Case(tmp_path)
+    case.content["words"] = {"folder": str(case.corpus)}
+    case.save()
+    return case
+
+
+def load(case: Case, *overrides: str) -> LoadedRecipe:
+    return load_recipe(case.file, overrides, env={}, stages=TABLE)
+
+
+def states(case: Case, *overrides: str) -> dict[str, str]:
+    runner = Runner(load(case, *overrides), Choice(), in_process)
+    return {state.node.name: str(state) for state in runner.states()}
+
+
+def test_it_runs_in_its_place_and_is_cached(case: Case) -> None:
+    assert Runner(load(case), Choice(), in_process).run() == 8
+    names = [stage.name for stage in TABLE]
+    assert names.index("prepare") < names.index("words") < names.index("report")
+    assert (case.output("words") / "words.txt").read_text() == "some\ntext"
+    assert json.loads((case.output("words") / "manifest.json").read_text())["version"] == 3
+    assert set(states(case).values()) == {"cached"}
+    assert states(case, "words=null")["report"].startswith("to run")
+    report = json.loads((case.output("report") / "output.json").read_text())
+    assert "words" in report["inputs"]
+
+
+def test_its_section_decides_its_key(case: Case) -> None:
+    Runner(load(case), Choice(), in_process).run()
+    assert states(case, "words.most=5")["words"] == "to run (words.most changed 10 → 5)"
+    assert states(case, "words.most=5")["evaluate"] == "cached"
+    (case.corpus / "b.txt").write_text("more")
+    assert states(case)["words"] == "to run (words.folder: b.txt is new; input prepare changed)"
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("words.mots=5", "words.mots: unknown key; did you mean most?"),
+        ("words.most=1M", "words.most: 1,048,576 is more than prepare.train_tokens"),
+        ("words.folder=no/where", "words.folder: there is no folder"),
+    ],
+)
+def test_its_faults_are_told_with_the_others(case: Case, override: str, fault: str) -> None:
+    with pytest.raises(UserError, match=r"search\.swa_ratio") as caught:
+        load(case, override, "search.swa_ratio=2")
+    if "unknown key" in fault:
+        assert fault in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        load(case, override)
+    assert fault in str(caught.value)
+
+
+def test_a_recipe_may_leave_it_out(case: Case) -> None:
+    del case.content["words"]
+    case.save()
+    assert "words" not in states(case)
