@@ -327,8 +327,8 @@ def score_tables(scores: SelectedScores) -> list[Table]:
                   for at in table.tasks[task]]  # fmt: skip
         for task, length in dict.fromkeys(places):
             name = f"{task} at {format_length(length)}" if length else task
-            scores = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
-            rows.append([name, *map(_cell, scores)])
+            row = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
+            rows.append([name, *map(_cell, row)])
         for group in dict.fromkeys(name for table in tables_of.values() for name in table.groups):
             means = [table.groups.get(group) for table in tables_of.values()]
             most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
