@@ -157,23 +157,21 @@ def student(values: npt.ArrayLike) -> Estimate:
 def crossed_mean(results: npt.ArrayLike, *, is_score: bool = False) -> Estimate:
     """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
 
-    The variances of both means are added (Satterthwaite's degrees of freedom). A score's interval
+    The half-widths of both means, each by its own t, add as errors do. A score's interval
     is that of a share with this variance (Korn and Graubard 1998), of no more than E samples. Of
     one seed it is that of this seed's result. A single result is too few. Raises ValueError when
     there is none or one is not finite.
     """
     values = _matrix(results)
     mean = float(values.mean())
-    variance, freedom = _satterthwaite(_axis_variances(values))
-    if freedom is None:
+    half = _half_width(_axis_variances(values))
+    if half is None:
         return Estimate(mean, None, None)
     if not is_score:
-        half = _t(freedom) * math.sqrt(variance)
         return Estimate(mean, mean - half, mean + half)
     count = float(values.shape[1])
-    if variance > 0:
-        narrowing = (special.ndtri(_TAIL) / _t(freedom)) ** 2
-        count = min(count, mean * (1 - mean) / variance * narrowing)
+    if half > 0:
+        count = min(count, mean * (1 - mean) * (special.ndtri(_TAIL) / half) ** 2)
     return Estimate(*share(mean, max(count, 1.0)))
 
 
@@ -192,11 +190,9 @@ def crossed_difference(
         raise ValueError(f"{a.shape[1]} and {b.shape[1]} examples: not the same set")
     by_example = (a.mean(axis=0) - b.mean(axis=0))[None]
     parts = [*_axis_variances(by_example), *_axis_variances(a)[:1], *_axis_variances(b)[:1]]
-    variance, freedom = _satterthwaite(parts)
-    mean = float(by_example.mean())
-    if freedom is None:
+    half, mean = _half_width(parts), float(by_example.mean())
+    if half is None:
         return Estimate(mean, None, None)
-    half = _t(freedom) * math.sqrt(variance)
     if is_score:
         half = max(half, share(0.0, a.shape[1]).high)
     return Estimate(mean, mean - half, mean + half)
@@ -312,15 +308,13 @@ def _axis_variances(values: Values) -> list[tuple[float, int]]:
     return [(float(m.var(ddof=1)) / len(m) if len(m) > 1 else 0.0, len(m) - 1) for m in means]
 
 
-def _satterthwaite(parts: Sequence[tuple[float, int]]) -> tuple[float, float | None]:
-    """Sum of independent variances and its degrees of freedom; None where there are none."""
-    known = [(variance, freedom) for variance, freedom in parts if freedom > 0]
-    variance = sum(part for part, _ in known)
-    if not known:
-        return 0.0, None
-    if variance == 0:
-        return 0.0, float(max(freedom for _, freedom in known))
-    return variance, variance**2 / sum(part**2 / freedom for part, freedom in known)
+def _half_width(parts: Sequence[tuple[float, int]]) -> float | None:
+    """Of a sum of means of these variances and degrees of freedom; None where all are unknown.
+
+    Each has its own t (as in the MOVER): two seeds that agree by chance leave much room.
+    """
+    known = [_t(freedom) ** 2 * variance for variance, freedom in parts if freedom > 0]
+    return math.sqrt(sum(known)) if known else None
 
 
 def _t(freedom: float) -> float:

@@ -6,16 +6,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bosch.errors import RunError
 from bosch.files import canonical_json
-from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
 from bosch.progress import Progress
 from bosch.weight_files import weight_files
 from stages.context import ModelConfig
 from stages.published import Manifest
+
+if TYPE_CHECKING:
+    from bosch.heads import HeadMaskFile
 
 # In the key of what runs share: to be raised when a model gives other answers to the same samples,
 # and when the same answers get other scores.
