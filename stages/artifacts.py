@@ -29,7 +29,7 @@ from bosch.journal import Journal
 from bosch.search.methods import METHODS
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 
