@@ -3,19 +3,18 @@
 # of its files. Needs uv (pip install uv). Run it after the tests passed in .venv.
 #
 # pipeline.txt is what every run needs; gpu.txt and test.txt are what the extras gpu and test need
-# besides. Where .venv has a package its version is taken, for Python 3.11 and later; what other
-# versions of Python need is what pip would take there. torch is not among them, nor what only its
+# besides. Where .venv has a package its version is taken. torch is not among them, nor what only its
 # plain wheel needs: its CPU build comes from another index, under another version and hash.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 installed=$(mktemp)
 trap 'rm -f "$installed"' EXIT
 # Not +cpu: there is no such version on the index of all the rest.
-.venv/bin/python -m pip freeze --exclude-editable | sed "s/+cpu//; s/\$/ ; python_version >= '3.11'/" >"$installed"
+.venv/bin/python -m pip freeze --exclude-editable | sed "s/+cpu//" >"$installed"
 mkdir -p launch/tested
 
 pin() {
-    uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate \
+    uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
         --constraint "$installed" "$@" pyproject.toml
 }
 # Without the entries whose first line stands in the files named, and without torch and its own.

@@ -7,7 +7,7 @@
 #   launch/setup.sh [cpu|gpu] [test] newest       .venv-newest with the highest
 #
 # Without cpu or gpu: gpu where nvidia-smi finds one. PYTHON names the interpreter to build on
-# (default: the newest python3 from 3.10 on).
+# (default: the newest python3 from 3.11 on).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Python imports from the current directory first, where a tokenize.py may lie.
@@ -56,13 +56,13 @@ if command -v flock >/dev/null; then
 fi
 
 find_python() {
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$candidate"
             return
         fi
     done
-    fail "no Python from 3.10 on was found${PYTHON:+ (PYTHON=$PYTHON)}; install one, or name it: PYTHON=/path/to/python3 launch/setup.sh"
+    fail "no Python from 3.11 on was found${PYTHON:+ (PYTHON=$PYTHON)}; install one, or name it: PYTHON=/path/to/python3 launch/setup.sh"
 }
 
 echo "setting up $venv ($mode: ${extras// /, }; $versions versions); details in $log"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens

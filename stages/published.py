@@ -12,7 +12,7 @@ from bosch.errors import RunError
 from bosch.files import hash_fault, read_json, write_json
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from bosch.heads import HeadMask
 from bosch.model.loading import auto_class
@@ -160,6 +160,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {},
 }  # fmt: skip
 # The text decoder of each family that takes more than text; its vision tower is as small.
+# An older transformers has no code for the newest families (docs/families.md).
+_EXTRA = {family: extra for family, extra in _EXTRA.items() if family in CONFIG_MAPPING}
 _TEXT = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",

@@ -13,9 +13,12 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from bosch.errors import UserError
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 _PREFIX = "hybrid_"
@@ -92,7 +95,10 @@ def register_model(model_type: str) -> None:
         return
     # An older transformers, as vLLM's builds pin it, lacks the newest families.
     if find_spec(f"transformers.models.{family.module}") is None:
-        return
+        raise UserError(
+            f"transformers {version('transformers')} has no models of type '{model_type}': "
+            "docs/families.md names the version that has; install that or a later one"
+        )
     config, model = hybrid_config_class(family), hybrid_model_class(family)
     AutoConfig.register(family.hybrid_type, config, exist_ok=True)
     AutoModelForCausalLM.register(config, model, exist_ok=True)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this directory, or its name on the hub
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 
 With the library `bosch` installed, `import bosch` takes the place of `trust_remote_code=True`.
@@ -33,8 +33,8 @@ _LIMITS = """\
 What lies further back than the window reaches a sliding head through the layers below it alone. The
 score above is for short answers found in long texts: compare with the base model on your own task
 and length before use. What holds of the base model otherwise, its licence included, holds here.
-Attention weights are not returned, and of transformers' caches the dynamic and the static one have
-a hybrid form.
+Attention weights are returned with `attn_implementation="eager"` alone, and of transformers' caches
+the dynamic and the static one have a hybrid form.
 """
 
 

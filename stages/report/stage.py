@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stages.stage import Stage
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 from pydantic import Field
 

@@ -136,3 +136,14 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert is_hybrid(again.config) and torch.equal(_logits(again, ids), _logits(merged, ids))
+
+
+def test_a_prefix_by_peft() -> None:
+    peft = pytest.importorskip("peft", reason=MISSING)
+    hybrid, ids = materialize(small_model(), random_mask(), Window(7)), tokens(2, 20)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(hybrid, config).eval()
+    generated = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    for length in range(20, 23):
+        logits = model(input_ids=generated[:, :length]).logits
+        assert torch.equal(logits[:, -1].argmax(-1), generated[:, length])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
@@ -246,6 +246,30 @@ def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
         cache.crop(-20)
         parts = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
+def test_the_caches_have_what_transformers_own_have(family: str) -> None:
+    """Every public method and attribute, which `generate` and other libraries may ask for."""
+    # How transformers' static layers keep their tensors, read by themselves alone.
+    inner = {"cumulative_length", "k_head_dim", "num_heads", "v_head_dim"}
+
+    def public(owner: Any) -> set[str]:
+        return {name for name in dir(owner) if not name.startswith("_")}
+
+    base, ids = small_model(family), tokens(1, 4)
+    hybrid = materialize(base, random_mask(), Window(WINDOW))
+    pairs = (
+        (DynamicCache(config=base.config), hybrid.new_cache()),
+        (StaticCache(config=base.config, max_cache_len=8), hybrid.new_static_cache(8)),
+    )
+    for theirs, ours in pairs:
+        base(ids, past_key_values=theirs)
+        hybrid(ids, past_key_values=ours)
+        assert public(theirs) <= public(ours)
+        for layer, own in zip(theirs.layers, ours.layers, strict=True):
+            assert public(layer) - inner <= public(own)
+        assert ours.max_cache_len == ours.get_max_length()
 
 
 def test_reset_and_batch_changes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
-from tests.hybrid_case import LAYERS, random_mask, small_model, tokens
+from tests.hybrid_case import LAYERS, mask_of, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH = 6, 2, 20
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -104,9 +105,19 @@ def test_generate_goes_on_with_a_cache_of_the_user(hybrid: Any, assisted: bool) 
     assert all(isinstance(layer, HybridCacheLayer) for layer in cache.layers)
 
 
+def test_an_empty_static_cache_of_the_user_where_layers_hold_states_too() -> None:
+    base, ids = small_model("falcon_h1"), tokens(2, LENGTH)
+    hybrid = materialize(base, mask_of(base.config), Window(7, 2))
+    cache = StaticCache(config=hybrid.config, max_cache_len=LENGTH + 8)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = hybrid.generate(ids, **options)
+    assert torch.equal(hybrid.generate(ids, past_key_values=cache, **options), expected)
+
+
 def test_a_cache_that_holds_states_is_exact_and_says_that_it_saves_nothing(
     hybrid: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     ids, own = tokens(1, LENGTH), DynamicCache()
     states = [torch.randn(1, 4, 3, 8) for _ in range(2)]
     filled = DynamicCache([tuple(states)] * LAYERS)

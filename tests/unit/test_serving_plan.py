@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,15 +282,27 @@ def test_all_masks_of_a_budget_hold_the_same(heads: int, counts: list[int]) -> N
             assert other == cache
 
 
-def test_an_engine_without_windows_per_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Attention:
-        def __init__(self, num_heads: int, num_kv_heads: int, prefix: str) -> None: ...
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.1"))
+@pytest.mark.parametrize(
+    ("version", "arguments", "refused"),
+    [
+        ("0.32.0", ("per_layer_sliding_window",), False),
+        ("0.32.1+cpu", ("per_layer_sliding_window",), False),
+        ("0.32.0", (), True),
+        ("0.33.0", ("per_layer_sliding_window",), True),
+        ("0.3.2", ("per_layer_sliding_window",), True),
+    ],
+)
+def test_an_engine_that_was_not_tested_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, arguments: tuple[str, ...], refused: bool
+) -> None:
+    names = ("self", "num_heads", "num_kv_heads", "prefix", *arguments)
+    Attention = type("Attention", (), {"__init__": eval(f"lambda {', '.join(names)}: None")})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     layers = "vllm.model_executor.layers.attention"
     for name in ("vllm.model_executor", "vllm.model_executor.layers", layers):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(Attention=Attention))
-    with pytest.raises(UserError, match=r"vLLM 0\.1: .* per_layer_sliding_window, .* 0\.32\.0"):
+    sentence = rf"vLLM {re.escape(version)}: .* install vllm~=0\.32\.0"
+    with pytest.raises(UserError, match=sentence) if refused else nullcontext():
         check_engine()
 
 

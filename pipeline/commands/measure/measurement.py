@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def _report(
     shown = "the hybrid's weights, every head full" if hybrid and original is None else None
     return {
         "format": FORMAT,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
             "path": model,
             "original": original or shown or model,
