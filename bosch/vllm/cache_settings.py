@@ -100,8 +100,15 @@ def wrap_engine() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    function = getattr(owner, name)
-    if not hasattr(function, _WRAPPED):
+    function = getattr(owner, name, None)
+    if function is None:
+        # Models of others must start all the same.
+        _logger.warning(
+            "vLLM has no %s.%s any more: it serves hybrids by its own settings",
+            owner.__name__,
+            name,
+        )
+    elif not hasattr(function, _WRAPPED):
         wrapped = functools.wraps(function)(wrapper(function))
         setattr(wrapped, _WRAPPED, True)
         setattr(owner, name, wrapped)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
-from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of
+from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -290,6 +290,20 @@ def test_an_engine_without_windows_per_module_is_refused(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(Attention=Attention))
     with pytest.raises(UserError, match=r"vLLM 0\.1: .* per_layer_sliding_window, .* 0\.32\.0"):
         check_engine()
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.32.0", True),
+        ("0.33.1+cpu", True),
+        ("0.3.2", False),
+        ("0.34.0rc1", False),
+        ("dev", False),
+    ],
+)
+def test_a_version_that_was_not_tested_is_said(version: str, tested: bool) -> None:
+    assert bool(untested_version(version)) is not tested
 
 
 def test_a_refusal_that_ends_the_process_is_one_sentence(
