@@ -57,6 +57,39 @@ def test_modules_have_as_many_heads_as_divide_all_counts() -> None:
     assert plan.caches == ((None, None, 100, 100), (None,) * 4, (None, 100, 100, 100))
 
 
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        # A module of each kind where their groups fill the blocks.
+        ([1, 3, 2], [(1, 3), (3, 1), (2, 2)]),
+        # Two full heads fill no block of four: the others are cut to the same.
+        ([0, 1, 0, 1], [(2, 2), (1, 2, 1), (2, 2), (1, 2, 1)]),
+    ],
+)
+def test_unequal_modules_are_as_few_as_fill_the_blocks(
+    counts: list[int], sizes: list[tuple[int, ...]]
+) -> None:
+    unequal, equal = (
+        module_plan(counts, 4, [40] * len(counts), grouping=grouping)
+        for grouping in ("unequal", "equal")
+    )
+    assert list(unequal.sizes) == sizes
+    request = Request(32 * 1024, 16, 2048)
+    assert unequal.request_bytes(request, 1) <= 1.05 * equal.request_bytes(request, 1)
+
+
+def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
+    """Thirty full and twenty sliding modules: vLLM makes groups of twenty, ours hold thirty."""
+    counts = [3] * 10
+    by_engine, own = (
+        module_plan(counts, 5, [40] * 10, grouping=grouping) for grouping in ("engine", "equal")
+    )
+    request = Request(32 * 1024, 16, 2048)
+    assert sum(group.count for group in by_engine.groups(request)) == 3
+    assert sum(group.count for group in own.groups(request)) == 2
+    assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
+
+
 def test_an_original_model_needs_one_module_per_layer() -> None:
     plan = module_plan([8] * 36, 8, [1] * 36)
     assert plan.unit == 8 and plan.caches == ((None,),) * 36
