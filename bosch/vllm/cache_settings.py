@@ -31,6 +31,8 @@ _logger = logging.getLogger("vllm.bosch")
 # A setting is worth a line where the cache then holds so many times the tokens.
 _WORTH_A_LINE = 1.1
 
+_WRAPPED = "wrapped_by_bosch"
+
 # Whether an option said the tokens of a step, while vLLM makes its configuration from options.
 _batch_tokens_said: ContextVar[bool] = ContextVar("batch_tokens_said", default=True)
 
@@ -98,10 +100,17 @@ def wrap_engine() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    function = getattr(owner, name)
-    if not hasattr(function, "wrapped_by_bosch"):
+    function = getattr(owner, name, None)
+    if function is None:
+        # Models of others must start all the same.
+        _logger.warning(
+            "vLLM has no %s.%s any more: it serves hybrids by its own settings",
+            owner.__name__,
+            name,
+        )
+    elif not hasattr(function, _WRAPPED):
         wrapped = functools.wraps(function)(wrapper(function))
-        wrapped.wrapped_by_bosch = True
+        setattr(wrapped, _WRAPPED, True)
         setattr(owner, name, wrapped)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from bosch.weight_files import weight_faults
 
 # Arguments of vLLM's attention module that the plugin passes.
 _NEEDED = {"num_heads", "num_kv_heads", "per_layer_sliding_window", "prefix"}
-TESTED = "0.32"  # as pyproject.toml admits: its planner and attention move between versions
+OLDEST_TESTED, NEWEST_TESTED = "0.32.0", "0.33.0"
+
+_logger = logging.getLogger("vllm.bosch")
 
 
 def check_servable(vllm_config: Any) -> None:
@@ -47,11 +50,24 @@ def check_engine() -> None:
     from vllm.model_executor.layers.attention import Attention
 
     missing = _NEEDED - set(inspect.signature(Attention.__init__).parameters)
-    if missing or not vllm.__version__.startswith(f"{TESTED}."):
+    if missing:
         raise UserError(
-            f"vLLM {vllm.__version__}: the plugin for hybrid models works with vLLM {TESTED} "
-            f"alone; install vllm~={TESTED}.0"
+            f"vLLM {vllm.__version__}: its attention module takes no {', '.join(sorted(missing))}, "
+            f"which hybrid models need; install vLLM {OLDEST_TESTED} or later"
         )
+    if note := untested_version(vllm.__version__):
+        _logger.warning(note)
+
+
+def untested_version(version: str) -> str:
+    """A sentence on a version of vLLM with which the plugin was not tested; else nothing."""
+    tested = {name.rpartition(".")[0] for name in (OLDEST_TESTED, NEWEST_TESTED)}
+    if ".".join(version.split(".")[:2]) in tested:
+        return ""
+    return (
+        f"vLLM {version}: bosch was tested with {OLDEST_TESTED} to {NEWEST_TESTED}; where tokens "
+        "or the cache are not as expected, install one of these"
+    )
 
 
 def grouping_of(vllm_config: Any) -> Grouping:

@@ -54,7 +54,7 @@ class SplitAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Output [T, HQ * D] of query [T, HQ * D], key and value [T, HKV * D]."""
         chunks = (
-            states.split([part * states.shape[-1] // self.heads for part in self.sizes], dim=-1)
+            torch.split(states, [size * states.shape[-1] // self.heads for size in self.sizes], -1)
             for states in (query, key, value)
         )
         outputs = [
@@ -68,6 +68,8 @@ class FullyCachedAttention(Attention):  # type: ignore[misc]
 
     vLLM requires equal caches on all ranks.
     """
+
+    sliding_window: int | None
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         window, self.sliding_window = self.sliding_window, None

@@ -73,12 +73,12 @@ def engine_on(device: str, gibibytes: float) -> Engine:
 
 
 # How modules are cut and grouped. `engine`: of equal size, in the groups that vLLM makes; `equal`:
-# of equal size, in groups of our own, which vLLM takes from 0.33 on; `unequal`: as few in a layer
-# as can be, in groups of our own, which needs a cache in whose layout the blocks are outermost.
+# of equal size, in groups of our own, which vLLM takes from 0.33 on; `unequal`: as few as fill the
+# blocks, in groups of our own, which needs a cache in whose layout the blocks are outermost.
 Grouping = Literal["engine", "equal", "unequal"]
 
-# In groups of our own: most of a kind, and how much more memory fewer ones may take. Each group
-# costs time in every step.
+# In groups of our own: most of a kind, and how much more memory fewer groups, or fewer unequal
+# modules, may take. Each costs time in every step.
 _MOST_GROUPS, _FEWER_GROUPS = 64, 1.05
 
 
@@ -109,6 +109,10 @@ class CacheGroups:
 
     window: int | None
     count: int
+
+
+# For which unequal modules are cut: the engine's requests are not known where a model is built.
+_LONG_REQUEST = Request(32 * 1024, 16, 2048)
 
 
 def packed_groups(
@@ -265,29 +269,41 @@ def module_plan(
     shards = min(ranks, num_key_value_heads)
     heads = num_key_value_heads // shards
     unit = 1 if grouping == "unequal" else _unit(full_kv_heads_per_layer, heads, shards)
-    caches, sizes = [], []
-    for full, window in zip(full_kv_heads_per_layer, windows, strict=True):
-        cached = -(-full // (unit * shards)) * unit
-        if grouping == "unequal":
-            # Where shards have unequal shares, the head that is full on some has its own module.
-            shared = full // shards
-            parts = [(None, shared), (None, cached - shared), (window, heads - cached)]
-        else:
-            parts = [(None, unit)] * (cached // unit) + [(window, unit)] * (
-                (heads - cached) // unit
-            )
-        parts = [(kind, size) for kind, size in parts if size]
-        caches.append(tuple(kind for kind, _ in parts))
-        sizes.append(tuple(size for _, size in parts))
-    return ModulePlan(
-        ranks,
-        shards,
-        unit,
-        tuple(caches),
-        tuple(sizes),
-        tuple(full_kv_heads_per_layer),
-        tuple(windows),
-        grouping,
+
+    def plan_of_modules(most: int) -> ModulePlan:
+        """With modules of at most so many KV heads."""
+        caches, sizes = [], []
+        for full, window in zip(full_kv_heads_per_layer, windows, strict=True):
+            cached = -(-full // (unit * shards)) * unit
+            # Where shards have unequal shares, what is full on some has a module of its own.
+            shared = full // (unit * shards) * unit
+            modules = [
+                (kind, min(most, size - first))
+                for kind, size in (
+                    (None, shared), (None, cached - shared), (window, heads - cached),
+                )
+                for first in range(0, size, most)
+            ]  # fmt: skip
+            caches.append(tuple(kind for kind, _ in modules))
+            sizes.append(tuple(size for _, size in modules))
+        return ModulePlan(
+            ranks,
+            shards,
+            unit,
+            tuple(caches),
+            tuple(sizes),
+            tuple(full_kv_heads_per_layer),
+            tuple(windows),
+            grouping,
+        )
+
+    if grouping != "unequal":
+        return plan_of_modules(unit)
+    # The largest modules that fill the blocks of a long request nearly as well as single heads.
+    plans = [plan_of_modules(most) for most in range(heads, 0, -1)]
+    sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
+    return next(
+        plan for plan, size in zip(plans, sizes, strict=True) if size <= _FEWER_GROUPS * min(sizes)
     )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
-from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of
+from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -57,6 +57,39 @@ def test_modules_have_as_many_heads_as_divide_all_counts() -> None:
     plan = module_plan([4, 8, 2], 8, [100] * 3)
     assert plan.unit == 2
     assert plan.caches == ((None, None, 100, 100), (None,) * 4, (None, 100, 100, 100))
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        # A module of each kind where their groups fill the blocks.
+        ([1, 3, 2], [(1, 3), (3, 1), (2, 2)]),
+        # Two full heads fill no block of four: the others are cut to the same.
+        ([0, 1, 0, 1], [(2, 2), (1, 2, 1), (2, 2), (1, 2, 1)]),
+    ],
+)
+def test_unequal_modules_are_as_few_as_fill_the_blocks(
+    counts: list[int], sizes: list[tuple[int, ...]]
+) -> None:
+    unequal, equal = (
+        module_plan(counts, 4, [40] * len(counts), grouping=grouping)
+        for grouping in ("unequal", "equal")
+    )
+    assert list(unequal.sizes) == sizes
+    request = Request(32 * 1024, 16, 2048)
+    assert unequal.request_bytes(request, 1) <= 1.05 * equal.request_bytes(request, 1)
+
+
+def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
+    """Thirty full and twenty sliding modules: vLLM makes groups of twenty, ours hold thirty."""
+    counts = [3] * 10
+    by_engine, own = (
+        module_plan(counts, 5, [40] * 10, grouping=grouping) for grouping in ("engine", "equal")
+    )
+    request = Request(32 * 1024, 16, 2048)
+    assert sum(group.count for group in by_engine.groups(request)) == 3
+    assert sum(group.count for group in own.groups(request)) == 2
+    assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
 
 
 def test_an_original_model_needs_one_module_per_layer() -> None:
@@ -304,6 +337,20 @@ def test_an_engine_that_was_not_tested_is_refused(
     sentence = rf"vLLM {re.escape(version)}: .* install vllm~=0\.32\.0"
     with pytest.raises(UserError, match=sentence) if refused else nullcontext():
         check_engine()
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.32.0", True),
+        ("0.33.1+cpu", True),
+        ("0.3.2", False),
+        ("0.34.0rc1", False),
+        ("dev", False),
+    ],
+)
+def test_a_version_that_was_not_tested_is_said(version: str, tested: bool) -> None:
+    assert bool(untested_version(version)) is not tested
 
 
 def test_a_refusal_that_ends_the_process_is_one_sentence(

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models import interfaces
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from bosch.errors import UserError
-from bosch.vllm.plan import Request, module_plan
+from bosch.vllm.plan import Grouping, Request, module_plan
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.stage import CHECKPOINTS, checkpoint_name
 from tests import vllm_planner
@@ -132,6 +135,28 @@ def test_what_no_option_says_is_set_and_what_options_say_stays(
         assert int(line[1].replace(",", "")) == pytest.approx(held["unsaid"][2], rel=1e-4)
 
 
+@pytest.mark.skipif(
+    not hasattr(interfaces, "SupportsKVCacheGrouping"), reason="vLLM 0.33 lets a model group"
+)
+def test_unequal_modules_equal_transformers(
+    folder: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layout that the CPU's backend does not state, though its kernels take any stride."""
+    layouts = KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+    monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", lambda: layouts)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS), grouping="unequal")
+    assert plan.sizes == ((1, 3), (3, 1), (2, 2))
+    prompts = random_prompts(LENGTHS)
+    with engine(folder) as llm:
+        _agree(reference, prompts, generate(llm, prompts, 20))
+        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
+        blocks, tokens, block_bytes = _reported(llm)
+    request = Request(256, BLOCK, in_flight)
+    assert block_bytes == plan.block_bytes(request, BYTES_PER_HEAD)
+    assert tokens == plan.cache_tokens(blocks, request)
+
+
 def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
     plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
     least = plan.blocks_per_request(Request(256, BLOCK, 64)) + 1
@@ -155,8 +180,12 @@ def test_the_original_holds_what_its_plan_says(tmp_path: Path) -> None:
 
 
 def test_the_record_is_what_the_planner_gives() -> None:
+    groupings: tuple[Grouping, ...] = ("engine",)
+    if hasattr(interfaces, "SupportsKVCacheGrouping"):
+        groupings = "engine", "equal", "unequal"
     for case in vllm_planner.cases():
-        assert vllm_planner.by_plan(case) == vllm_planner.by_vllm(case)
+        for grouping in groupings:
+            assert vllm_planner.by_plan(case, grouping) == vllm_planner.by_vllm(case, grouping)
 
 
 @pytest.mark.parametrize(
