@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
+from stages.cost import Cost, Devices
 from stages.fields import Section
 from stages.recipe import LoadedRecipe
 
@@ -22,6 +23,12 @@ OwnSection = TypeVar("OwnSection", bound=Section)
 def no_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """The check of a stage whose fields are right each by itself."""
     yield from ()
+
+
+def _named(function: str) -> Any:
+    """The function that `module:name` names; its module may be heavy."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Stage(Generic[OwnSection]):
     `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
     the inputs that the section names and that is not there: one sentence each that begins with a
     dotted path. `slow_checks` names a function of the kind that only `validate` calls.
+
+    `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
+    raises UserError before anything runs where the stage is certain not to fit on this machine.
     """
 
     name: str
@@ -61,6 +71,8 @@ class Stage(Generic[OwnSection]):
     checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults
     missing: Callable[[LoadedRecipe], Iterator[str]] = no_faults
     slow_checks: str = ""
+    cost: str = ""
+    refusal: str = ""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -69,8 +81,17 @@ class Stage(Generic[OwnSection]):
     def slow_faults(self, loaded: LoadedRecipe) -> Iterator[str]:
         """Faults that take seconds to find."""
         if self.slow_checks:
-            module, _, name = self.slow_checks.partition(":")
-            yield from getattr(importlib.import_module(module), name)(loaded)
+            yield from _named(self.slow_checks)(loaded)
+
+    def planned_cost(self, loaded: LoadedRecipe, devices: Devices) -> Cost:
+        """What the stage costs on these devices, as if nothing was cached."""
+        result: Cost = _named(self.cost)(loaded, devices) if self.cost else Cost()
+        return result
+
+    def refuse(self, loaded: LoadedRecipe) -> None:
+        """Raise UserError where the stage is certain not to fit on this machine."""
+        if self.refusal:
+            _named(self.refusal)(loaded)
 
     @property
     def computes(self) -> bool:

@@ -8,7 +8,6 @@ from bosch.errors import UserError
 from bosch.files import make_folder
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
-from pipeline.commands.plan.fit import refuse_what_cannot_fit
 from pipeline.commands.status import print_states
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
@@ -48,8 +47,9 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
         )
         runner.hasher.save()
         return 0
-    if "train" in runner.chosen:
-        refuse_what_cannot_fit(loaded)
+    for stage in loaded.stages:
+        if stage.name in runner.chosen:
+            stage.refuse(loaded)
     results = loaded.output_root / loaded.recipe.name
     try:
         make_folder(results)

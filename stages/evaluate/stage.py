@@ -292,4 +292,5 @@ STAGE = Stage(
     checks=_faults,
     missing=_missing,
     slow_checks="stages.evaluate.harness_tasks:name_faults",
+    cost="stages.evaluate.cost:cost",
 )

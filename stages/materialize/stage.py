@@ -62,4 +62,5 @@ STAGE = Stage(
     model="weights",
     card=True,
     seeded=False,
+    cost="stages.materialize.cost:cost",
 )

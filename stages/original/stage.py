@@ -16,4 +16,5 @@ STAGE = Stage(
     distributed=True,
     pool="evaluation",
     unread=("rivals", "windows"),
+    cost="stages.evaluate.cost:original",
 )

@@ -228,4 +228,5 @@ STAGE = Stage(
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,
+    cost="stages.prepare.cost:cost",
 )

@@ -271,4 +271,5 @@ STAGE = Stage(
     model="weights",
     distributed=True,
     checks=_faults,
+    cost="stages.search.cost:cost",
 )

@@ -310,4 +310,6 @@ STAGE = Stage(
     after=("original",),
     distributed=True,
     checks=_faults,
+    cost="stages.train.cost:cost",
+    refusal="stages.train.fit:refuse_what_cannot_fit",
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bosch.errors import RunError, UserError
-from bosch.hardware import host_memory
+from bosch.errors import UserError
 from bosch.model.decoder_shape import DecoderShape
 from stages.context import Runtime
+from stages.cost import memory_here
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
@@ -52,7 +51,7 @@ class Budget:
 
     @property
     def verdict(self) -> str:
-        """The sum beside what there is."""
+        """Required and available bytes, and whether they fit."""
         total = f"{format_bytes(self.need + self.margin)} of {format_bytes(self.capacity)}"
         if not self.fits:
             return f"{total}: does not fit"
@@ -136,7 +135,7 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
     """
     if loaded.recipe.get(TrainConfig) is None or loaded.info is None:
         return
-    capacity = memory_here(loaded)
+    capacity = memory_here(loaded.world)
     if capacity is None:
         return
     shape, on_gpu, count = loaded.info.decoder, loaded.world.gpus > 0, loaded.world.size
@@ -147,18 +146,3 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
             f"process(es), of {format_bytes(capacity)} there; "
             f"{remedy(loaded, shape, count, capacity, on_gpu)} (plan shows what takes it)"
         )
-
-
-def memory_here(loaded: LoadedRecipe) -> float | None:
-    """Bytes that one process of this machine may hold: a GPU's, or its share of the memory."""
-    if not loaded.world.gpus:
-        try:
-            return host_memory() / loaded.world.processes_per_node
-        except RunError:
-            return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return min(float(line) for line in output.stdout.split()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None

@@ -1,0 +1,80 @@
+"""What a stage costs, for `plan`: operations, bytes on disk, hours on named devices; no torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from dataclasses import dataclass, field
+
+from bosch.errors import RunError
+from bosch.hardware import DEVICES, host_memory
+from stages.recipe import World
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Share of a device's peak that is reached in practice, recomputation counted as work.
+EFFICIENCY = 0.4
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What is planned for: `count` devices called `name`, each driven by one of `processes`.
+
+    `local_processes` load their model into one machine's memory. `efficiency` is the share of the
+    peak that the user names. `memory` is what a process may hold, in bytes.
+    """
+
+    name: str
+    count: int
+    processes: int
+    local_processes: int
+    memory: float
+    efficiency: float | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
+
+    The work comes in `jobs` of equal size, each done by one process: so many at a time, one group
+    after the other; a single job is not distributed. `efficiency` is the share of the devices'
+    peak.
+    """
+
+    flops: float = 0.0
+    disk: float = 1e6
+    facts: list[str] = field(default_factory=list)
+    jobs: tuple[int, ...] = (1,)
+    efficiency: float = EFFICIENCY
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the stage uses more than one process where it gets them."""
+        return sum(self.jobs) > 1
+
+    def speedup(self, processes: int) -> float:
+        """Speed of so many processes over that of one."""
+        return sum(self.jobs) / sum(math.ceil(jobs / processes) for jobs in self.jobs)
+
+    def hours(self, name: str, count: int) -> float:
+        """Hours on `count` devices."""
+        faster = count if name == "cpu" else self.speedup(count)
+        return self.flops / (DEVICES[name].tflops * 1e12 * faster * self.efficiency) / 3600
+
+
+def memory_here(world: World) -> float | None:
+    """Bytes that one process of this machine may hold: a GPU's, or its share of the memory."""
+    if not world.gpus:
+        try:
+            return host_memory() / world.processes_per_node
+        except RunError:
+            return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return min(float(line) for line in output.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,75 @@
+"""What an evaluation costs; the original model's is the same with every head full."""
+
+from __future__ import annotations
+
+from bosch.budget import even_layout
+from bosch.model.cache_size import CacheSize
+from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.memory import ActivationSizes
+from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.evaluate.stage import EvaluateConfig
+from stages.formats import format_bytes
+from stages.recipe import LoadedRecipe
+from stages.search.stage import SearchConfig
+from stages.train.stage import TrainConfig
+
+# A sample's question, answer and score on disk.
+_SAMPLE_BYTES = 300.0
+
+
+def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    """The original model's answers, once for all recipes on it."""
+    return _cost(loaded, devices, 1, None, ", once for all recipes on this model")
+
+
+def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    """The answers of the hybrid, its checkpoints and its rivals."""
+    evaluate, train = loaded.recipe[EvaluateConfig], loaded.recipe.get(TrainConfig)
+    search, rivals = loaded.recipe[SearchConfig], len(evaluate.rivals)
+    checkpoints = len(train.checkpoint_steps) if train is not None else 0
+    windows = len({*evaluate.windows} - {search.window_size})
+    models = (1 + rivals) * (1 + windows) + checkpoints
+    of_whom = f" for the hybrid and each of {checkpoints} checkpoints"
+    of_whom += f" and {rivals} rivals" if rivals else ""
+    of_whom += f", the untrained ones at {windows} more windows" if windows else ""
+    return _cost(loaded, devices, models, search.swa_ratio, of_whom)
+
+
+def _cost(
+    loaded: LoadedRecipe, devices: Devices, models: int, swa_ratio: float | None, of_whom: str
+) -> Cost:
+    """Needle samples of so many hybrids, or of the original (no ratio); other suites are small."""
+    recipe, shape = loaded.recipe, loaded.shape
+    needle, search = recipe[EvaluateConfig].needle, recipe[SearchConfig]
+    if needle is None:
+        return Cost(0, 1e6, [])
+    each = needle.samples * len(needle.tasks)
+    samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
+    longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
+    assert shape.kinds is not None
+    counts = even_layout(shape.full_layers, shape.key_value_heads, search.swa_ratio)
+    cache = CacheSize.of(counts, shape.kinds, search.window, number)
+    is_hybrid = swa_ratio is not None
+    cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
+    # A hybrid that is made from the original takes its weights over one by one.
+    weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
+    activations = ActivationSizes.of(shape, number).plain_pass(rows * longest)
+    facts = [
+        f"{samples:,} samples{of_whom}",
+        f"per process: {format_bytes(number * weights)} of weights, "
+        f"{format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}"
+        f"{_states_text(shape)}, about {format_bytes(activations)} in a pass",
+    ]
+    passes = sum(
+        shape.forward_flops(each * length, length, swa_ratio or 0.0, search.window)
+        for length in needle.lengths
+    )
+    efficiency = devices.efficiency or EFFICIENCY
+    disk = samples * models * _SAMPLE_BYTES
+    return Cost(models * passes, disk, facts, (samples,), efficiency=efficiency)
+
+
+def _states_text(shape: DecoderShape) -> str:
+    """What the cache's bytes leave out."""
+    layers = len(shape.kinds.states) if shape.kinds is not None else 0
+    return f" beside the states of {layers} layers of other kinds" if layers else ""

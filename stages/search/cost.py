@@ -1,0 +1,118 @@
+"""What a search costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.calibration import MAX_ROUNDS
+from bosch.objective.memory import ActivationSizes
+from bosch.search.methods import METHODS
+from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.formats import format_bytes, format_flops, format_hours
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe, Recipe
+from stages.search.stage import SearchConfig
+
+
+def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    """At most the evaluations of the method's bound, each as if nothing were reused."""
+    recipe, shape = loaded.recipe, loaded.shape
+    processes = devices.processes
+    calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
+    evaluations = _most_evaluations(loaded, shape, search.method)
+    examples, length = calibration.examples, calibration.length
+    tokens = examples * length
+    one = shape.forward_flops(tokens, length)
+    batch = recipe.runtime.eval_batch_size
+    batches = _batches_by_round(recipe)
+    sharded = recipe.runtime.search_parallel == "tensor"
+    number = BYTES[recipe.model.dtype]
+    shards = processes if sharded else 1
+    weights = number * shape.parameters / shards
+    rows = min(batch, examples)
+    sizes = ActivationSizes.of(shape, number, shards)
+    passes = sizes.plain_pass(rows * length)
+    gradients = sizes.gradient(rows, length, search.window_size)
+    # One by one onto the GPUs, from files that all processes share; in host memory for each else.
+    host = (
+        number * shape.parameters
+        if devices.on_gpu or sharded
+        else weights * devices.local_processes
+    )
+    facts = [
+        f"at most {evaluations:,} evaluations of {tokens:,} tokens in {sum(batches)} batches",
+        f"{format_flops(one)} each with every head full and nothing reused",
+        f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
+        f"about {format_bytes(gradients)} where gradients are taken",
+        _reuse(recipe, sizes, examples if sharded else math.ceil(examples / processes)),
+        f"host memory while loading: {format_bytes(host)} a node",
+    ]
+    jobs = _search_jobs(recipe, search.method)
+    if sharded:
+        facts.append(f"one model sharded over {processes} processes")
+        jobs = (processes,)
+    elif jobs == batches:
+        facts.append(
+            "gradients, and evaluations that may end early, take "
+            f"{' or '.join(str(size) for size in sorted({*batches}))} of the batches at a time: "
+            f"more than {max(batches)} process(es) have nothing to do then"
+        )
+    efficiency = devices.efficiency or EFFICIENCY
+    result = Cost(evaluations * one, 1e6, facts, jobs, efficiency=efficiency)
+    return replace(result, facts=[*facts, _hours_of_methods(loaded, result, devices)])
+
+
+def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
+    """Batches of each round over the calibration set."""
+    examples, batch = recipe[PrepareConfig].calibration.examples, recipe.runtime.eval_batch_size
+    return tuple(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
+
+
+def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
+    """Batches that a method measures at a time: a round, or all where nothing can end early."""
+    batches = _batches_by_round(recipe)
+    in_rounds = METHODS[method].gradients or (
+        recipe[SearchConfig].race and "race" in METHODS[method].settings
+    )
+    return batches if in_rounds else (sum(batches),)
+
+
+def _split(count: int, rounds: int) -> list[int]:
+    """Sizes of so many rounds of equal size, or nearly so."""
+    return [count // rounds + (number < count % rounds) for number in range(rounds)]
+
+
+def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
+    """Bytes that reuse keeps of one layer for a process's examples, and the share that fits."""
+    entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length)
+    room = recipe.runtime.reuse_memory
+    fact = (
+        "reuse: the input of a layer and its attention of both kinds, "
+        f"{format_bytes(entry)} for the {examples} examples of a process; runtime.reuse_memory "
+    )
+    if isinstance(room, int):
+        return fact + f"holds {min(1.0, room / entry):.0%} of it"
+    return fact + "is what is free beside a gradient"
+
+
+def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> int:
+    """The bound of the table of methods, with the recipe's settings."""
+    settings = loaded.recipe[SearchConfig].settings(loaded.recipe.seed)
+    return METHODS[method].most_evaluations(settings, shape.full_layers, shape.key_value_heads)
+
+
+def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
+    """Most hours of every method, without reuse."""
+    shape = loaded.shape
+    one = search.flops / _most_evaluations(loaded, shape, loaded.recipe[SearchConfig].method)
+    sharded = loaded.recipe.runtime.search_parallel == "tensor"
+    times: dict[str, list[str]] = {}
+    for method in METHODS:
+        flops = one * _most_evaluations(loaded, shape, method)
+        jobs = search.jobs if sharded else _search_jobs(loaded.recipe, method)
+        of_method = replace(search, flops=flops, jobs=jobs)
+        text = format_hours(of_method.hours(devices.name, devices.count))
+        times.setdefault(text, []).append(method)
+    return "at most " + "; ".join(f"{text}: {', '.join(names)}" for text, names in times.items())
