@@ -143,10 +143,11 @@ fi
 # Writes the bytecode of what the stages import, also where the environment says not to write any:
 # without it every process would need twice as long to start.
 echo "  importing the stages"
-PYTHONDONTWRITEBYTECODE="" "$venv/bin/python" -c "
+PYTHONPATH="$root" PYTHONDONTWRITEBYTECODE="" "$venv/bin/python" -c "
 import importlib
-for stage in ('prepare', 'search', 'materialize', 'train', 'original', 'evaluate', 'report'):
-    importlib.import_module(f'stages.{stage}.run')
+from pipeline.recipe.stage_list import STAGES
+for stage in STAGES:
+    importlib.import_module(stage.function.partition(':')[0])
 import transformers.models.qwen3.modeling_qwen3" >>"$log" 2>&1 ||
     fail "what was installed cannot be imported; see $log"
 printf '%s\n%s\n' "$fingerprint" "$extras" >"$stamp"

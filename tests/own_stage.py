@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from stages.context import StageConfig
+from stages.cost import Cost, Devices
 from stages.fields import Count, PathText, Section
 from stages.inputs import prose
 from stages.prepare.stage import PrepareConfig
@@ -32,6 +33,11 @@ def run(
     return {"words": len(words), "inputs": sorted(inputs)}
 
 
+def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    most = loaded.recipe[WordsConfig].most
+    return Cost(disk=10.0 * most, facts=[f"{most} words on {devices.count} x {devices.name}"])
+
+
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     words = loaded.recipe.get(WordsConfig)
     if words is not None and words.most > loaded.recipe[PrepareConfig].train_tokens:
@@ -46,4 +52,5 @@ STAGE = Stage(
     field=Field(None, description="Counts words."),
     needs=("prepare",),
     checks=_faults,
+    cost="tests.own_stage:cost",
 )

@@ -9,6 +9,7 @@ from bosch.files import make_folder
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
+from pipeline.run.failures import is_disk_full
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
 from stages.recipe import LoadedRecipe
@@ -54,6 +55,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     try:
         make_folder(results)
     except OSError as error:
+        if is_disk_full(error):
+            raise
         raise UserError(
             f"runtime.output_root: {results} cannot be made ({error.strerror}: {error.filename})"
         ) from None

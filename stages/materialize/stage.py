@@ -56,7 +56,7 @@ STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
     MaterializeConfig,
-    version=4,
+    version=5,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     model="weights",

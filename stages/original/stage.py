@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=3,
+    version=4,
     key="evaluate",
     after=("materialize",),
     model="weights",

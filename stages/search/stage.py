@@ -265,7 +265,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=10,
+    version=11,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.options import StudyOptions
 from pipeline.commands.study.studied_model import StudiedModel
 from pipeline.recipe.load import load_recipe
+from stages.search.stage import STAGE
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"
 MODEL = RECIPE.parent / "enumerable_model"
@@ -211,7 +213,8 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     ]
     files = []
     for version in (1, 1, 2):
-        monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH_VERSION", version)
+        stage = replace(STAGE, version=version)
+        monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH", stage)
         recipe = load_recipe(RECIPE, [*small, "runtime.reuse_memory=5MB"], env={}).recipe
         model = StudiedModel(recipe, StudyOptions(), tmp_path)
         files.append(evaluation_log(model, "calibration", model.calibration(0)).path)

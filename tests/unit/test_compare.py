@@ -151,7 +151,7 @@ def test_a_refused_combination_leaves_the_others_their_scores(
     compare.add_options(parser)
     with monkeypatch.context() as patch:
         patch.setattr(compare, "run_comparison", lambda *_: result)
-        assert compare.run(load_recipe(case.file, env={}), parser.parse_args([]), table()) == 1
+        assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
     assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
     # What is mended goes on from there.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
@@ -163,7 +163,7 @@ def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
     case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
     case.save()
     launches = Launches()
-    Runner(load_recipe(case.file, env={}), Choice(until="original"), table(), launches).run()
+    Runner(load_recipe(case.file, env={}, stages=table()), Choice(until="original"), launches).run()
     comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
     assert launches.count("original") == 1 and launches.count("evaluate") == 1
 

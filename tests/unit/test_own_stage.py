@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from pipeline.commands.plan.command import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner
@@ -80,6 +81,13 @@ def test_its_faults_are_told_with_the_others(case: Case, override: str, fault: s
     with pytest.raises(UserError) as caught:
         load(case, override)
     assert fault in str(caught.value)
+
+
+def test_its_cost_stands_in_the_plan(case: Case) -> None:
+    lines = list(plan_lines(load(case), "h100x8"))
+    place = next(n for n, line in enumerate(lines) if line.startswith("  words"))
+    assert lines[place].split(maxsplit=1)[1] == "100 B on disk"
+    assert lines[place + 1].strip() == "- 10 words on 8 x h100"
 
 
 def test_a_recipe_may_leave_it_out(case: Case) -> None:

@@ -14,12 +14,12 @@ from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
-from pipeline.commands.plan.command import find_hardware, plan_costs, plan_lines, stage_hours
-from pipeline.commands.plan.fit import refuse_what_cannot_fit, remedy, training_budget
+from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from stages.materialize.memory import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
+from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
 from tests.pipeline_case import Case
 
 SHAPE = {
@@ -65,7 +65,7 @@ def test_the_plan_says_what_the_table_of_methods_says(tmp_path: Path, method: st
     settings = loaded.recipe.search.settings(loaded.recipe.seed)
     assert loaded.info is not None
     shape = loaded.info.layers, loaded.info.key_value_heads
-    cost = next(c for c in plan_costs(loaded, loaded.info, 1) if c.stage == "search")
+    cost = plan_costs(loaded, plan_devices(loaded))["search"]
     most = METHODS[method].most_evaluations(settings, *shape)
     assert any(f"at most {most:,} evaluations" in fact for fact in cost.facts)
 
@@ -93,7 +93,7 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
     case.save()
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
-    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    costs = plan_costs(loaded, plan_devices(loaded))
     distributed = {name for name, cost in costs.items() if cost.distributed}
     assert distributed == {"search", "train", "original", "evaluate"}
     # Four rounds of one example each: gradients, and masks that may lose early, take one.
@@ -107,7 +107,7 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
         case.save()
         loaded = load_recipe(case.file, env={})
         assert loaded.info is not None
-        costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+        costs = plan_costs(loaded, plan_devices(loaded))
         assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
     lines = list(plan_lines(loaded, "h100x8"))
     search = next(line for line in lines if line.startswith("  search "))
@@ -181,13 +181,13 @@ def test_a_search_has_as_many_batches_as_its_objective(
     case.save()
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
-    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == (sum(map(len, rounds)),)
     case.content["search"]["method"] = "bosch_plus"  # its gradients take a round
     case.save()
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
-    costs = {cost.stage: cost for cost in plan_costs(loaded, loaded.info, 1)}
+    costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == tuple(map(len, rounds))
 
 
@@ -206,11 +206,8 @@ def _hours(
         recipe, overrides, fetch=False, input_files=False, model_files=False, env={}
     )
     assert loaded.info is not None
-    costs = plan_costs(loaded, loaded.info, count)
-    cost = next(cost for cost in costs if cost.stage == stage)
-    if efficiency is not None:
-        cost = replace(cost, efficiency=efficiency)
-    return stage_hours(cost, device, count)
+    devices = plan_devices(loaded, f"{device}x{count}", efficiency)
+    return plan_costs(loaded, devices)[stage].hours(device, count)
 
 
 def _train_hours(name: str, efficiency: float, tmp_path: Path) -> float:
@@ -347,7 +344,7 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     case.save()
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
-    (search,) = (c for c in plan_costs(loaded, loaded.info, 1) if c.stage == "search")
+    search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("is what is free" in fact for fact in search.facts)
     shape, calibration = loaded.info.decoder, loaded.recipe.prepare.calibration
     tokens = calibration.examples * calibration.length
@@ -356,7 +353,7 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     case.save()
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
-    (search,) = (c for c in plan_costs(loaded, loaded.info, 1) if c.stage == "search")
+    search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("holds 50% of it" in fact for fact in search.facts)
 
 

@@ -273,11 +273,11 @@ def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None
     file = case.output("prepare") / "output.json"
     good = file.read_text()
     file.write_text(good.replace("0", "1"))
-    loaded = load_recipe(case.file, env={})
+    loaded = load_recipe(case.file, env={}, stages=fake_table())
     follower = replace(loaded, world=replace(loaded.world, nodes=2, node_rank=1))
     timer = threading.Timer(1.0, file.write_text, [good])
     timer.start()
-    Runner(follower, Choice(until="prepare"), fake_table(), in_process).run()
+    Runner(follower, Choice(until="prepare"), in_process).run()
     assert timer.finished.is_set() and file.read_text() == good
 
 
@@ -443,8 +443,9 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
 
 
 def on_node(case: Case, rank: int, launcher: Any = in_process) -> Runner:
-    loaded = replace(load_recipe(case.file, env={}), world=World(nodes=2, node_rank=rank))
-    return Runner(loaded, Choice(until="train"), fake_table(), launcher)
+    loaded = load_recipe(case.file, env={}, stages=fake_table())
+    loaded = replace(loaded, world=World(nodes=2, node_rank=rank))
+    return Runner(loaded, Choice(until="train"), launcher)
 
 
 def failing(order: Mapping[str, Any], world: World) -> dict[str, Any]:

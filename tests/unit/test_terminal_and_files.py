@@ -204,7 +204,7 @@ def test_a_stopped_process_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(launch, "PROCESS", ("-c", f"import os; {end}"))
-    with pytest.raises(RunError, match=r"one of its processes was stopped .* goes on from here"):
+    with pytest.raises(RunError, match=r"was ended \(signal .* goes on from here"):
         launch.launch({"stage": "search", "work_dir": str(tmp_path)}, launch.World())
 
 
