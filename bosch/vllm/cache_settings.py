@@ -33,8 +33,9 @@ _WORTH_A_LINE = 1.1
 
 _WRAPPED = "wrapped_by_bosch"
 
-# Whether an option said the tokens of a step, while vLLM makes its configuration from options.
-_batch_tokens_said: ContextVar[bool] = ContextVar("batch_tokens_said", default=True)
+# Of these the options that a user said, while vLLM makes its configuration from options.
+_OPTIONS = ("max_num_batched_tokens", "max_num_seqs")
+_said: ContextVar[tuple[str, ...]] = ContextVar("said", default=_OPTIONS)
 
 
 def choose_cache_settings(vllm_config: Any) -> None:
@@ -52,11 +53,14 @@ def choose_cache_settings(vllm_config: Any) -> None:
         cache.user_specified_block_size = True  # else the platform sets its own later
     if (
         plan.sliding_windows
-        and not _batch_tokens_said.get()
+        and "max_num_batched_tokens" not in _said.get()
         and scheduler.enable_chunked_prefill
         and vllm_config.performance_mode != "throughput"
     ):
         scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
+        if "max_num_seqs" not in _said.get():
+            # As vLLM does with its own choices: each sequence needs a token of a step.
+            scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     # Whether steps overlap is decided later.
     steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
     request = Request(
@@ -76,9 +80,9 @@ def _engine() -> Engine:
 
 
 def _chosen_batch_tokens(vllm_config: Any, plan: ModulePlan) -> int:
-    scheduler = vllm_config.scheduler_config
+    sequences = _least_step(vllm_config) if "max_num_seqs" in _said.get() else 1
     return batch_tokens(
-        plan.sliding_windows, _least_step(vllm_config), scheduler.max_num_batched_tokens
+        plan.sliding_windows, vllm_config.scheduler_config.max_num_batched_tokens, sequences
     )
 
 
@@ -116,11 +120,11 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 def _noting_options(create_engine_config: Any) -> Any:
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _batch_tokens_said.set(self.max_num_batched_tokens is not None)
+        token = _said.set(tuple(name for name in _OPTIONS if getattr(self, name) is not None))
         try:
             return create_engine_config(self, *args, **kwargs)
         finally:
-            _batch_tokens_said.reset(token)
+            _said.reset(token)
 
     return noting
 

@@ -202,8 +202,8 @@ def test_the_engine_of_a_device(device: str, gibibytes: float, engine: object) -
 @pytest.mark.parametrize(
     ("windows", "ranks", "in_flight"),
     [
-        ({64}, 1, (256, 512, 2048)),
-        ({64}, 4, (512, 512, 2048)),
+        ({64}, 1, (256, 512, 512)),
+        ({4096}, 4, (4096, 4096, 8192)),
         ({1024, 4096}, 1, (1024, 2048, 2048)),
         ({4096}, 1, (2048, 4096, 8192)),
         (set(), 1, (2048, 4096, 16384)),
