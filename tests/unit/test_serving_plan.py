@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
+from bosch.vllm import cache_settings
 from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
 from bosch.vllm.plan import (
     CPU,
@@ -323,6 +324,58 @@ def test_an_engine_without_windows_per_module_is_refused(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(Attention=Attention))
     with pytest.raises(UserError, match=r"vLLM 0\.1: .* per_layer_sliding_window, .* 0\.32\.0"):
         check_engine()
+
+
+_BOTH = ("max_num_batched_tokens", "max_num_seqs")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "said", "mode", "chosen"),
+    [
+        (True, (), "balanced", (256, 256, 32)),
+        (False, (), "balanced", (256, 256, 16)),
+        (False, _BOTH[:1], "balanced", (8192, 1024, 16)),
+        (False, _BOTH[1:], "balanced", (1024, 1024, 16)),
+        (False, (), "throughput", (8192, 1024, 16)),
+        (False, _BOTH, "balanced", (8192, 1024, 16)),
+    ],
+)
+def test_only_what_no_option_says_is_chosen(
+    cpu: bool,
+    said: tuple[str, ...],
+    mode: str,
+    chosen: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layouts = [HeadLayout.deploy(1, 8, Window(64))] * 2
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(cache_settings, "grouping_of", lambda config: "engine")
+    monkeypatch.setattr(cache_settings, "served_layouts", lambda config: layouts)
+    monkeypatch.setattr(
+        cache_settings, "original_plan", lambda *_: module_plan([8, 8], 8, [64, 64])
+    )
+    scheduler = SimpleNamespace(
+        max_num_batched_tokens=8192, max_num_seqs=1024, enable_chunked_prefill=True
+    )
+    cache = SimpleNamespace(block_size=16, user_specified_block_size=False)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=scheduler, cache_config=cache, performance_mode=mode,
+        num_speculative_tokens=0, max_concurrent_batches=1,
+    )  # fmt: skip
+
+    class Arguments:
+        max_num_batched_tokens = 8192 if _BOTH[0] in said else None
+        max_num_seqs = 1024 if _BOTH[1] in said else None
+
+        def create_engine_config(self) -> None:
+            cache_settings.choose_cache_settings(config)
+
+    cache_settings._wrap(Arguments, "create_engine_config", cache_settings._noting_options)
+    Arguments().create_engine_config()
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
 
 
 @pytest.mark.parametrize(
