@@ -96,14 +96,15 @@ def wrap_engine() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
-    _wrap(EngineArgs, "create_engine_config", _noting_options)
+    wrap(EngineArgs, "create_engine_config", noting_options)
     # The engine's core holds a name of its own for the function, where it is loaded already.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
-            _wrap(module, "update_kv_cache_capacity", _logging_cache)
+            wrap(module, "update_kv_cache_capacity", _logging_cache)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a function of vLLM's by `wrapper` of it, once."""
     function = getattr(owner, name, None)
     if function is None:
         # Models of others must start all the same.
@@ -118,7 +119,9 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def _noting_options(create_engine_config: Any) -> Any:
+def noting_options(create_engine_config: Any) -> Any:
+    """`EngineArgs.create_engine_config`, during which `_said` is what its arguments say."""
+
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _said.set(tuple(name for name in _OPTIONS if getattr(self, name) is not None))
         try:

@@ -373,7 +373,7 @@ def test_only_what_no_option_says_is_chosen(
         def create_engine_config(self) -> None:
             cache_settings.choose_cache_settings(config)
 
-    cache_settings._wrap(Arguments, "create_engine_config", cache_settings._noting_options)
+    cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
     Arguments().create_engine_config()
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
 
