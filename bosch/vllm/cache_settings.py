@@ -170,8 +170,6 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     block_size = min(cache.block_size, _engine().block_size)
     for step in (chosen, min(chosen, least)):
         more = tokens_of(plan, block_size, step)
-        if more < _WORTH_A_LINE * tokens:
-            continue
         options = []
         if scheduler.disable_hybrid_kv_cache_manager:
             options.append("without --disable-hybrid-kv-cache-manager")
@@ -179,9 +177,11 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
             options.append(f"with --max-num-batched-tokens {step}")
         if block_size < cache.block_size:
             options.append(f"with --block-size {block_size}")
+        if not options or more < _WORTH_A_LINE * tokens:
+            continue
         text += f"; {more:,} {' and '.join(options)}"
         if step == chosen:
             _logger.warning(text)
             return
-        text += ", which read prompts slower"
+        text += ", which reads prompts slower"
     _logger.info(text)
