@@ -150,8 +150,6 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     ranks, steps = parallel.tensor_parallel_size, vllm_config.max_concurrent_batches
     plan = plan_of(served_layouts(config), ranks, grouping_of(vllm_config))
-    if not plan.sliding_windows:
-        return
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     bytes_per_head = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads)
     size = kv_cache_config.kv_cache_tensors[0].size
