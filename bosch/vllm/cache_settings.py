@@ -66,10 +66,15 @@ def choose_cache_settings(vllm_config: Any) -> None:
     request = Request(
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
     )
-    originally, held = (
-        one.request_bytes(request, 1) for one in (original_plan(model.hf_config, ranks), plan)
+    originally, held, on_one_rank = (
+        one.request_bytes(request, 1)
+        for one in (
+            original_plan(model.hf_config, ranks),
+            plan,
+            plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config)),
+        )
     )
-    if refusal := padding_refusal(plan, originally, held, model.max_model_len):
+    if refusal := padding_refusal(plan, originally, held, on_one_rank // plan.shards):
         raise UserError(refusal)
 
 

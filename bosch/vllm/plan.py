@@ -387,28 +387,26 @@ def served_caches(
             held, originally = (
                 plan.request_bytes(request, bytes_per_head) for plan in (hybrid, original)
             )
-            if refusal := padding_refusal(hybrid, originally, held, tokens):
+            share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
+            if refusal := padding_refusal(hybrid, originally, held, share):
                 yield ServedCache(engine, ranks, tokens, refusal=refusal)
                 continue
-            padded = 0
-            if hybrid.padded_kv_heads:
-                share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
-                padded = max(0, held - share)
+            padded = max(0, held - share) if hybrid.padded_kv_heads else 0
             yield ServedCache(engine, ranks, tokens, originally, held, padded)
 
 
-def padding_refusal(hybrid: ModulePlan, original: int, held: int, tokens: int) -> str:
+def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
     """Why so many ranks do not serve a hybrid: where padding costs more than its windows save.
 
-    `original` and `held` are the bytes of a request of `tokens` on a rank, without the windows and
-    with them.
+    `original`, `held` and `share` are the bytes of a request on a rank: without windows, with them,
+    and an equal share of what one rank holds.
     """
-    if not hybrid.padded_kv_heads or held <= original:
+    if not hybrid.padded_kv_heads or not share <= original < held:
         return ""
     return (
         f"tensor_parallel_size: {hybrid.ranks} ranks cannot share the full KV heads of each layer "
-        f"equally, and a request of {tokens:,} tokens would hold {held / original:.2f} times the "
-        "original's cache; serve on fewer ranks"
+        f"equally, and would hold {held / original:.2f} times the original's cache for a request; "
+        "serve on fewer ranks"
     )
 
 

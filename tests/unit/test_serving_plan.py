@@ -167,12 +167,22 @@ def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
         module_plan([8], 8, [10], ranks=3)
 
 
-def test_padding_is_refused_only_where_it_costs_more_than_full_heads() -> None:
-    plan = module_plan([5], 8, [10], ranks=2)
-    assert plan.padded_kv_heads == 1 and not padding_refusal(plan, 100, 100, 50)
-    assert "1.20 times" in padding_refusal(plan, 100, 120, 50)
-    # Without padding the engine is not at fault.
-    assert not padding_refusal(module_plan([4], 8, [10], ranks=2), 100, 120, 50)
+@pytest.mark.parametrize(
+    ("full", "held", "share", "refused"),
+    [
+        (5, 100, 90, False),
+        (5, 120, 90, True),
+        # Options that waste the memory are at fault, or the length, but not the ranks.
+        (5, 120, 110, False),
+        (4, 120, 120, False),
+    ],
+)
+def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
+    full: int, held: int, share: int, refused: bool
+) -> None:
+    refusal = padding_refusal(module_plan([full], 8, [10], ranks=2), 100, held, share)
+    assert ("1.20 times the original's cache" in refusal) == refused
+    assert bool(refusal) == refused
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
