@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bosch.vllm.groups import groups_of_modules
 from bosch.vllm.plan import Grouping, ModulePlan, Request, module_plan
 
 RECORD = Path(__file__).parent / "data" / "vllm_planner.json"
@@ -95,6 +95,7 @@ def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, An
         for layer, (windows, sizes) in enumerate(zip(plan.caches, plan.sizes, strict=True))
         for module, (window, heads) in enumerate(zip(windows, sizes, strict=True))
     }
+    model_class = SimpleNamespace(get_kv_cache_groups=groups_of_modules)
     layout = KVCacheLayout.BLHNC if grouping == "unequal" else KVCacheLayout.LBHNC
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -110,7 +111,7 @@ def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, An
             max_model_len=case["tokens"], original_max_model_len=None,
             hf_config=SimpleNamespace(model_type="qwen3"), architectures=[],
             supports_kv_cache_grouping=grouping != "engine",
-            registry=SimpleNamespace(resolve_model_cls=lambda *_: (_hybrid_class(), "")),
+            registry=SimpleNamespace(resolve_model_cls=lambda *_: (model_class, "")),
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
@@ -131,10 +132,6 @@ def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, An
         "request_bytes": round(cache_config.num_blocks / requests) * block_bytes,
         "cache_tokens": get_kv_cache_capacity(config, cache_config)[0],
     }
-
-
-def _hybrid_class() -> Any:
-    return importlib.import_module("bosch.vllm.models").HybridMixin  # it imports vllm
 
 
 def _planned(config: Any, specs: dict[str, Any]) -> Any:

@@ -33,8 +33,9 @@ _WORTH_A_LINE = 1.1
 
 _WRAPPED = "wrapped_by_bosch"
 
-# Whether an option said the tokens of a step, while vLLM makes its configuration from options.
-_batch_tokens_said: ContextVar[bool] = ContextVar("batch_tokens_said", default=True)
+# Of these the options that a user said, while vLLM makes its configuration from options.
+_OPTIONS = ("max_num_batched_tokens", "max_num_seqs")
+_said: ContextVar[tuple[str, ...]] = ContextVar("said", default=_OPTIONS)
 
 
 def choose_cache_settings(vllm_config: Any) -> None:
@@ -52,20 +53,28 @@ def choose_cache_settings(vllm_config: Any) -> None:
         cache.user_specified_block_size = True  # else the platform sets its own later
     if (
         plan.sliding_windows
-        and not _batch_tokens_said.get()
+        and "max_num_batched_tokens" not in _said.get()
         and scheduler.enable_chunked_prefill
         and vllm_config.performance_mode != "throughput"
     ):
         scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
+        if "max_num_seqs" not in _said.get():
+            # As vLLM does with its own choices: each sequence needs a token of a step.
+            scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     # Whether steps overlap is decided later.
     steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
     request = Request(
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
     )
-    originally, held = (
-        one.request_bytes(request, 1) for one in (original_plan(model.hf_config, ranks), plan)
+    originally, held, on_one_rank = (
+        one.request_bytes(request, 1)
+        for one in (
+            original_plan(model.hf_config, ranks),
+            plan,
+            plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config)),
+        )
     )
-    if refusal := padding_refusal(plan, originally, held, model.max_model_len):
+    if refusal := padding_refusal(plan, originally, held, on_one_rank // plan.shards):
         raise UserError(refusal)
 
 
@@ -76,9 +85,9 @@ def _engine() -> Engine:
 
 
 def _chosen_batch_tokens(vllm_config: Any, plan: ModulePlan) -> int:
-    scheduler = vllm_config.scheduler_config
+    sequences = _least_step(vllm_config) if "max_num_seqs" in _said.get() else 1
     return batch_tokens(
-        plan.sliding_windows, _least_step(vllm_config), scheduler.max_num_batched_tokens
+        plan.sliding_windows, vllm_config.scheduler_config.max_num_batched_tokens, sequences
     )
 
 
@@ -92,14 +101,15 @@ def wrap_engine() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
-    _wrap(EngineArgs, "create_engine_config", _noting_options)
+    wrap(EngineArgs, "create_engine_config", noting_options)
     # The engine's core holds a name of its own for the function, where it is loaded already.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
-            _wrap(module, "update_kv_cache_capacity", _logging_cache)
+            wrap(module, "update_kv_cache_capacity", _logging_cache)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a function of vLLM's by `wrapper` of it, once."""
     function = getattr(owner, name, None)
     if function is None:
         # Models of others must start all the same.
@@ -114,13 +124,15 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def _noting_options(create_engine_config: Any) -> Any:
+def noting_options(create_engine_config: Any) -> Any:
+    """`EngineArgs.create_engine_config`, during which `_said` is what its arguments say."""
+
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _batch_tokens_said.set(self.max_num_batched_tokens is not None)
+        token = _said.set(tuple(name for name in _OPTIONS if getattr(self, name) is not None))
         try:
             return create_engine_config(self, *args, **kwargs)
         finally:
-            _batch_tokens_said.reset(token)
+            _said.reset(token)
 
     return noting
 
@@ -143,8 +155,6 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     ranks, steps = parallel.tensor_parallel_size, vllm_config.max_concurrent_batches
     plan = plan_of(served_layouts(config), ranks, grouping_of(vllm_config))
-    if not plan.sliding_windows:
-        return
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     bytes_per_head = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads)
     size = kv_cache_config.kv_cache_tensors[0].size
@@ -163,8 +173,6 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     block_size = min(cache.block_size, _engine().block_size)
     for step in (chosen, min(chosen, least)):
         more = tokens_of(plan, block_size, step)
-        if more < _WORTH_A_LINE * tokens:
-            continue
         options = []
         if scheduler.disable_hybrid_kv_cache_manager:
             options.append("without --disable-hybrid-kv-cache-manager")
@@ -172,9 +180,11 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
             options.append(f"with --max-num-batched-tokens {step}")
         if block_size < cache.block_size:
             options.append(f"with --block-size {block_size}")
+        if not options or more < _WORTH_A_LINE * tokens:
+            continue
         text += f"; {more:,} {' and '.join(options)}"
         if step == chosen:
             _logger.warning(text)
             return
-        text += ", which read prompts slower"
+        text += ", which reads prompts slower"
     _logger.info(text)

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,17 +24,15 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES, Family
 from bosch.model.loading import full_attention_config
 from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
-from bosch.vllm.plan import packed_groups, rank_order
+from bosch.vllm.groups import groups_of_modules, module_name
+from bosch.vllm.plan import rank_order
 from bosch.vllm.weights import published_names, reorder_heads
 
-# The end of the names that `_module_arguments` gives.
-_MODULE_NAME = re.compile(r"\.module\d+$")
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
 
@@ -113,7 +110,7 @@ def _module_arguments(
         "num_kv_heads": sizes[index],
         "per_layer_sliding_window": window,
         # No second number in the name: vLLM reads the layer's from it.
-        "prefix": f"{arguments['prefix']}.module{index}",
+        "prefix": module_name(arguments["prefix"], index),
     }
     logits = arguments.get("sinks")
     if logits is not None:
@@ -186,38 +183,7 @@ class HybridMixin:
     @classmethod
     def get_kv_cache_groups(cls, vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
         """Groups of our own, which vLLM asks for from 0.33 on (`SupportsKVCacheGrouping`)."""
-        # Not in older versions.
-        from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
-
-        ours = all(_MODULE_NAME.search(name) for name in kv_cache_spec)
-        if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager or not ours:
-            return list(get_kv_cache_groups(vllm_config, kv_cache_spec))
-        names: dict[int | None, list[str]] = {}
-        for name, spec in kv_cache_spec.items():
-            names.setdefault(getattr(spec, "sliding_window", None), []).append(name)
-        specs = {kind: kv_cache_spec[modules[0]] for kind, modules in names.items()}
-        _, bins = packed_groups(
-            {
-                kind: [kv_cache_spec[name].num_kv_heads for name in modules]
-                for kind, modules in names.items()
-            },
-            {
-                kind: spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
-                for kind, spec in specs.items()
-            },
-        )
-        groups = []
-        for kind, groups_of_kind in bins.items():
-            for indices in groups_of_kind:
-                members = [names[kind][index] for index in sorted(indices)]
-                own = {name: kv_cache_spec[name] for name in members}
-                if len(set(own.values())) == 1:
-                    groups += create_kv_cache_group_specs(kv_cache_spec, [members])
-                else:
-                    groups.append(
-                        KVCacheGroupSpec(members, UniformTypeKVCacheSpecs.from_specs(own))
-                    )
-        return groups
+        return groups_of_modules(vllm_config, kv_cache_spec)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Load a checkpoint, with each rank's full heads first."""

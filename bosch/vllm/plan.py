@@ -27,11 +27,11 @@ SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)
 _LEAST_BATCH_TOKENS = 256
 
 
-def batch_tokens(windows: Iterable[int], sequences: int, most: int) -> int:
+def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
     """`--max-num-batched-tokens` for these windows: what the plugin sets where no option says it.
 
-    A sliding head's cache holds the tokens of all concurrent steps beside its window, and each of
-    `sequences` needs one token of a step. `most` is vLLM's own choice.
+    A sliding head's cache holds the tokens of all concurrent steps beside its window. `most` is
+    vLLM's own choice, `sequences` what `--max-num-seqs` says: each needs one token of a step.
     """
     return min(most, max(_LEAST_BATCH_TOKENS, min(windows, default=most), sequences))
 
@@ -40,29 +40,27 @@ def batch_tokens(windows: Iterable[int], sequences: int, most: int) -> int:
 class Engine:
     """What vLLM chooses for a server on one kind of device where no option says it.
 
-    `block_size` is in tokens, `concurrent_steps` is vLLM's `max_concurrent_batches`; `batch_tokens`
-    and `sequences` are `EngineArgs.get_batch_defaults`, on a CPU for each rank.
+    `block_size` is in tokens, `concurrent_steps` is vLLM's `max_concurrent_batches`, `batch_tokens`
+    is that of `EngineArgs.get_batch_defaults`, on a CPU for each rank.
     """
 
     name: str
     block_size: int
     concurrent_steps: int
     batch_tokens: int
-    sequences: int
     per_rank: bool = False
 
     def tokens_in_flight(self, windows: Iterable[int], ranks: int = 1) -> int:
         """Tokens of all concurrent steps, with the plugin's choice for these windows."""
-        times = ranks if self.per_rank else 1
-        tokens = batch_tokens(windows, times * self.sequences, times * self.batch_tokens)
-        return self.concurrent_steps * tokens
+        most = self.batch_tokens * (ranks if self.per_rank else 1)
+        return self.concurrent_steps * batch_tokens(windows, most)
 
 
 # vLLM itself takes blocks of 128 tokens on a CPU. Its kernels take multiples of 32, and a window
 # ends within a block, so the plugin sets 32.
-CPU = Engine("CPU", 32, 1, 2048, 128, per_rank=True)
-SMALL_GPU = Engine("GPU", 16, 2, 2048, 256)
-LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192, 1024)
+CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
+SMALL_GPU = Engine("GPU", 16, 2, 2048)
+LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)
 
 
 def engine_on(device: str, gibibytes: float) -> Engine:
@@ -389,28 +387,26 @@ def served_caches(
             held, originally = (
                 plan.request_bytes(request, bytes_per_head) for plan in (hybrid, original)
             )
-            if refusal := padding_refusal(hybrid, originally, held, tokens):
+            share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
+            if refusal := padding_refusal(hybrid, originally, held, share):
                 yield ServedCache(engine, ranks, tokens, refusal=refusal)
                 continue
-            padded = 0
-            if hybrid.padded_kv_heads:
-                share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
-                padded = max(0, held - share)
+            padded = max(0, held - share) if hybrid.padded_kv_heads else 0
             yield ServedCache(engine, ranks, tokens, originally, held, padded)
 
 
-def padding_refusal(hybrid: ModulePlan, original: int, held: int, tokens: int) -> str:
+def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
     """Why so many ranks do not serve a hybrid: where padding costs more than its windows save.
 
-    `original` and `held` are the bytes of a request of `tokens` on a rank, without the windows and
-    with them.
+    `original`, `held` and `share` are the bytes of a request on a rank: without windows, with them,
+    and an equal share of what one rank holds.
     """
-    if not hybrid.padded_kv_heads or held <= original:
+    if not hybrid.padded_kv_heads or not share <= original < held:
         return ""
     return (
         f"tensor_parallel_size: {hybrid.ranks} ranks cannot share the full KV heads of each layer "
-        f"equally, and a request of {tokens:,} tokens would hold {held / original:.2f} times the "
-        "original's cache; serve on fewer ranks"
+        f"equally, and would hold {held / original:.2f} times the original's cache for a request; "
+        "serve on fewer ranks"
     )
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
+from bosch.vllm import cache_settings
 from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
 from bosch.vllm.plan import (
     CPU,
@@ -168,12 +169,22 @@ def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
         module_plan([8], 8, [10], ranks=3)
 
 
-def test_padding_is_refused_only_where_it_costs_more_than_full_heads() -> None:
-    plan = module_plan([5], 8, [10], ranks=2)
-    assert plan.padded_kv_heads == 1 and not padding_refusal(plan, 100, 100, 50)
-    assert "1.20 times" in padding_refusal(plan, 100, 120, 50)
-    # Without padding the engine is not at fault.
-    assert not padding_refusal(module_plan([4], 8, [10], ranks=2), 100, 120, 50)
+@pytest.mark.parametrize(
+    ("full", "held", "share", "refused"),
+    [
+        (5, 100, 90, False),
+        (5, 120, 90, True),
+        # Options that waste the memory are at fault, or the length, but not the ranks.
+        (5, 120, 110, False),
+        (4, 120, 120, False),
+    ],
+)
+def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
+    full: int, held: int, share: int, refused: bool
+) -> None:
+    refusal = padding_refusal(module_plan([full], 8, [10], ranks=2), 100, held, share)
+    assert ("1.20 times the original's cache" in refusal) == refused
+    assert bool(refusal) == refused
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
@@ -204,8 +215,8 @@ def test_the_engine_of_a_device(device: str, gibibytes: float, engine: object) -
 @pytest.mark.parametrize(
     ("windows", "ranks", "in_flight"),
     [
-        ({64}, 1, (256, 512, 2048)),
-        ({64}, 4, (512, 512, 2048)),
+        ({64}, 1, (256, 512, 512)),
+        ({4096}, 4, (4096, 4096, 8192)),
         ({1024, 4096}, 1, (1024, 2048, 2048)),
         ({4096}, 1, (2048, 4096, 8192)),
         (set(), 1, (2048, 4096, 16384)),
@@ -337,6 +348,58 @@ def test_an_engine_that_was_not_tested_is_refused(
     sentence = rf"vLLM {re.escape(version)}: .* install vllm~=0\.32\.0"
     with pytest.raises(UserError, match=sentence) if refused else nullcontext():
         check_engine()
+
+
+_BOTH = ("max_num_batched_tokens", "max_num_seqs")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "said", "mode", "chosen"),
+    [
+        (True, (), "balanced", (256, 256, 32)),
+        (False, (), "balanced", (256, 256, 16)),
+        (False, _BOTH[:1], "balanced", (8192, 1024, 16)),
+        (False, _BOTH[1:], "balanced", (1024, 1024, 16)),
+        (False, (), "throughput", (8192, 1024, 16)),
+        (False, _BOTH, "balanced", (8192, 1024, 16)),
+    ],
+)
+def test_only_what_no_option_says_is_chosen(
+    cpu: bool,
+    said: tuple[str, ...],
+    mode: str,
+    chosen: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layouts = [HeadLayout.deploy(1, 8, Window(64))] * 2
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(cache_settings, "grouping_of", lambda config: "engine")
+    monkeypatch.setattr(cache_settings, "served_layouts", lambda config: layouts)
+    monkeypatch.setattr(
+        cache_settings, "original_plan", lambda *_: module_plan([8, 8], 8, [64, 64])
+    )
+    scheduler = SimpleNamespace(
+        max_num_batched_tokens=8192, max_num_seqs=1024, enable_chunked_prefill=True
+    )
+    cache = SimpleNamespace(block_size=16, user_specified_block_size=False)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=scheduler, cache_config=cache, performance_mode=mode,
+        num_speculative_tokens=0, max_concurrent_batches=1,
+    )  # fmt: skip
+
+    class Arguments:
+        max_num_batched_tokens = 8192 if _BOTH[0] in said else None
+        max_num_seqs = 1024 if _BOTH[1] in said else None
+
+        def create_engine_config(self) -> None:
+            cache_settings.choose_cache_settings(config)
+
+    cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
+    Arguments().create_engine_config()
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
 
 
 @pytest.mark.parametrize(
