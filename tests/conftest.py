@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# A loaded machine is no fault of what is tested; no test asserts a time.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,6 @@ def test_what_ranks_cannot_share_is_padded(
     assert (plan.unit, plan.padded_kv_heads) == (unit, padded)
 
 
-@settings(deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
     counts=st.lists(st.integers(0, 32), min_size=1, max_size=6),
@@ -305,7 +304,6 @@ def test_every_number_of_ranks_has_figures() -> None:
     assert [bool(cache.refusal) for cache in refused] == [False] * 4 + [True] * 4
 
 
-@settings(deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
     counts=st.lists(st.integers(0, 32), min_size=1, max_size=8),
