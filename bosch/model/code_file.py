@@ -18,6 +18,7 @@ from bosch.version import VERSION
 MODULES = (
     "errors.py",
     "window.py",
+    "backends.py",
     "model/families.py",
     "attention/context.py",
     "attention/layout.py",

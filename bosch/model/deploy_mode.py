@@ -25,7 +25,8 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from bosch.attention import HeadLayout, resolve_backend
+from bosch.attention import HeadLayout
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import HybridCache, SplitCacheLayer
 from bosch.model.configuration import choosing_attention, hybrid_config_class
@@ -51,13 +52,7 @@ _BACKEND_OF = {
     NAME: "auto",
     "bosch": "auto",
     "auto": "auto",
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex",
-    "flex_attention": "flex",
-    "flash": "flash",
-    "varlen": "varlen",
-    "flash_attention_2": "flash",
+    **{name: backend for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
 }
 
 
