@@ -47,7 +47,7 @@ from bosch.window import Window
 logger = transformers_logging.get_logger(__name__)
 
 # The backend of each attn_implementation that a user can name.
-_BACKEND_OF = {
+_BACKEND_OF: dict[str | None, str] = {
     None: "auto",
     NAME: "auto",
     "bosch": "auto",
