@@ -9,6 +9,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import Field
 
+from bosch.backends import BackendName
 from bosch.errors import RunError
 from bosch.files import Stamp, changed_file
 from stages.fields import (
@@ -24,9 +25,6 @@ from stages.fields import (
     Section,
 )
 from stages.inputs import Input, is_hub_name
-
-# Attention backends that compute in float16 and bfloat16 alone, without sinks.
-HALF_PRECISION = ("flash", "varlen")
 
 
 def _is_model_name(section: Section, text: str, root: Path) -> bool:
@@ -54,7 +52,7 @@ class Runtime(Section):
     output_root: Annotated[PathText, Input()] = Field(
         "runs", description="Folder of the store and of runs/<recipe name>."
     )
-    attention: Literal["auto", "eager", "sdpa", "flex", "flash", "varlen"] = Field(
+    attention: BackendName = Field(
         "auto",
         description=(
             "Attention backend. auto: sdpa, but in training on a GPU the first of flash "

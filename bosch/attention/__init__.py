@@ -6,21 +6,21 @@ Every backend gives what `eager` gives, in outputs and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.eager import eager_attention, eager_weights
-from bosch.attention.flash import flash_is_usable, flash_kernel_attention
+from bosch.attention.flash import flash_kernel_attention
 from bosch.attention.flex import flex_kernel_attention
+from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
-from bosch.attention.varlen import varlen_attention, varlen_is_usable
-from bosch.errors import UserError
+from bosch.attention.varlen import varlen_attention
+from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
 __all__ = [
     "BACKENDS",
@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 
-class Backend(Protocol):
-    """A function that computes one layer's attention: [B, T, HQ, D]."""
+class AttentionFunction(Protocol):
+    """Computes one layer's attention: [B, T, HQ, D]."""
 
     def __call__(
         self,
@@ -51,70 +51,14 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
 
-def _always() -> bool:
-    return True
-
-
-class BackendEntry(NamedTuple):
-    """A backend, whether it can be used here, and what it lacks; `needs` says what it needs."""
-
-    attend: Backend
-    usable: Callable[[], bool] = _always
-    needs: str = ""
-    has_sinks: bool = True
-    only_plain_logits: bool = False
-    only_half: bool = False  # float16 and bfloat16
-    has_dropout: bool = True
-
-
-BACKENDS: dict[str, BackendEntry] = {
-    "eager": BackendEntry(eager_attention),
-    "sdpa": BackendEntry(sdpa_attention),
-    "flex": BackendEntry(
-        flex_kernel_attention,
-        torch.cuda.is_available,
-        "a GPU",
-        only_plain_logits=True,
-        has_dropout=False,
-    ),
-    "flash": BackendEntry(
-        flash_kernel_attention,
-        flash_is_usable,
-        "a GPU and the flash-attn package",
-        has_sinks=False,
-        only_plain_logits=True,
-        only_half=True,
-    ),
-    "varlen": BackendEntry(
-        varlen_attention,
-        varlen_is_usable,
-        "a GPU and a torch with windows in torch.nn.attention.varlen",
-        has_sinks=False,
-        only_plain_logits=True,
-        only_half=True,
-        has_dropout=False,
-    ),
+# The function of each backend of `BACKENDS`.
+_FUNCTIONS: dict[str, AttentionFunction] = {
+    "eager": eager_attention,
+    "sdpa": sdpa_attention,
+    "flex": flex_kernel_attention,
+    "flash": flash_kernel_attention,
+    "varlen": varlen_attention,
 }
-# For whole sequences on a GPU, the fastest first.
-_BY_SPEED = ("flash", "varlen", "flex")
-
-
-def resolve_backend(name: str = "auto") -> str:
-    """Name of the backend to use: `name` itself, or sdpa for "auto".
-
-    Raises UserError when `name` is unknown or what it needs is not installed; never another one.
-    """
-    if name == "auto":
-        return "sdpa"
-    if name not in BACKENDS:
-        known = ", ".join(["auto", *BACKENDS])
-        raise UserError(f"attention backend '{name}' is unknown: choose one of {known}")
-    if not BACKENDS[name].usable():
-        raise UserError(
-            f"attention backend '{name}' cannot be used here: it needs {BACKENDS[name].needs}; "
-            "choose auto"
-        )
-    return name
 
 
 def fastest_backend(
@@ -125,29 +69,17 @@ def fastest_backend(
     On a GPU: flash-attn, torch's varlen attention, flex, whichever of them is there and has the
     dtype that attention is computed in, sinks, dropout and the model's logits. Else sdpa.
     """
-    if not torch.cuda.is_available():
-        return "sdpa"
-    for name in _BY_SPEED:
-        entry = BACKENDS[name]
-        lacks = (
-            (sinks and not entry.has_sinks)
-            or (dropout and not entry.has_dropout)
-            or (entry.only_plain_logits and not plain_logits)
-            or (entry.only_half and dtype not in (torch.float16, torch.bfloat16))
-        )
-        if not lacks and entry.usable():
+    requests = {
+        "sinks": sinks > 0,
+        "dropout": dropout > 0,
+        "logits": not plain_logits,
+        "float32": dtype not in HALF_DTYPES,
+    }
+    needed = {ability for ability, is_needed in requests.items() if is_needed}
+    for name, entry in BACKENDS.items():
+        if "cpu" in entry.lacks and not needed.intersection(entry.lacks) and entry.usable():
             return name
     return "sdpa"
-
-
-def check_sinks(backend: str, sinks: int) -> None:
-    """Raise UserError when sliding heads have sinks and the backend cannot compute them."""
-    if sinks and not BACKENDS[backend].has_sinks:
-        able = ", ".join(name for name, entry in BACKENDS.items() if entry.has_sinks)
-        raise UserError(
-            f"attention backend '{backend}' has no sinks, expected 0 and got {sinks}: set sinks to "
-            f"0 or choose one of {able}"
-        )
 
 
 def hybrid_attention(
@@ -188,12 +120,9 @@ def hybrid_attention(
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits)
-    if BACKENDS[backend].only_plain_logits and not transform.is_plain:
-        raise UserError(
-            f"the {backend} backend has no soft-capping and no extra logit per head, which this "
-            "model has: choose sdpa"
-        )
-    return BACKENDS[backend].attend(query, key, value, layout, context, transform, dropout)
+    if not transform.is_plain:
+        check_backend(backend, {"logits": "the model has"})
+    return _FUNCTIONS[backend](query, key, value, layout, context, transform, dropout)
 
 
 def attention_weights(

@@ -8,25 +8,19 @@ segments, all of them are placed one after another.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bosch.attention.context import AttentionContext
+from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
 from bosch.errors import UserError
 
 _NO_WINDOW = (-1, -1)
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
-
-
-def flash_is_usable() -> bool:
-    """Whether there are a GPU and the flash-attn package."""
-    return torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
 def flash_kernel_attention(
@@ -43,7 +37,7 @@ def flash_kernel_attention(
     Decoding with a cache of fixed size goes the way of the sdpa backend. Raises UserError for
     a dtype other than float16 and bfloat16, and for padding between a row's tokens.
     """
-    if query.dtype not in FLASH_DTYPES:
+    if query.dtype not in HALF_DTYPES:
         raise UserError(
             f"the flash backend computes in float16 and bfloat16, not in {query.dtype}: load the "
             "model in bfloat16 or choose sdpa"

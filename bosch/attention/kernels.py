@@ -19,6 +19,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Those that never hold the logits of all queries and keys, on a GPU.
 FUSED_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
@@ -67,7 +68,7 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
     if mask is not None:
         return False
     if torch.compiler.is_compiling():
-        return query.dtype in (torch.float16, torch.bfloat16)
+        return query.dtype in HALF_DTYPES
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 

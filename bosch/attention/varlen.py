@@ -9,30 +9,19 @@ is a sequence; all stand one after another.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bosch.attention.context import AttentionContext
+from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
+from bosch.backends import VARLEN_MODULE
 
-_MODULE = "torch.nn.attention.varlen"
-_OPTIONS = {"scale", "window_size", "enable_gqa"}  # later than the function itself
 _CAUSAL = (-1, 0)
-VARLEN_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-
-
-def varlen_is_usable() -> bool:
-    """Whether there are a GPU and a torch whose varlen attention has windows and shared heads."""
-    if not torch.cuda.is_available() or importlib.util.find_spec(_MODULE) is None:
-        return False
-    function = importlib.import_module(_MODULE).varlen_attn
-    return set(inspect.signature(function).parameters) >= _OPTIONS
 
 
 def varlen_attention(
@@ -51,7 +40,7 @@ def varlen_attention(
     """
     cached = isinstance(key, CachedStates) or isinstance(value, CachedStates)
     whole = context.q_offset == 0 and context.start is None and not cached
-    able = query.dtype in VARLEN_DTYPES
+    able = query.dtype in HALF_DTYPES
     if not whole or not able or dropout or not (context.valid is None or context.right_padded):
         return sdpa_attention(query, key, value, layout, context, transform, dropout)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
@@ -76,7 +65,7 @@ def _varlen(
     transform: LogitTransform,
 ) -> Tensor:
     """Causal attention within each sequence, [B, HQ, T, D]."""
-    kernel: Any = importlib.import_module(_MODULE).varlen_attn
+    kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
     borders, longest = context.memo("varlen", lambda: _borders(context, query))
     packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     out: Tensor = kernel(

@@ -18,6 +18,7 @@ from bosch.version import VERSION
 MODULES = (
     "errors.py",
     "window.py",
+    "backends.py",
     "model/families.py",
     "attention/context.py",
     "attention/layout.py",
@@ -38,7 +39,7 @@ MODULES = (
     "model/deploy_mode.py",
 )
 
-_HEAD = '''"""{prefix} model whose attention heads are full or sliding, for transformers.
+_HEAD = '''"""{model} whose heads are full or sliding, for transformers.
 
 Loaded by `trust_remote_code=True`. Made by bosch {version} from its own source; where bosch is
 installed and imported, transformers uses that instead. Licence: Apache-2.0.
@@ -55,9 +56,9 @@ def code_file(family: Family) -> str:
     return Path(__file__).read_text(encoding="utf-8")
 
 
-{prefix_config} = hybrid_config_class(FAMILIES["{model_type}"])
-{prefix_decoder} = hybrid_decoder_class(FAMILIES["{model_type}"])
-{prefix_model} = hybrid_model_class(FAMILIES["{model_type}"])
+{config} = hybrid_config_class(FAMILIES["{model_type}"])
+{decoder} = hybrid_decoder_class(FAMILIES["{model_type}"])
+{model} = hybrid_model_class(FAMILIES["{model_type}"])
 '''
 
 
@@ -70,10 +71,10 @@ def code_file(family: Family) -> str:
     imports: dict[str, set[str]] = defaultdict(set)
     defined = {"code_file"}
     bodies = [_body(name, imports, defined) for name in MODULES]
-    head = _HEAD.format(prefix=family.prefix, version=VERSION)
+    head = _HEAD.format(model=family.base_model_class, version=VERSION)
     tail = _TAIL.format(
-        prefix_config=family.config_class, prefix_model=family.model_class,
-        prefix_decoder=family.decoder_class, model_type=family.model_type,
+        config=family.config_class, model=family.model_class, decoder=family.decoder_class,
+        model_type=family.model_type,
     )  # fmt: skip
     return head + _import_lines(imports) + "\n\n" + "\n\n\n".join(bodies) + "\n" + tail
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
-    CONFIG_MAPPING_NAMES,
-)
 
 from bosch.errors import UserError
 from bosch.model.code_file import code_file
@@ -24,7 +20,12 @@ _TEXT = "text_config"
 
 # Stands in config.json where the name of the activation would. The families' own config classes
 # take no list there and end with this sentence when a hybrid directory is given to them by name;
-# what reads the file alone, or the tokenizer beside it, goes on.
+# what reads the file alone, or the tokenizer beside it, goes on. So it is in the first of these
+# that a configuration has; families without the first four have a number in the last.
+_ACTIVATIONS = (
+    "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act",
+    "initializer_range",
+)  # fmt: skip
 _REFUSAL = [
     "full and sliding heads within a layer: load this model by AutoModelForCausalLM, with bosch "
     "imported or with trust_remote_code=True"
@@ -107,9 +108,9 @@ def _init_of(family: Family, parent: Any) -> Any:
         text = kwargs.get(_TEXT)
         if family.takes_more_than_text and isinstance(text, dict):
             text_class: Any = CONFIG_MAPPING[text["model_type"]]
-            kwargs[_TEXT] = _restored(text, FAMILIES[text["model_type"]], text_class, is_hybrid)
+            kwargs[_TEXT] = _restored(text, text_class, is_hybrid)
         else:
-            kwargs = _restored(kwargs, family, parent, is_hybrid)
+            kwargs = _restored(kwargs, parent, is_hybrid)
         fill(self, **kwargs)
         if family.takes_more_than_text:
             self.text_config.__class__ = _part_class(type(self.text_config))
@@ -117,14 +118,13 @@ def _init_of(family: Family, parent: Any) -> Any:
     return __init__
 
 
-def _restored(
-    content: dict[str, Any], family: Family, config_class: Any, is_hybrid: bool
-) -> dict[str, Any]:
+def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> dict[str, Any]:
     """Content of a text decoder's configuration without what refuses the family's own class."""
     content = dict(content)
-    name = content.pop(f"base_{family.activation}", None)
-    if content.get(family.activation) == _REFUSAL:
-        content[family.activation] = name
+    for name in _ACTIVATIONS:
+        value = content.pop(f"base_{name}", None)
+        if content.get(name) == _REFUSAL:
+            content[name] = value
     types = config_class.attribute_map.get("layer_types", "layer_types")
     if types in config_class.__dataclass_fields__ and is_hybrid and content.get(types) is None:
         # The family's default pattern must not stand in for what was lost: none is refused.
@@ -139,14 +139,14 @@ def _to_dict_of(family: Family, parent: Any) -> Any:
     def to_dict(self: Any) -> dict[str, Any]:
         content: dict[str, Any] = parent.to_dict(self)
         if family.takes_more_than_text:
-            text = content[_TEXT]
-            return content | {_TEXT: _refusing(text, FAMILIES[text["model_type"]].activation)}
-        return _refusing(content, family.activation)
+            return content | {_TEXT: _refusing(content[_TEXT])}
+        return _refusing(content)
 
     return to_dict
 
 
-def _refusing(content: dict[str, Any], name: str) -> dict[str, Any]:
+def _refusing(content: dict[str, Any]) -> dict[str, Any]:
+    name = next(name for name in _ACTIVATIONS if name in content)
     return content | {f"base_{name}": content[name], name: list(_REFUSAL)}
 
 
@@ -165,10 +165,7 @@ def _part_class(base: Any) -> Any:
 @functools.cache
 def hybrid_config_class(family: Family) -> Any:
     """Config class of a family's hybrid models: its own, with `hybrid_attention`."""
-    module = importlib.import_module(
-        f"transformers.models.{family.module}.configuration_{family.module}"
-    )
-    base = getattr(module, family.base_config_class)
+    base: Any = CONFIG_MAPPING[family.model_type]
     body = {
         "model_type": family.hybrid_type,
         "hybrid_attention": None,
@@ -176,7 +173,7 @@ def hybrid_config_class(family: Family) -> Any:
         "__module__": __name__,
         "to_dict": _to_dict_of(family, base),
         "save_pretrained": _save_of(family, base),
-        "__doc__": f"Configuration of a {family.prefix} model with full and sliding heads.",
+        "__doc__": f"{base.__name__} of a model with full and sliding heads.",
     }
     created: Any = type(family.config_class, (HybridConfigMixin, base), body)
     created.__init__ = _init_of(family, created)
@@ -187,9 +184,10 @@ def hybrid_config_class(family: Family) -> Any:
 def __getattr__(name: str) -> Any:
     """A family's config class by its name, which is how another process unpickles one."""
     for family in FAMILIES.values():
-        if family.config_class == name:
+        hybrid_name = family.config_class if family.is_installed else ""
+        if hybrid_name == name:
             return hybrid_config_class(family)
-        if CONFIG_MAPPING_NAMES.get(family.model_type) == name:
+        if hybrid_name == f"Hybrid{name}":
             return _part_class(CONFIG_MAPPING[family.model_type])
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 

@@ -8,7 +8,6 @@ plain transformers, so that a load without bosch is refused and never runs full 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
 import sys
@@ -16,12 +15,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import cache_utils
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    cache_utils,
+)
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from bosch.attention import HeadLayout, resolve_backend
+from bosch.attention import HeadLayout
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import HybridCache, SplitCacheLayer
 from bosch.model.configuration import choosing_attention, hybrid_config_class
@@ -42,18 +47,12 @@ from bosch.window import Window
 logger = transformers_logging.get_logger(__name__)
 
 # The backend of each attn_implementation that a user can name.
-_BACKEND_OF = {
+_BACKEND_OF: dict[str | None, str] = {
     None: "auto",
     NAME: "auto",
     "bosch": "auto",
     "auto": "auto",
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex",
-    "flex_attention": "flex",
-    "flash": "flash",
-    "varlen": "varlen",
-    "flash_attention_2": "flash",
+    **{name: backend for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
 }
 
 
@@ -362,7 +361,9 @@ def _parameters(decoder_class: Any) -> tuple[str, ...]:
 @functools.cache
 def hybrid_model_class(family: Family) -> Any:
     """Causal language model class of a family's hybrid models."""
-    created = _hybrid_class(family, family.base_model_class, family.model_class)
+    more = family.takes_more_than_text
+    models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if more else MODEL_FOR_CAUSAL_LM_MAPPING
+    created = _hybrid_class(family, models, family.model_class)
     _name_in_transformers(family.model_class, created)
     return created
 
@@ -370,22 +371,18 @@ def hybrid_model_class(family: Family) -> Any:
 @functools.cache
 def hybrid_decoder_class(family: Family) -> Any:
     """Class of a family's hybrid models without a head: hidden states, as AutoModel gives them."""
-    base_name = str(MODEL_MAPPING_NAMES[family.model_type])
-    return _hybrid_class(family, base_name, family.decoder_class)
+    return _hybrid_class(family, MODEL_MAPPING, family.decoder_class)
 
 
-def _hybrid_class(family: Family, base_name: str, name: str) -> Any:
-    module = importlib.import_module(
-        f"transformers.models.{family.module}.modeling_{family.module}"
-    )
-    base = getattr(module, base_name)
+def _hybrid_class(family: Family, models: Any, name: str) -> Any:
+    base = models[CONFIG_MAPPING[family.model_type]]
     config_class = hybrid_config_class(family)
     body = {
         "config_class": config_class,
         "config": config_class,
         "_family": family,
         "__module__": __name__,
-        "__doc__": f"{base_name} with full and sliding heads in each layer.",
+        "__doc__": f"{base.__name__} with full and sliding heads in each layer.",
         "_can_set_attn_implementation_cached_value": True,
     }
     created = type(name, (HybridModelMixin, base), body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,10 @@ from bosch.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder family of transformers: module and class names, as in its own source.
+    """What transformers' own tables do not say about a decoder family.
 
-    `head` ends the name of its model class: one that takes more than text has another, and its text
-    decoder is a family too; "" is a text decoder that has no model class of its own.
+    `takes_more_than_text`: the model has a text decoder within it, which is a family too.
+    `is_part`: such a text decoder that has no model class of its own.
     `fused`: the projection of queries, keys and values in one weight, in this order.
     `attention` and `output`: what a layer calls its attention and that its output projection.
     `gated`: attention outputs are multiplied by a gate before they are projected. `per_head`:
@@ -22,24 +23,22 @@ class Family:
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
     dimensions, instead of sharing one head's among all. `caps_scores`: attention scores are capped.
     `separates_documents`: its masks keep packed documents apart, which position_ids tell.
-    `base_config`: its config class, where that is not named as the model class is. `full_every`:
-    where config.json lists no layer_types but a window, every so many layers have full attention,
-    0 for none of them; None where the window may be switched off by another option.
-    `activation`: the field of its configuration that names the activation function, or another
-    that takes no list.
-    `linear_every`: the same with linear attention in all others. `beside_states`: every layer has
-    linear attention beside its full attention. `layers_return_weights`: a layer returns attention
-    weights, or a place for them, beside its hidden states. `mlp_maps`: projections of an MLP or an
-    expert, 3 with a gate. `gate_per_head`: the attention's gate is a number for each head.
-    `experts_like_mlp`: experts are as wide as intermediate_size says, and every token visits this
-    many more. `learned_positions`: rows of its table of positions beside those in config.json,
-    None where it has no such table.
+    `full_every`: where config.json lists no layer_types but a window, every so many layers have
+    full attention, 0 for none of them; None where the window may be switched off by another option.
+    `linear_every`: every so many layers have full attention, the others linear attention.
+    `beside_states`: every layer has linear attention beside its full attention.
+    `layers_return_weights`: a layer returns attention weights, or a place for them, beside its
+    hidden states. `mlp_maps`: projections of an MLP or an expert, 3 with a gate. `gate_per_head`:
+    the attention's gate is a number for each head. `experts_like_mlp`: experts are as wide as
+    intermediate_size says, and every token visits this many more. `learned_positions`: rows of its
+    table of positions beside those in config.json, None where it has no such table.
+
+    The names of classes are transformers' own, which must be installed where they are asked for.
     """
 
     model_type: str
-    module: str
-    prefix: str
-    head: str = "ForCausalLM"
+    takes_more_than_text: bool = False
+    is_part: bool = False
     fused: str = ""
     attention: str = "self_attn"
     output: str = "o_proj"
@@ -48,9 +47,7 @@ class Family:
     norms_over_heads: bool = False
     caps_scores: bool = False
     separates_documents: bool = True
-    base_config: str = ""
     full_every: int | None = None
-    activation: str = "hidden_act"
     linear_every: int = 0
     beside_states: bool = False
     layers_return_weights: bool = False
@@ -65,24 +62,21 @@ class Family:
         return HYBRID_PREFIX + self.model_type
 
     @property
-    def base_config_class(self) -> str:
-        """Name of the config class of the family itself."""
-        return self.base_config or f"{self.prefix}Config"
-
-    @property
-    def base_model_class(self) -> str:
-        """Name of the model class of the family itself."""
-        return self.prefix + self.head
-
-    @property
-    def takes_more_than_text(self) -> bool:
-        """Whether the model has a text decoder within it."""
-        return self.head == _MORE_THAN_TEXT
+    def is_installed(self) -> bool:
+        """Whether the installed transformers has the family: an older one lacks the newest."""
+        return self.model_type in _auto_table("configuration_auto", "CONFIG_MAPPING_NAMES")
 
     @property
     def config_class(self) -> str:
         """Name of the config class of the hybrid form."""
-        return f"Hybrid{self.base_config_class}"
+        names = _auto_table("configuration_auto", "CONFIG_MAPPING_NAMES")
+        return f"Hybrid{names[self.model_type]}"
+
+    @property
+    def base_model_class(self) -> str:
+        """Name of the model class of the family itself."""
+        kind = "IMAGE_TEXT_TO_TEXT" if self.takes_more_than_text else "CAUSAL_LM"
+        return _auto_table("modeling_auto", f"MODEL_FOR_{kind}_MAPPING_NAMES")[self.model_type]
 
     @property
     def model_class(self) -> str:
@@ -92,310 +86,136 @@ class Family:
     @property
     def decoder_class(self) -> str:
         """Name of the hybrid form's class without a language model's head."""
-        return f"Hybrid{self.base_config_class.removesuffix('Config')}Model"
+        return f"Hybrid{_auto_table('modeling_auto', 'MODEL_MAPPING_NAMES')[self.model_type]}"
 
 
-_MORE_THAN_TEXT = "ForConditionalGeneration"
+def _auto_table(module: str, table: str) -> Mapping[str, str]:
+    """Names of classes by model_type, from transformers' auto classes; imports transformers."""
+    loaded = importlib.import_module(f"transformers.models.auto.{module}")
+    names: Mapping[str, str] = getattr(loaded, table)
+    return names
+
+
 HYBRID_PREFIX = "hybrid_"
 SLIDING = "sliding_attention"
 
+# transformers says all there is to say about these.
+_ORDINARY = (
+    "aria_text", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe",
+    "gemma", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "granite",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "hyperclovax",
+    "kolibri1", "llama", "mellum", "ministral3", "olmo", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+)  # fmt: skip
+_OTHERS = (
+    *(Family(name, full_every=0) for name in ("ministral", "mistral", "mixtral", "phimoe")),
+    *(Family(name, mlp_maps=2) for name in ("apertus", "arcee", "jais2", "nanochat", "nemotron")),
+    *(Family(name, per_head=("sinks",)) for name in ("flint", "granite_swa", "granitemoe_swa")),
+    *(
+        Family(name, norms_over_heads=True)
+        for name in ("cohere", "flex_olmo", "minimax_m2", "olmo2", "olmoe")
+    ),
+    *(
+        Family(name, gated=True, separates_documents=False, linear_every=4)
+        for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+    ),
+    Family("afmoe", gated=True, per_head=("gate_proj",)),
+    Family("bamba", separates_documents=False, layers_return_weights=True),
+    Family("beam", gated=True, per_head=("gate_proj", "gate_bias")),
+    Family("biogpt", output="out_proj", mlp_maps=2, learned_positions=2),
+    Family("cohere2", full_every=4),
+    Family("exaone4", full_every=4),
+    Family("falcon_h1", separates_documents=False, beside_states=True, layers_return_weights=True),
+    Family("gemma2", caps_scores=True, full_every=2),
+    Family("gemma3_text", full_every=6),
+    Family(
+        "gpt_neox", fused="query_key_value", attention="attention", output="dense",
+        per_head=("query_key_value",), mlp_maps=2,
+    ),
+    Family("gpt_oss", per_head=("sinks",), separates_documents=False, full_every=2),
+    Family("granitemoehybrid", separates_documents=False),
+    Family("hunyuan_v1_moe", experts_like_mlp=1),
+    Family("jamba", separates_documents=False),
+    Family("laguna", gated=True, per_head=("g_proj",), gate_per_head=True),
+    Family("lfm2", output="out_proj", separates_documents=False),
+    Family("lfm2_moe", output="out_proj", separates_documents=False),
+    Family("lfm3", gated=True, gate_per_head=True, per_head=("g_proj",), separates_documents=False),
+    Family("nemotron_h", attention="mixer", separates_documents=False, mlp_maps=2),
+    Family("olmo3", norms_over_heads=True, full_every=4),
+    Family("olmo_hybrid", norms_over_heads=True, separates_documents=False, linear_every=4),
+    Family("opt", output="out_proj", mlp_maps=2, learned_positions=2),
+    Family(
+        "persimmon", fused="query_key_value", output="dense", per_head=("query_key_value",),
+        mlp_maps=2,
+    ),
+    Family("phi", output="dense", mlp_maps=2),
+    Family("phi3", fused="qkv_proj", full_every=0),
+    Family("starcoder2", full_every=0, mlp_maps=2),
+    Family("vaultgemma", caps_scores=True),
+    *(
+        Family(name, takes_more_than_text=True)
+        for name in (
+            "gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
+        )
+    ),
+    Family("qwen3_5", takes_more_than_text=True, separates_documents=False),
+    Family("qwen3_5_moe", takes_more_than_text=True, separates_documents=False),
+    *(
+        Family(name, is_part=True)
+        for name in ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+    ),
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family("qwen3", "qwen3", "Qwen3"),
-        Family("qwen3_moe", "qwen3_moe", "Qwen3Moe"),
-        Family("llama", "llama", "Llama"),
-        Family("qwen2", "qwen2", "Qwen2"),
-        Family("qwen2_moe", "qwen2_moe", "Qwen2Moe"),
-        Family("mistral", "mistral", "Mistral", full_every=0),
-        Family("ministral", "ministral", "Ministral", full_every=0),
-        Family("ministral3", "ministral3", "Ministral3"),
-        Family("mixtral", "mixtral", "Mixtral", full_every=0),
-        Family("olmo", "olmo", "Olmo"),
-        Family("olmo2", "olmo2", "Olmo2", norms_over_heads=True),
-        Family("olmo3", "olmo3", "Olmo3", norms_over_heads=True, full_every=4),
-        Family("olmoe", "olmoe", "Olmoe", norms_over_heads=True),
-        Family("flex_olmo", "flex_olmo", "FlexOlmo", norms_over_heads=True),
-        Family("phi3", "phi3", "Phi3", fused="qkv_proj", full_every=0),
-        Family("phimoe", "phimoe", "Phimoe", full_every=0),
-        Family("gemma", "gemma", "Gemma"),
-        Family(
-            "gemma2",
-            "gemma2",
-            "Gemma2",
-            caps_scores=True,
-            full_every=2,
-            activation="hidden_activation",
-        ),
-        Family(
-            "gemma3_text",
-            "gemma3",
-            "Gemma3",
-            base_config="Gemma3TextConfig",
-            full_every=6,
-            activation="hidden_activation",
-        ),
-        Family(
-            "gpt_oss",
-            "gpt_oss",
-            "GptOss",
-            per_head=("sinks",),
-            separates_documents=False,
-            full_every=2,
-        ),
-        Family("granite", "granite", "Granite"),
-        Family("granitemoe", "granitemoe", "GraniteMoe"),
-        Family("granitemoeshared", "granitemoeshared", "GraniteMoeShared"),
-        Family("cohere", "cohere", "Cohere", norms_over_heads=True),
-        Family("cohere2", "cohere2", "Cohere2", full_every=4),
-        Family("glm", "glm", "Glm"),
-        Family("glm4", "glm4", "Glm4"),
-        Family("glm4_moe", "glm4_moe", "Glm4Moe"),
-        Family("nemotron", "nemotron", "Nemotron", mlp_maps=2),
-        Family("exaone4", "exaone4", "Exaone4", full_every=4),
-        Family("hunyuan_v1_dense", "hunyuan_v1_dense", "HunYuanDenseV1"),
-        Family("hunyuan_v1_moe", "hunyuan_v1_moe", "HunYuanMoEV1", experts_like_mlp=1),
-        Family("ernie4_5", "ernie4_5", "Ernie4_5"),
-        Family("ernie4_5_moe", "ernie4_5_moe", "Ernie4_5_Moe"),
-        Family("apertus", "apertus", "Apertus", mlp_maps=2),
-        Family("arcee", "arcee", "Arcee", mlp_maps=2),
-        Family("helium", "helium", "Helium"),
-        Family("minimax_m2", "minimax_m2", "MiniMaxM2", norms_over_heads=True),
-        Family("solar_open", "solar_open", "SolarOpen"),
-        Family("jais2", "jais2", "Jais2", mlp_maps=2),
-        Family("seed_oss", "seed_oss", "SeedOss"),
-        Family("smollm3", "smollm3", "SmolLM3"),
-        Family("starcoder2", "starcoder2", "Starcoder2", full_every=0, mlp_maps=2),
-        Family("stablelm", "stablelm", "StableLm"),
-        Family("phi", "phi", "Phi", output="dense", mlp_maps=2),
-        Family(
-            "gpt_neox",
-            "gpt_neox",
-            "GPTNeoX",
-            fused="query_key_value",
-            attention="attention",
-            output="dense",
-            per_head=("query_key_value",),
-            mlp_maps=2,
-        ),
-        Family(
-            "opt",
-            "opt",
-            "OPT",
-            output="out_proj",
-            activation="activation_function",
-            mlp_maps=2,
-            learned_positions=2,
-        ),
-        Family("biogpt", "biogpt", "BioGpt", output="out_proj", mlp_maps=2, learned_positions=2),
-        Family(
-            "persimmon",
-            "persimmon",
-            "Persimmon",
-            fused="query_key_value",
-            output="dense",
-            per_head=("query_key_value",),
-            mlp_maps=2,
-        ),
-        Family("hyperclovax", "hyperclovax", "HyperCLOVAX"),
-        Family("hy_v3", "hy_v3", "HYV3"),
-        Family("nanochat", "nanochat", "NanoChat", mlp_maps=2),
-        Family("dots1", "dots1", "Dots1"),
-        Family("aria_text", "aria", "AriaText"),
-        Family("mellum", "mellum", "Mellum"),
-        Family("cwm", "cwm", "Cwm"),
-        Family("exaone_moe", "exaone_moe", "ExaoneMoe"),
-        Family("cohere2_moe", "cohere2_moe", "Cohere2Moe"),
-        Family(
-            "vaultgemma",
-            "vaultgemma",
-            "VaultGemma",
-            caps_scores=True,
-            activation="hidden_activation",
-        ),
-        Family(
-            "gemma4_text",
-            "gemma4",
-            "Gemma4",
-            base_config="Gemma4TextConfig",
-            activation="hidden_activation",
-        ),
-        Family(
-            "gemma4_unified_text",
-            "gemma4_unified",
-            "Gemma4Unified",
-            base_config="Gemma4UnifiedTextConfig",
-            activation="hidden_activation",
-        ),
-        Family("granite_swa", "granite_swa", "GraniteSWA", per_head=("sinks",)),
-        Family("granitemoe_swa", "granitemoe_swa", "GraniteMoeSWA", per_head=("sinks",)),
-        Family("flint", "flint", "Flint", per_head=("sinks",)),
-        Family("kolibri1", "kolibri1", "Kolibri1"),
-        Family("afmoe", "afmoe", "Afmoe", gated=True, per_head=("gate_proj",)),
-        Family("beam", "beam", "Beam", gated=True, per_head=("gate_proj", "gate_bias")),
-        Family("laguna", "laguna", "Laguna", gated=True, per_head=("g_proj",), gate_per_head=True),
-        Family(
-            "qwen3_next",
-            "qwen3_next",
-            "Qwen3Next",
-            gated=True,
-            separates_documents=False,
-            linear_every=4,
-        ),
-        Family(
-            "qwen3_5_text",
-            "qwen3_5",
-            "Qwen3_5",
-            gated=True,
-            separates_documents=False,
-            base_config="Qwen3_5TextConfig",
-            linear_every=4,
-        ),
-        Family(
-            "qwen3_5_moe_text",
-            "qwen3_5_moe",
-            "Qwen3_5Moe",
-            gated=True,
-            separates_documents=False,
-            base_config="Qwen3_5MoeTextConfig",
-            linear_every=4,
-        ),
-        Family(
-            "olmo_hybrid",
-            "olmo_hybrid",
-            "OlmoHybrid",
-            norms_over_heads=True,
-            separates_documents=False,
-            linear_every=4,
-        ),
-        Family(
-            "nemotron_h",
-            "nemotron_h",
-            "NemotronH",
-            attention="mixer",
-            separates_documents=False,
-            activation="mlp_hidden_act",
-            mlp_maps=2,
-        ),
-        Family(
-            "granitemoehybrid",
-            "granitemoehybrid",
-            "GraniteMoeHybrid",
-            separates_documents=False,
-        ),
-        Family("bamba", "bamba", "Bamba", separates_documents=False, layers_return_weights=True),
-        Family("jamba", "jamba", "Jamba", separates_documents=False),
-        Family(
-            "falcon_h1",
-            "falcon_h1",
-            "FalconH1",
-            beside_states=True,
-            layers_return_weights=True,
-            separates_documents=False,
-        ),
-        Family(
-            "lfm2",
-            "lfm2",
-            "Lfm2",
-            output="out_proj",
-            separates_documents=False,
-            activation="initializer_range",
-        ),
-        Family(
-            "lfm2_moe",
-            "lfm2_moe",
-            "Lfm2Moe",
-            output="out_proj",
-            separates_documents=False,
-            activation="initializer_range",
-        ),
-        Family(
-            "lfm3",
-            "lfm3",
-            "Lfm3",
-            gated=True,
-            gate_per_head=True,
-            per_head=("g_proj",),
-            separates_documents=False,
-            activation="initializer_range",
-        ),
-        Family("gemma3", "gemma3", "Gemma3", _MORE_THAN_TEXT),
-        Family("gemma4", "gemma4", "Gemma4", _MORE_THAN_TEXT),
-        Family("mistral3", "mistral3", "Mistral3", _MORE_THAN_TEXT),
-        Family("qwen2_vl", "qwen2_vl", "Qwen2VL", _MORE_THAN_TEXT),
-        Family("qwen2_5_vl", "qwen2_5_vl", "Qwen2_5_VL", _MORE_THAN_TEXT),
-        Family("qwen3_vl", "qwen3_vl", "Qwen3VL", _MORE_THAN_TEXT),
-        Family("qwen3_vl_moe", "qwen3_vl_moe", "Qwen3VLMoe", _MORE_THAN_TEXT),
-        Family("qwen3_5", "qwen3_5", "Qwen3_5", _MORE_THAN_TEXT, separates_documents=False),
-        Family(
-            "qwen3_5_moe", "qwen3_5_moe", "Qwen3_5Moe", _MORE_THAN_TEXT, separates_documents=False
-        ),
-        Family("qwen2_vl_text", "qwen2_vl", "Qwen2VL", ""),
-        Family("qwen2_5_vl_text", "qwen2_5_vl", "Qwen2_5_VL", ""),
-        Family("qwen3_vl_text", "qwen3_vl", "Qwen3VL", ""),
-        Family("qwen3_vl_moe_text", "qwen3_vl_moe", "Qwen3VLMoe", ""),
-    )
+    family.model_type: family for family in (*map(Family, _ORDINARY), *_OTHERS)
 }
 
-_ENCODER = "it is an encoder, or the decoder of one"
-_OWN_ATTENTION = "its attention does not go through transformers' attention interface"
-_MODALITIES = "its decoder is built for speech, images or music and not for text alone"
-_REASONS = {
-    "bitnet": "its output projection quantises all heads by one scale",
-    "gpt2": "its projections are transposed, with heads in columns",
-    "gpt-sw3": "its projections are transposed, with heads in columns",
-    "gpt_bigcode": "all its query heads share one KV head by a projection of their own",
-    "dbrx": "its layers nest their attention",
-    "diffllama": "its attention is the difference of two",
-    "doge": "its attention has a mask of its own for each head",
-    "jetmoe": "its queries and outputs are projected by experts",
-    "mimo_v2_flash": "its values are not as wide as its keys",
-    "cohere_compass_text": "it is an embedding model",
-    "dots3_note": "its layers have different numbers of KV heads",
-    "dots3_note_text": "its layers have different numbers of KV heads",
-    "hunyuan_vl_text": "it is the text decoder of a model that is not known here as a whole",
-    "paddleocr_vl_text": "it is the text decoder of a model that is not known here as a whole",
-    "minimax": "its layers of linear attention have a cache of their own",
-    "minimax_m3_vl_text": "its attention is sparse by blocks",
-    "inkling_text": "its attention has logits of relative positions",
-    "inkling2_text": "its attention has logits of relative positions",
-    "zamba": "its layers share the weights of their attention",
-    "zamba2": "its layers share the weights of their attention",
-    "zaya": "its heads are mixed by convolutions",
-    "hrm_text": "its layers are run several times in a pass",
-    "rwkv": "no layer of it has full attention",
-    "xlstm": "no layer of it has full attention",
-    "blt": "it is several decoders in one",
-    "modernbert-decoder": "its model does not name its decoder",
-    "internlm3": "it is loaded as a model of type llama, with a configuration of its own",
-    "iquestcoder": "it is loaded as a model of type llama, with a configuration of its own",
-    "gemma4_assistant": "it reads the keys and values of another model",
-    "gemma4_unified_assistant": "it reads the keys and values of another model",
-    **dict.fromkeys(
-        (
-            "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
-            "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "marian",
-            "mbart", "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet", "rembert",
-            "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
-            "xlm-roberta-xl", "xlnet", "xmod",
-        ),
-        _ENCODER,
+# Why other models cannot be made hybrid, where their configuration does not tell.
+_TYPES_BY_REASON = {
+    "its output projection quantises all heads by one scale": ("bitnet",),
+    "its projections are transposed, with heads in columns": ("gpt2", "gpt-sw3"),
+    "all its query heads share one KV head by a projection of their own": ("gpt_bigcode",),
+    "its layers nest their attention": ("dbrx",),
+    "its attention is the difference of two": ("diffllama",),
+    "its attention has a mask of its own for each head": ("doge",),
+    "its queries and outputs are projected by experts": ("jetmoe",),
+    "its values are not as wide as its keys": ("mimo_v2_flash",),
+    "it is an embedding model": ("cohere_compass_text",),
+    "its layers have different numbers of KV heads": ("dots3_note", "dots3_note_text"),
+    "it is the text decoder of a model that is not known here as a whole": (
+        "hunyuan_vl_text", "paddleocr_vl_text",
     ),
-    **dict.fromkeys(
-        (
-            "bloom", "codegen", "cpmant", "ctrl", "falcon", "fuyu", "gpt_neo",
-            "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "reformer", "xglm",
-        ),
-        _OWN_ATTENTION,
+    "its layers of linear attention have a cache of their own": ("minimax",),
+    "its attention is sparse by blocks": ("minimax_m3_vl_text",),
+    "its attention has logits of relative positions": ("inkling_text", "inkling2_text"),
+    "its layers share the weights of their attention": ("zamba", "zamba2"),
+    "its heads are mixed by convolutions": ("zaya",),
+    "its layers are run several times in a pass": ("hrm_text",),
+    "no layer of it has full attention": ("rwkv", "xlstm"),
+    "it is several decoders in one": ("blt",),
+    "its model does not name its decoder": ("modernbert-decoder",),
+    "it is loaded as a model of type llama, with a configuration of its own": (
+        "internlm3", "iquestcoder",
     ),
-    **dict.fromkeys(
-        (
-            "emu3", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "musicgen",
-            "musicgen_melody", "phi4_multimodal", "trocr", "whisper",
-        ),
-        _MODALITIES,
+    "it reads the keys and values of another model": (
+        "gemma4_assistant", "gemma4_unified_assistant",
+    ),
+    "it is an encoder, or the decoder of one": (
+        "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
+        "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "marian", "mbart",
+        "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet", "rembert", "roberta",
+        "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
+        "xlnet", "xmod",
+    ),
+    "its attention does not go through transformers' attention interface": (
+        "bloom", "codegen", "cpmant", "ctrl", "falcon", "fuyu", "gpt_neo", "gpt_neox_japanese",
+        "gptj", "mpt", "openai-gpt", "reformer", "xglm",
+    ),
+    "its decoder is built for speech, images or music and not for text alone": (
+        "emu3", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "musicgen",
+        "musicgen_melody", "phi4_multimodal", "trocr", "whisper",
     ),
 }  # fmt: skip
+_REASONS = {name: reason for reason, names in _TYPES_BY_REASON.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -494,8 +314,8 @@ def family_of(config: Any) -> Family:
     reason = _reason(config)
     if reason:
         raise UserError(
-            f"model.path: models of type '{model_type}' are not supported: {reason}; "
-            f"supported are {', '.join(name for name, family in FAMILIES.items() if family.head)}"
+            f"model.path: models of type '{model_type}' are not supported: {reason}; supported are "
+            + ", ".join(sorted(name for name, other in FAMILIES.items() if not other.is_part))
         )
     layers = decoder_layers(config)
     if layers.windows and len(layers.windows) == layers.count:
@@ -523,7 +343,7 @@ def _reason(config: Any) -> str | None:
         return _REASONS[model_type]
     family = FAMILIES.get(model_type)
     decoder = FAMILIES.get(str(getattr(text, "model_type", None)))
-    if family is not None and not family.head:
+    if family is not None and family.is_part:
         return "it is the text decoder of a model that takes more than text; take that as a whole"
     if text is not config and family is not None and decoder is None:
         return f"its text decoder is of type '{text.model_type}'"

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
-from bosch.attention import resolve_backend
+from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -91,10 +90,9 @@ def register_model(model_type: str) -> None:
 
     register_attention()
     family = FAMILIES.get(model_type)
-    if family is None or not family.head:
+    if family is None or family.is_part:
         return
-    # An older transformers, as vLLM's builds pin it, lacks the newest families.
-    if find_spec(f"transformers.models.{family.module}") is None:
+    if not family.is_installed:  # in an older transformers, as vLLM's builds pin it
         raise UserError(
             f"transformers {version('transformers')} has no models of type '{model_type}': "
             "docs/families.md names the version that has; install that or a later one"

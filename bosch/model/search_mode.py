@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bosch.attention import HeadLayout, resolve_backend
+from bosch.attention import HeadLayout
+from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers, family_of, text_config

@@ -242,7 +242,7 @@ def hybrid_engine_class(family: Family) -> Any:
     engine_class = ModelRegistry.models[own or backend].load_model_cls()
     body = {
         "__module__": __name__,
-        "__doc__": f"{family.prefix} model with full and sliding heads, for vLLM.",
+        "__doc__": f"{family.base_model_class} with full and sliding heads, for vLLM.",
         "_hybrid_family": family,
         "_has_own_class": own is not None,
     }
@@ -251,6 +251,6 @@ def hybrid_engine_class(family: Family) -> Any:
 
 def __getattr__(name: str) -> Any:
     for family in FAMILIES.values():
-        if family.model_class == name:
+        if family.is_installed and not family.is_part and family.model_class == name:
             return hybrid_engine_class(family)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

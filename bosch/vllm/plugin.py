@@ -24,7 +24,7 @@ def register() -> None:
     show_refusals_as_sentences()
     wrap_engine()
     for family in FAMILIES.values():
-        if not family.head:
+        if family.is_part or not family.is_installed:
             continue
         ModelRegistry.register_model(family.model_class, f"bosch.vllm.models:{family.model_class}")
         base = MODELS_CONFIG_MAP.get(family.base_model_class)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from bosch.attention import resolve_backend
+from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes, load_json, make_folder, write_json
 from bosch.heads import HeadMaskFile

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bosch.attention import resolve_backend
+from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.files import write_text
 from bosch.model.loading import load_model

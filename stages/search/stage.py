@@ -9,12 +9,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from bosch.backends import lacking
 from bosch.budget import check_granularity
 from bosch.errors import UserError
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.window import Window
-from stages.context import HALF_PRECISION
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
@@ -236,22 +236,15 @@ def _shards(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _attention(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
-    backend, sinks = recipe.runtime.attention, recipe[SearchConfig].sinks
-    if backend in HALF_PRECISION and sinks:
-        yield (
-            f"runtime.attention: {backend} has no sinks, search.sinks asks for {sinks}; choose "
-            "sdpa or flex"
-        )
-    if backend in HALF_PRECISION and recipe.model.dtype == "float32":
-        yield (
-            f"runtime.attention: {backend} computes in float16 and bfloat16, model.dtype asks for "
-            "float32; choose sdpa or flex"
-        )
-    if backend in ("flex", "flash", "varlen") and _has_other_logits(loaded.info):
-        yield (
-            f"runtime.attention: {backend} has neither capped attention scores nor an extra logit "
-            "per head, the model has; choose sdpa"
-        )
+    requests = {}
+    if sinks := recipe[SearchConfig].sinks:
+        requests["sinks"] = f"search.sinks asks for {sinks}"
+    if recipe.model.dtype == "float32":
+        requests["float32"] = "model.dtype asks for float32"
+    if _has_other_logits(loaded.info):
+        requests["logits"] = "the model has"
+    for sentence in lacking(recipe.runtime.attention, requests):
+        yield f"runtime.attention: {sentence}"
 
 
 def _has_other_logits(info: ModelInfo | None) -> bool:

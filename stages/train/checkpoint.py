@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
+from bosch.errors import RunError
 from bosch.files import replace, sync, write_json
 from bosch.model.tensor_parallel import whole_weight
 from stages.materialize.model_card import note_training
-from stages.train.average import average_into
 from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
 from stages.train.storage import copy_companions, disk_errors, processes, rank, wait
 from stages.train.trainable import is_adapter, merged
@@ -82,7 +82,7 @@ class CheckpointWriter:
                 wait()
                 earlier = [self._directory / checkpoint_name(count) for count in averaged]
                 files = sorted(writing.glob("*.safetensors"))
-                average_into(files[rank() :: processes()], earlier)
+                _average_into(files[rank() :: processes()], earlier)
                 wait()
             if first:
                 copy_companions(self._model_dir, writing)
@@ -197,3 +197,30 @@ def _gathered(value: Any) -> Iterator[Tensor]:
 def _count(value: Any) -> int:
     """Elements of the whole weight; DeepSpeed leaves none of them in the parameter."""
     return int(getattr(value, "ds_numel", value.numel()))
+
+
+def _average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
+    """Replace the weights in `files` by their mean with those in `others`, in files of their names.
+
+    `others` are model directories. All are checkpoints of one training, so their files hold the
+    same tensors. Sums are float32, in the memory of one file; floating-point tensors alone are
+    averaged.
+
+    Raises:
+        RunError: the files do not hold the same tensors.
+    """
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        own = load_file(file)
+        sums = {name: value.float() for name, value in own.items() if value.is_floating_point()}
+        for other in others:
+            weights = load_file(other / file.name) if (other / file.name).is_file() else {}
+            if weights.keys() != own.keys():
+                raise RunError(f"{other / file.name}: holds other weights than {file}")
+            for name, value in sums.items():
+                value += weights[name].to(torch.float32)
+        count = 1 + len(others)
+        for name, value in sums.items():
+            own[name] = (value / count).to(own[name].dtype)
+        save_file(own, file, metadata=metadata)

@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.backends import lacking
 from bosch.errors import RunError
 from bosch.journal import Journal
-from stages.context import HALF_PRECISION, Runtime
+from stages.context import Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, parse_number, rising
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, Summary
@@ -285,18 +286,14 @@ def _teacher(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
 
 
 def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
-    backend = loaded.recipe.runtime.attention
-    if backend in HALF_PRECISION and train.mixed_precision == "no":
-        yield (
-            f"runtime.attention: {backend} computes in float16 and bfloat16, "
-            "train.mixed_precision = no trains in float32; choose sdpa or flex"
-        )
+    requests = {}
+    if train.mixed_precision == "no":
+        requests["float32"] = "train.mixed_precision = no trains in float32"
     dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
-    if backend == "flex" and dropout:
-        yield (
-            "runtime.attention: flex has no attention dropout, the model's config.json asks for "
-            f"{dropout}; choose sdpa or flash"
-        )
+    if dropout:
+        requests["dropout"] = f"the model's config.json asks for {dropout}"
+    for sentence in lacking(loaded.recipe.runtime.attention, requests):
+        yield f"runtime.attention: {sentence}"
 
 
 STAGE = Stage(

@@ -21,15 +21,20 @@ from bosch.errors import RunError
 from bosch.ranks import collectives_within, limit_collectives
 from stages.context import Runtime
 from stages.train.checkpoint import CheckpointWriter
+from stages.train.decisions import Decision, RestartTimer, SpikeRule
 from stages.train.distillation import TeacherLoss
-from stages.train.metrics import MetricsLog, Speed
+from stages.train.metrics import (
+    MetricsLog,
+    Speed,
+    Stopwatch,
+    peak_flops,
+    peak_memory,
+    step_flops,
+)
 from stages.train.parallel import check_sharding_runs, layout, sharding_arguments, world_size
 from stages.train.schedule import Schedule
 from stages.train.sharded_load import shard_and_fill, shard_teacher
-from stages.train.speed import Stopwatch, peak_flops, peak_memory, step_flops
-from stages.train.spikes import SpikeRule
 from stages.train.stage import METRICS, TrainConfig
-from stages.train.stopping import Decision, RestartTimer
 from stages.train.storage import RestartPoints, disk_errors
 from stages.train.trainable import first_adapters, saved_name
 from stages.train.watch import NeedleWatch

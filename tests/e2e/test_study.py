@@ -22,8 +22,8 @@ from data_prep.calibration import forced_records
 from data_prep.essays import haystack_words
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.cli import main
+from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
-from pipeline.commands.study.options import StudyOptions
 from pipeline.commands.study.studied_model import StudiedModel
 from pipeline.recipe.load import load_recipe
 from stages.search.stage import STAGE

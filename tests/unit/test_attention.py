@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from bosch.attention import (
     resolve_backend,
 )
 from bosch.attention.bands import bands
+from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
 from bosch.window import Window
 from tests.attention_case import Case, cases
@@ -157,3 +158,14 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         HeadLayout((0,), (0, 1), Window(4))
     with pytest.raises(ValueError, match="window_size"):
         HeadLayout.deploy(1, 2, Window(0))
+
+
+def test_every_backend_that_a_recipe_may_name_has_an_entry_and_nothing_lacks_sdpa() -> None:
+    assert set(get_args(BackendName)) == {"auto", *BACKENDS}
+    for name, entry in BACKENDS.items():
+        for ability in entry.lacks:
+            (sentence,) = lacking(name, {ability: "somebody asks"})
+            assert sentence.startswith(name) and ", somebody asks; choose sdpa" in sentence
+    assert lacking("auto", {"sinks": "x"}) == lacking("sdpa", {"sinks": "x"}) == []
+    (sentence, _) = lacking("flash", {"sinks": "x", "logits": "y"})
+    assert sentence == "flash has no sinks, x; choose sdpa"

@@ -115,7 +115,7 @@ def test_varlen_gives_what_eager_gives(
         return fake_varlen(*states, **options)
 
     monkeypatch.setattr(torchs, "varlen_attn", counted)
-    monkeypatch.setattr(varlen, "VARLEN_DTYPES", (torch.float64,))  # rounding would hide faults
+    monkeypatch.setattr(varlen, "HALF_DTYPES", (torch.float64,))  # rounding would hide faults
     case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
     tensors = case.tensors()
     expected = hybrid_attention(*tensors, case.layout(), case.context(), backend="eager")

@@ -51,7 +51,7 @@ def _stand_ins() -> Iterator[None]:
     package.flash_attn_func = fake_flash.flash_attn_func
     package.flash_attn_varlen_func = fake_flash.flash_attn_varlen_func
     patch.setitem(sys.modules, "flash_attn", package)
-    patch.setattr(flash, "FLASH_DTYPES", (torch.float64, torch.float32))
+    patch.setattr(flash, "HALF_DTYPES", (torch.float64, torch.float32))
     yield
     patch.undo()
 
@@ -242,15 +242,15 @@ def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_backend("flash")
     _patched_flash_is_usable(monkeypatch)
     hybrid = materialize(small_model(), random_mask(), Window(7, 2))
-    with pytest.raises(UserError, match="'flash' has no sinks, expected 0 and got 2"):
+    with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
         hybrid.set_attn_implementation("flash")
     model = small_model()
     prepare_for_search(model, "flash")
-    with pytest.raises(UserError, match="'flash' has no sinks, expected 0 and got 2"):
+    with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
         apply_head_mask(model, random_mask(), Window(7, 2))
     with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
-    monkeypatch.setattr(flash, "FLASH_DTYPES", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(flash, "HALF_DTYPES", (torch.float16, torch.bfloat16))
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match=r"not in torch\.float32: load the model in bfloat16"):
         hybrid_attention(

@@ -12,16 +12,19 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
+from bosch.model import configuration
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import FAMILIES, decoder_layers, family_of, known_family
 from bosch.model.interface import layouts_of
 from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize, permute_heads
+from bosch.model.registration import register_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.stored_config import StoredConfig, merged_text
 from bosch.objective.flops import Flops
@@ -57,7 +60,7 @@ def _greedy(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_family_is_tested() -> None:
-    assert set(FAMILY_NAMES) == {name for name, family in FAMILIES.items() if family.head}
+    assert set(FAMILY_NAMES) == {name for name, family in FAMILIES.items() if not family.is_part}
 
 
 # Those like another one differ in names only: `BOSCH_ALL_FAMILIES=1 pytest` this file for all.
@@ -271,7 +274,7 @@ def test_unsupported_families_are_refused_with_their_reason(model_type: str, rea
 def test_every_causal_model_of_transformers_is_taken_or_refused_for_a_reason(
     model_type: str,
 ) -> None:
-    if model_type in FAMILIES and FAMILIES[model_type].head:
+    if model_type in FAMILIES and not FAMILIES[model_type].is_part:
         assert model_type in FAMILY_NAMES  # and so equal to its oracle, by the tests above
         return
     try:
@@ -280,6 +283,19 @@ def test_every_causal_model_of_transformers_is_taken_or_refused_for_a_reason(
         config = type("Config", (), {"model_type": model_type})()
     refusal = _refusal(lambda: family_of(config))
     assert refusal is not None and _GENERIC not in refusal
+
+
+def test_an_older_transformers_refuses_the_families_it_lacks_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(CONFIG_MAPPING_NAMES, "lfm3")
+    monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "lfm3")
+    with pytest.raises(UserError, match=r"has no models of type 'lfm3': docs/families\.md"):
+        register_model("lfm3")
+    register_model("smollm3")
+    assert configuration.HybridSmolLM3Config.model_type == "hybrid_smollm3"
+    with pytest.raises(AttributeError, match="HybridLfm3Config"):
+        configuration.__getattr__("HybridLfm3Config")  # also where another test has made it
 
 
 def test_a_type_that_nobody_knows_is_refused_by_name() -> None:

@@ -29,6 +29,7 @@ FLOORS = {
             "units",
             "window",
             "budget",
+            "backends",
             "version",
             "weight_files",
         ),

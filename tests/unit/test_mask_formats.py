@@ -27,7 +27,7 @@ def _saved(folder: Path, sinks: int = 2) -> Path:
 
 @pytest.mark.parametrize(
     ("form", "export", "imports"),
-    [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH), ("minference", _HEADS, _BOTH)],
+    [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH)],
 )
 def test_a_mask_comes_back_as_it_went(
     tmp_path: Path, form: str, export: list[str], imports: list[str]
@@ -69,7 +69,6 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
     [
         (["--format", "fastdeploy"], "FastDeploy takes one share"),
         (["--format", "rtp_llm"], "--attention-heads: rtp-llm lists query heads"),
-        (["--format", "minference", *_HEADS], "cannot hold this mask"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(
@@ -91,15 +90,13 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", '{"headwise_config": {"1": [1, 1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0]}}', _BOTH, "swa_token_num"),
         ("rtp_llm", "{}", [], "--key-value-heads"),
-        ("minference", '[{"0": ["block_sparse", 1, 2, 3]}]', _BOTH, "one size for all"),
         ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),
         ("rtp_llm", '{"headwise_config": {"²": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"' + "9" * 5000 + '": [1]}}', _BOTH, 'from "0" on'),
-        ("minference", '[{"0": ["stream_llm", [1], 2]}]', _BOTH, "[pattern, size, size]"),
-        ("minference", "[" * 5000, _BOTH, "inside each other"),
-        ("minference", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),
-        ("minference", "{}", _BOTH, "expected a JSON array"),
-        ("minference", "no json", _BOTH, "not valid JSON"),
+        ("rtp_llm", "[" * 5000, _BOTH, "inside each other"),
+        ("rtp_llm", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),
+        ("rtp_llm", "[]", _BOTH, "expected a JSON object"),
+        ("rtp_llm", "no json", _BOTH, "not valid JSON"),
     ],
 )
 def test_damaged_files_are_refused_by_name(

@@ -173,15 +173,20 @@ def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"attention": "flex"}, "--attention flex: a model is measured with its KV cache"),
+        (
+            {"attention": "flex"},
+            "--attention: flex computes no passes with a KV cache, a",
+        ),
         (
             {"attention": "flash", "device": "cpu"},
-            "--attention flash: it needs a GPU and the flash",
+            "--attention: flash runs on a GPU alone, --device is cpu; choose sdpa",
         ),
-        ({"attention": "flash", "dtype": "float32"}, "bfloat16, not --dtype float32"),
-        ({"attention": "flash", "sinks": 2}, "it has no sinks, --sinks asks for 2"),
-        ({"attention": "varlen", "dtype": "float32"}, "--attention varlen: it computes in float16"),
-        ({"attention": "varlen", "sinks": 2}, "--attention varlen: it has no sinks"),
+        (
+            {"attention": "flash", "dtype": "float32"},
+            "and bfloat16, --dtype is float32; choose",
+        ),
+        ({"attention": "flash", "sinks": 2}, "flash has no sinks, --sinks asks for 2; choose sdpa"),
+        ({"attention": "varlen"}, "--attention: varlen computes no passes with a KV cache"),
     ],
 )
 def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(

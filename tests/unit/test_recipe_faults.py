@@ -416,12 +416,12 @@ def test_capped_scores_need_a_backend_that_has_them(
         assert "neither capped attention scores" in case.fault(f"runtime.attention={backend}")
 
 
-def test_flex_has_no_attention_dropout_to_train_with(case: Case) -> None:
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_attention_dropout_needs_a_backend_that_has_it(case: Case, backend: str) -> None:
     case.change_config(attention_dropout=0.1)
-    assert "flex has no attention dropout, the model's config.json asks for 0.1" in case.fault(
-        "runtime.attention=flex"
-    )
-    load_recipe(case.file, ["runtime.attention=flex", "train=null"])
+    sentence = f"{backend} has no attention dropout, the model's config.json asks for 0.1; choose"
+    assert sentence in case.fault(f"runtime.attention={backend}")
+    load_recipe(case.file, [f"runtime.attention={backend}", "train=null"])
     load_recipe(case.file, ["runtime.attention=sdpa"])
     case.change_config(attention_dropout=0.0)
     load_recipe(case.file, ["runtime.attention=flex"])

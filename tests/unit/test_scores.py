@@ -81,5 +81,5 @@ def test_outputs_and_gradients_are_what_is_written_down(
 @pytest.mark.parametrize("backend", ["flex", "flash"])
 def test_backends_without_them_refuse(backend: str) -> None:
     *tensors, logits = _tensors(8)
-    with pytest.raises(UserError, match=f"the {backend} backend has no soft-capping"):
+    with pytest.raises(UserError, match=f"{backend} has neither capped attention scores nor"):
         hybrid_attention(*tensors, LAYOUTS["deployed"], head_logits=logits, backend=backend)

@@ -20,9 +20,8 @@ from bosch.window import Window
 from stages.context import Runtime
 from stages.recipe import ModelInfo
 from stages.train import run as training
-from stages.train.metrics import check_wandb
-from stages.train.speed import step_flops
-from stages.train.spikes import SpikeRule
+from stages.train.decisions import SpikeRule
+from stages.train.metrics import check_wandb, step_flops
 from stages.train.stage import TrainConfig
 from stages.train.trainer import PretrainingTrainer
 from stages.train.watch import NeedleWatch

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
+
+import numpy as np
 
 from bosch.search.settings import SolverName
-from bosch.search.solvers.annealing import annealing
-from bosch.search.solvers.brute_force import brute_force
 from bosch.search.solvers.nomad import MAX_NOMAD_VARIABLES, nomad
-from bosch.search.solvers.one_plus_one import one_plus_one
 from bosch.search.solvers.problem import Candidate, Problem
+from bosch.search.solvers.swaps import annealing, one_plus_one
 
 __all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plus_one", "solve"]
 
@@ -30,3 +31,11 @@ def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
         nomad(problem, seed, stay_on_budget=solver == "nomad")
     problem.report_off_budget()
     return problem.result()
+
+
+def brute_force(problem: Problem) -> None:
+    """Evaluate all C(size, quota) candidates; the first of equal ones stays the best."""
+    for chosen in combinations(range(problem.size), problem.quota):
+        bits = np.zeros(problem.size, dtype=np.bool_)
+        bits[list(chosen)] = True
+        problem.value(bits)

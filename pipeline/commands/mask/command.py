@@ -8,7 +8,7 @@ from pathlib import Path
 from bosch.errors import UserError
 from bosch.heads import HeadMaskFile
 from bosch.window import Window
-from pipeline.commands.mask.formats import QUERY_HEAD_READERS, WRITERS, read_duoattention
+from pipeline.commands.mask.formats import WRITERS, read_duoattention, read_rtp_llm
 
 _REFUSED = {
     "fastdeploy": (
@@ -67,7 +67,7 @@ def _import(options: argparse.Namespace) -> int:
             raise UserError(f"--swa-ratio: expected a share from 0 to 1, got {options.swa_ratio}")
         mask, window, sinks = read_duoattention(options.source, options.swa_ratio)
     else:
-        mask, window, sinks = QUERY_HEAD_READERS[options.format](options.source, _q_per_kv(options))
+        mask, window, sinks = read_rtp_llm(options.source, _q_per_kv(options))
     file = HeadMaskFile.of(
         mask,
         Window(window, sinks),

@@ -1,4 +1,4 @@
-"""Head masks in the files of other projects: DuoAttention, rtp-llm and MInference.
+"""Head masks in the files of other projects: DuoAttention and rtp-llm.
 
 docs/format.md says what each of them can hold. A mask is never rounded to what a format can hold:
 where it cannot hold it, the sentence says why. L layers, HKV key/value heads, HQ query heads.
@@ -22,7 +22,6 @@ from bosch.heads import HeadMask, HeadMaskFile
 
 # DuoAttention's names within a folder of patterns.
 _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
-_STREAMING, _SPARSE = "stream_llm", "vertical_and_slash"
 
 
 def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
@@ -52,7 +51,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
         ) from None
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
-    sizes = _read_json(path / _GATES_CONFIG, dict)
+    sizes = _read_json(path / _GATES_CONFIG)
     if swa_ratio is None:
         if not np.isin(scores, (0.0, 1.0)).all():
             raise UserError(
@@ -68,7 +67,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
 
 def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
-    per_head = _for_query_heads(file, query_heads, "rtp-llm")
+    per_head = _for_query_heads(file, query_heads)
     settings: dict[str, Any] = {
         "sink_token_num": file.sinks,
         # rtp-llm counts the keys before the query's own position.
@@ -82,7 +81,7 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
 
 def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from a file with `headwise_config`, such as a config.json."""
-    settings = _read_json(path, dict).get("headwise_config")
+    settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected an object headwise_config")
     layers = sorted(int(key) for key in settings if re.fullmatch("[0-9]{1,5}", key))
@@ -97,68 +96,12 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     return mask, window, _size(settings, "sink_token_num", path, 0)
 
 
-def write_minference(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
-    """MInference's list of patterns: stream_llm for a sliding query head.
-
-    It has no pattern for a full head; vertical_and_slash with room for every column stands for it,
-    up to so many tokens.
-    """
-    everything = ["vertical_and_slash", _ALL_TOKENS, _ALL_TOKENS, 1.0]
-    if not file.sinks:
-        raise UserError(
-            "sinks is 0: MInference's stream_llm pattern always sees the first tokens, so that its "
-            "format cannot hold this mask; search with search.sinks of 1 or more for it"
-        )
-    window = [_STREAMING, file.sinks, file.window_size, 1.0]
-    layers = [
-        {str(head): everything if full else window for head, full in enumerate(row)}
-        for row in _for_query_heads(file, query_heads, "MInference")
-    ]
-    write_text(path, json.dumps(layers) + "\n")
-
-
-_ALL_TOKENS = 2**20
-
-
-def read_minference(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
-    """Mask, window and sinks from MInference's patterns: heads of stream_llm slide.
-
-    Its other patterns choose keys from the whole cache, which therefore must be kept: full.
-    """
-    layers = _read_json(path, list)
-    rows, sizes = [], set()
-    for layer, patterns in enumerate(layers):
-        row = []
-        for head in range(len(patterns) if isinstance(patterns, dict) else 0):
-            pattern = patterns.get(str(head))
-            valid = isinstance(pattern, list) and len(pattern) >= 3 and isinstance(pattern[0], str)
-            if not valid or any(type(size) is not int for size in pattern[1:3]):
-                raise UserError(f"{path}: layer {layer}, head {head} must be [pattern, size, size]")
-            row.append(pattern[0] != _STREAMING)
-            if pattern[0] == _STREAMING:
-                sizes.add((pattern[1], pattern[2]))
-        if not row:
-            raise UserError(f"{path}: layer {layer} must be an object with a pattern for each head")
-        rows.append(row)
-    if len(sizes) != 1:
-        raise UserError(
-            f"{path}: expected heads of pattern stream_llm with one size for all, found "
-            f"{sorted(sizes) or 'none'}; a head mask has one window"
-        )
-    mask = _from_query_heads(path, rows, q_per_kv)
-    ((sinks, window),) = sizes
-    named = {"window": window, "sinks": sinks}
-    return mask, _size(named, "window", path, 1), _size(named, "sinks", path, 0)
-
-
-def _for_query_heads(
-    file: HeadMaskFile, query_heads: int | None, engine: str
-) -> npt.NDArray[np.bool_]:
+def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
     """`is_full` [L, HQ]: each KV head's decision for all query heads that share it."""
     heads = file.num_key_value_heads
     if query_heads is None or query_heads < heads or query_heads % heads:
         raise UserError(
-            f"--attention-heads: {engine} lists query heads; expected a multiple of the mask's "
+            f"--attention-heads: rtp-llm lists query heads; expected a multiple of the mask's "
             f"{heads} KV heads, found {query_heads}"
         )
     repeated: npt.NDArray[np.bool_] = np.repeat(file.mask.is_full, query_heads // heads, axis=1)
@@ -185,15 +128,15 @@ def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> Head
     return HeadMask(is_full)
 
 
-def _read_json(path: Path, kind: type) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = load_json(path, CONFIG_LIMITS)
+        content: Any = load_json(path, CONFIG_LIMITS)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, kind):
-        raise UserError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}")
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
     return content
 
 
@@ -208,9 +151,4 @@ def _size(settings: dict[str, Any], name: str, path: Path, least: int) -> int:
 WRITERS: dict[str, Callable[[HeadMaskFile, Path, int | None], None]] = {
     "duoattention": write_duoattention,
     "rtp_llm": write_rtp_llm,
-    "minference": write_minference,
-}
-QUERY_HEAD_READERS: dict[str, Callable[[Path, int], tuple[HeadMask, int, int]]] = {
-    "rtp_llm": read_rtp_llm,
-    "minference": read_minference,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bosch.backends import BACKENDS
 from bosch.errors import RunError
 
 _SIGNS = ("attention", "attn", "flash", "fmha", "softmax")
@@ -14,13 +15,9 @@ _NAME_LENGTH = 100
 
 # For each way to compute attention, a substring of the name of an operation it cannot do without.
 _NEEDED = {
-    "eager": "softmax",
-    "sdpa": "_scaled_dot_product_",
-    "flash": "flash_attn",
-    "flash_attention_2": "flash_attn",
-    "flash_attention_3": "flash_attn",
-    "flex": "flex_attention",
-    "varlen": "varlen_attn",
+    **{name: entry.kernel for name, entry in BACKENDS.items()},
+    "flash_attention_2": BACKENDS["flash"].kernel,
+    "flash_attention_3": BACKENDS["flash"].kernel,
 }
 
 

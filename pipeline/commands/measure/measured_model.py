@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from bosch.attention import HeadLayout, resolve_backend
+from bosch.attention import HeadLayout
+from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache

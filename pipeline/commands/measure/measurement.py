@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bosch.attention import BACKENDS, resolve_backend
+from bosch.backends import check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.files import read_json, write_json
 from bosch.model.configuration import is_hybrid
@@ -101,27 +101,21 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
 
 def _check_attention(settings: MeasureSettings) -> None:
     """Raise UserError for an attention backend that no run could be shown to have used."""
-    if settings.attention == "flex":
-        raise UserError(
-            "--attention flex: a model is measured with its KV cache, and passes with a cache are "
-            "the sdpa backend's; choose sdpa"
-        )
-    name = resolve_backend(settings.attention)
-    if BACKENDS[name].needs and settings.device == "cpu":
-        raise UserError(f"--attention {name}: it needs {BACKENDS[name].needs}, not --device cpu")
-    if BACKENDS[name].only_half and settings.dtype == "float32":
-        raise UserError(
-            f"--attention {name}: it computes in float16 and bfloat16, not --dtype float32"
-        )
-    if settings.sinks and not BACKENDS[name].has_sinks:
-        raise UserError(f"--attention {name}: it has no sinks, --sinks asks for {settings.sinks}")
+    requests = {"cache": "a model is measured with its KV cache"}
+    if settings.device == "cpu":
+        requests["cpu"] = "--device is cpu"
+    if settings.dtype == "float32":
+        requests["float32"] = "--dtype is float32"
+    if settings.sinks:
+        requests["sinks"] = f"--sinks asks for {settings.sinks}"
+    check_backend(resolve_backend(settings.attention), requests, "--attention")
 
 
 def _check_sinks(variants: Sequence[Variant], settings: MeasureSettings) -> None:
     """Raise UserError for a hybrid whose own sinks the backend has not."""
-    name, sinks = resolve_backend(settings.attention), max(v.sinks or 0 for v in variants)
-    if sinks and not BACKENDS[name].has_sinks:
-        raise UserError(f"--attention {name}: it has no sinks, the model has {sinks}; choose sdpa")
+    if sinks := max(v.sinks or 0 for v in variants):
+        requests = {"sinks": f"the model has {sinks}"}
+        check_backend(resolve_backend(settings.attention), requests, "--attention")
 
 
 def _check_output(model: str, output: Path) -> None:

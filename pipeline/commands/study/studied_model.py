@@ -37,7 +37,7 @@ from data_prep.needles import SeedSpace
 from data_prep.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.commands.finished import FinishedWork, Record
 from pipeline.commands.paths import model_label
-from pipeline.commands.study.options import StudyOptions
+from pipeline.commands.study.command import StudyOptions
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import Recipe
 from stages.search.reuse import reuse_bytes

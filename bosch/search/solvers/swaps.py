@@ -1,0 +1,78 @@
+"""Searches that stay on budget: sliding units are exchanged for as many full ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bosch.search.solvers.problem import Bits, Problem, random_bits
+
+_TRIES_PER_STEP = 200
+# Annealing: temperatures at the start and the end, as shares of the loss's range, and steps in a
+# row without a new evaluation.
+_HOT, _COLD = 0.1, 0.001
+_FRUITLESS = 200
+
+
+def one_plus_one(problem: Problem, seed: int) -> None:
+    """The (1+1) evolutionary algorithm (Droste et al. 2002), with swaps instead of bit flips.
+
+    One parent, one child per step, the child replaces the parent when it is no worse. The original
+    flips each bit with probability 1/n and so leaves the budget almost always; here each step
+    exchanges k sliding units for k full ones, k - 1 binomial with the same 1/n. Spends the
+    problem's budget from a random start; the same seed, the same steps.
+    """
+    rng = np.random.default_rng(seed)
+    parent = random_bits(problem.size, problem.quota, rng)
+    parent_value = problem.value(parent)
+    while problem.left > 0:
+        child = _unknown_child(problem, parent, rng)
+        if child is None:
+            return
+        value = problem.value(child)
+        if value <= parent_value:
+            parent, parent_value = child, value
+
+
+def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> Bits | None:
+    """A mutation of `parent` not evaluated before; wider steps when the near ones are used up."""
+    most = min(problem.quota, problem.size - problem.quota)
+    if most == 0:
+        return None
+    for attempt in range(_TRIES_PER_STEP):
+        rate = 1.0 / problem.size if attempt < _TRIES_PER_STEP // 2 else 0.5
+        child = swap(parent, 1 + int(rng.binomial(most - 1, rate)), rng)
+        if not problem.known(child):
+            return child
+    return None
+
+
+def swap(bits: Bits, count: int, rng: np.random.Generator) -> Bits:
+    """`bits` with `count` sliding units exchanged for as many full ones, drawn at random."""
+    child = bits.copy()
+    child[rng.choice(np.flatnonzero(bits), count, replace=False)] = False
+    child[rng.choice(np.flatnonzero(~bits), count, replace=False)] = True
+    return child
+
+
+def annealing(problem: Problem, seed: int) -> None:
+    """Simulated annealing (Kirkpatrick et al. 1983) by swaps on budget.
+
+    The temperature falls in equal ratios over the budget. Losses that tie are compared by
+    log-likelihood where the problem breaks ties. Spends the problem's budget from a random start;
+    the same seed, the same steps.
+    """
+    rng = np.random.default_rng(seed)
+    parent = random_bits(problem.size, problem.quota, rng)
+    parent_value = problem.value(parent)
+    if problem.quota in (0, problem.size):
+        return
+    fruitless = 0
+    while problem.left > 0 and fruitless < _FRUITLESS:
+        spent = problem.spent
+        child = swap(parent, 1, rng)
+        value = problem.value(child)
+        temperature = _HOT * (_COLD / _HOT) ** (problem.spent / problem.budget)
+        rise = problem.scalar(value) - problem.scalar(parent_value)
+        if value <= parent_value or rng.random() < np.exp(-rise / temperature):
+            parent, parent_value = child, value
+        fruitless = fruitless + 1 if problem.spent == spent else 0
