@@ -322,4 +322,4 @@ def test_dropout_is_applied_on_every_path(
     )
     sums = out[..., 0]
     assert len(sums.unique()) > sums.numel() / 4
-    assert ((0.5 < sums.mean()) & (sums.mean() < 1.5)).item()
+    assert float(sums.mean()) == pytest.approx(1, abs=0.5)
