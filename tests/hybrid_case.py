@@ -39,7 +39,7 @@ OWN_WINDOW: dict[str, Any] = {
 }
 _WITH_STATES = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
 _DELTA_NET: dict[str, Any] = {
-    "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "head_dim": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, **_WITH_STATES,
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 2}

@@ -220,32 +220,56 @@ def _import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def outcome(change: Change, copy_of_checkout: Path, most: int, minutes: float) -> str:
-    """killed, survived or hung (killed by the time limit), with the first test that noticed."""
-    tests = tests_of(change.file, most)
-    if not tests:
-        return "survived (no test imports it)"
-    original = (ROOT / change.file).read_bytes()
-    change.apply(copy_of_checkout)
-    # The copy's modules, wherever a test's processes start; and no launcher sets anything up.
-    environment = dict(os.environ, PYTHONPATH=str(copy_of_checkout), PYTHONDONTWRITEBYTECODE="1")
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    # stage_code's test fails for any change of code, which is no test of behaviour.
-    command += ["--deselect", "tests/unit/test_stage_code.py"]
-    try:
-        result = subprocess.run(
-            command, cwd=copy_of_checkout, env=environment, capture_output=True, text=True,
-            timeout=minutes * 60,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "hung"
-    finally:
-        (copy_of_checkout / change.file).write_bytes(original)
-    if result.returncode == 0:
-        return "survived"
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    return f"killed by {first[1]}" if first else "killed"
+class Checkout:
+    """A copy of the checkout in which the tests run, with one wrong change or none."""
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self.folder, self.minutes = folder, minutes
+        # stage_code's test fails for any change of code, which is no test of behaviour.
+        self.left_out = ["tests/unit/test_stage_code.py"]
+        copy_checkout(folder)
+
+    def outcome(self, change: Change, most: int) -> str:
+        """killed, with the first test that noticed, survived, or undecided.
+
+        A test that fails or takes too long without the change as well notices nothing.
+        """
+        tests = tests_of(change.file, most)
+        if not tests:
+            return "survived (no test imports it)"
+        while True:
+            change.apply(self.folder)
+            try:
+                result = self._pytest(tests)
+            finally:
+                (self.folder / change.file).write_bytes((ROOT / change.file).read_bytes())
+            if result is None:
+                hung = self._pytest(tests) is not None
+                return "killed by the time limit" if hung else "undecided (slow tests)"
+            if result.returncode == 0:
+                return "survived"
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+            unchanged = self._pytest([failed[1]] if failed else tests)
+            if unchanged is not None and unchanged.returncode == 0:
+                return f"killed by {failed[1] if failed else tests[0]}"
+            if failed is None or failed[1] in self.left_out:
+                return "undecided (tests do not run)"
+            self.left_out.append(failed[1])
+
+    def _pytest(self, tests: list[str]) -> subprocess.CompletedProcess[str] | None:
+        """The tests in the copy until the first one fails; None where they take too long."""
+        # The copy's modules, wherever a test's processes start; and no launcher sets anything up.
+        environment = dict(os.environ, PYTHONPATH=str(self.folder), PYTHONDONTWRITEBYTECODE="1")
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        command += [f"--deselect={test}" for test in self.left_out]
+        try:
+            return subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True,
+                timeout=self.minutes * 60,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def copy_checkout(target: Path) -> None:
@@ -271,21 +295,18 @@ def main() -> int:
     if options.list:
         print("\n".join(map(str, drawn)))
         return 0
-    results: Counter[str] = Counter()
     by_package: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copy_checkout(Path(folder))
+        checkout = Checkout(Path(folder), options.minutes)
         for change in drawn:
-            verdict = outcome(change, Path(folder), options.files, options.minutes)
-            kind = "survived" if verdict.startswith("survived") else "killed"
-            results[kind] += 1
-            by_package.setdefault(change.file.split("/")[0], Counter())[kind] += 1
+            verdict = checkout.outcome(change, options.files)
+            by_package.setdefault(change.file.split("/")[0], Counter())[verdict.split()[0]] += 1
             print(f"{verdict:<10} {change}", flush=True)
     for package, counts in sorted(by_package.items()):
         print(f"{package}: {counts['killed']} of {counts.total()}")
-    killed, total = results["killed"], results.total()
-    share = math.floor(100 * killed / total) if total else 0
-    print(f"killed: {killed} of {total} ({share} %)")
+    killed = sum(counts["killed"] for counts in by_package.values())
+    share = math.floor(100 * killed / len(drawn)) if drawn else 0
+    print(f"killed: {killed} of {len(drawn)} ({share} %)")
     return 0
 
 

@@ -144,6 +144,23 @@ def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
     assert not shapes if all(rows) else max(shapes, default=0) < length + past
 
 
+def test_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    visible = AttentionContext.visible
+
+    def counted(self: AttentionContext, *args: Any) -> torch.Tensor:
+        calls.append(args)
+        return visible(self, *args)
+
+    monkeypatch.setattr(AttentionContext, "visible", counted)
+    case = Case(40, 8, 3, (True, False), padding="left", batch=2)
+    context, first = case.context(), 0
+    for _ in range(3):
+        hybrid_attention(*case.tensors(), case.layout(), context)
+        first = first or len(calls)
+    assert len(calls) == first > 0
+
+
 def test_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="'cuda' is unknown"):
         resolve_backend("cuda")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -290,3 +291,35 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
             hybrid_attention(*states, HeadLayout.deploy(full, 4, Window(256, sinks)))
         peaks.append(memory.peak)
     assert peaks[1] < 1.05 * peaks[0]
+
+
+_CAPPED = {"softcap": 2.0}
+
+
+@pytest.mark.parametrize("options", [{}, _CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(40, 8, 0, (), batch=2),
+        Case(40, 8, 3, (), padding="left", batch=2),
+        Case(40, 8, 0, (), padding="documents", batch=2),
+        Case(5, 8, 0, (), past=30),
+        Case(1, 8, 0, (), past=30),
+    ],
+    ids=["prompt", "padded", "documents", "chunk", "token"],
+)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_dropout_is_applied_on_every_path(
+    backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
+) -> None:
+    """Values of one are summed to one by weights that none drops, and else to one on average."""
+    case = replace(case, rows=rows * 4)
+    query, key, value = (x.detach() for x in case.tensors())
+    states = query, key, torch.ones_like(value)
+    out = hybrid_attention(
+        *states, case.layout(), case.context(), backend=backend, dropout=0.5, **options
+    )
+    sums = out[..., 0]
+    assert len(sums.unique()) > sums.numel() / 4
+    assert float(sums.mean()) == pytest.approx(1, abs=0.5)

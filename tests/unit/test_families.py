@@ -127,6 +127,9 @@ def test_sizes_by_formula_are_those_of_the_model(family: str) -> None:
     }
     sizes |= {"moe_topk": [2] * LAYERS} if family == "hunyuan_v1_moe" else {}  # as published
     sizes |= {"head_dim": 60} if family == "helium" else {}
+    # Keys of linear attention of another size than its values.
+    states = "linear_key_head_dim" in small_config(family).to_dict()
+    sizes |= {"linear_key_head_dim": 64} if states else {}
     sizes |= {"word_embed_proj_dim": 480, "ffn_dim": 960} if family == "opt" else {}
     config = small_config(family, **sizes)
     with torch.device("meta"):

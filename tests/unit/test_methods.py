@@ -26,6 +26,7 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
+from tests.benchmarks.landscapes import RATIO, landscape
 from tests.search_case import WINDOW, searchable
 
 SEARCHED = [name for name, method in METHODS.items() if method.kind not in ("ranking", "file")]
@@ -238,3 +239,66 @@ def test_a_section_becomes_settings_field_by_field() -> None:
     section = SearchConfig.model_validate(values)
     assert section.settings(seed=1) == SearchSettings(swa_ratio=0.3, **OTHER)
     assert SearchConfig(swa_ratio=0.3).settings(seed=1) == SearchSettings(0.3, seed=1)
+
+
+class Planted:
+    """Every sliding unit loses its own cost and nothing else: the best masks are known.
+
+    Even layers are easy, odd ones ten times harder; no two units cost the same.
+    """
+
+    num_layers, num_key_value_heads, quantum = 4, 3, 1 / 64
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        layers = np.array([1.0, 10.0, 1.2, 12.0])
+        self.costs = layers[:, None] * rng.permuted(np.tile([0.5, 1.0, 2.0], (4, 1)), axis=1)
+        self.costs *= rng.uniform(0.98, 1.02, self.costs.shape) / self.costs.sum()
+
+    def evaluate(
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
+    ) -> Evaluation:
+        lost = float(self.costs[~mask.is_full].sum())
+        return Evaluation(round(64 * (1 - lost)) / 64, -lost)
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        return GateGradient(self.costs.tolist(), 0.0, 1.0)
+
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        return 1.0
+
+    def cheapest(self, layers_at_once: int, sliding: Any) -> np.ndarray:
+        """Full where a unit is none of the `sliding` cheapest of its group of layers."""
+        groups = self.costs.reshape(4 // layers_at_once, -1)
+        ranks = groups.argsort(axis=1).argsort(axis=1)
+        return (ranks >= np.reshape(sliding, (-1, 1))).reshape(self.costs.shape)
+
+
+# Layers that share a budget in what a method can choose, their sliding units, and the ratio.
+_ANY_UNIT, _EASY_LAYERS = (4, 8, 2 / 3), (4, 6, 1 / 2)
+PLANTED = {
+    "bosch": (1, [3, 1, 2, 0], 1 / 2),  # of five buckets one layer each
+    "bosch_plus": _ANY_UNIT, "b_single": (1, 2, 2 / 3),
+    "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS, "one_plus_one": _ANY_UNIT,
+    "annealing": _ANY_UNIT, "learned_gates": _ANY_UNIT, "single_ablation": _ANY_UNIT,
+    "layer_ablation": _EASY_LAYERS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in SEARCHED if METHODS[n].kind != "layer rule"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
+    scorer = Planted(seed)
+    layers_at_once, sliding, ratio = PLANTED[name]
+    options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
+    _, mask = search_with(name, scorer, options)
+    assert mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gates_learn_pairs_of_which_a_start_sees_neither(seed: int) -> None:
+    """Both units of a pair are needed; only masks drawn with noise show the worth of a pair."""
+    scorer = landscape("pairs", 48, seed)
+    options = SearchSettings(RATIO, budget_per_layer=40, seed=seed)
+    _, mask = search_with("learned_gates", scorer, options)
+    assert scorer.regret(mask) < 0.1

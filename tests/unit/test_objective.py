@@ -128,6 +128,27 @@ def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
+def test_attention_of_both_kinds_is_computed_once(monkeypatch):
+    """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
+    model, calibration = searchable()
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=1 << 30)
+    calls = []
+    attention = incremental_forward.hybrid_attention
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(incremental_forward, "hybrid_attention", counted)
+    mask = FULL
+    for head in range(KV_HEADS):
+        row = mask.is_full[0].copy()
+        row[head] = False
+        mask = mask.with_layer(0, row)
+        objective.evaluate(mask)
+        assert len(calls) == 2 * len({batch for _, _, batch in objective.cache.entries}) > 0
+
+
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
 def test_operations_are_counted_as_torch_counts_them(family):
     """Also the last layer's answers and the reuse of attention outputs, in every family."""

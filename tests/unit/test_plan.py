@@ -214,6 +214,21 @@ def _train_hours(name: str, efficiency: float, tmp_path: Path) -> float:
     return _hours(name, "train", "a800", 16, efficiency)
 
 
+def test_the_plan_assumes_two_fifths_of_the_peak(tmp_path: Path) -> None:
+    """By default, for each stage and in the line that says so; a stated share replaces it."""
+    loaded = load_recipe(Case(tmp_path).file, env={})
+    assert loaded.info is not None
+    default, same, half = (
+        [line for line in plan_lines(loaded, "h100x8", share) if "hours" in line or " at " in line]
+        for share in (None, 0.4, 0.2)
+    )
+    assert default == same and "at 0.4 of its peak" in default[0]
+    assert "at 0.2 of its peak" in half[0]
+    for cost in plan_costs(loaded, loaded.info, 1):
+        # 989 TFLOPS of an H100 in bfloat16.
+        assert stage_hours(cost, "h100", 1) == pytest.approx(cost.flops / (0.4 * 989e12 * 3600))
+
+
 def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency(tmp_path: Path) -> None:
     for name, (days, efficiency) in PAPER_DAYS.items():
         assert _train_hours(name, efficiency, tmp_path) == pytest.approx(24 * days, rel=0.05)

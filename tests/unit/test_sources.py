@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ import pytest
 
 from bosch.errors import UserError
 from data_prep import sources
+from data_prep.retrieval import retrieval_document
 from data_prep.sources import Source, list_parts, read_part
 from tests.tiny_data import tiny_tokenizer
 
@@ -297,3 +299,22 @@ def test_zstd_is_read_as_a_file_and_as_a_dataset(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(lines(TEXTS)))
     for kind in ("jsonl", "huggingface"):
         assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [(0, 0.85, 1.02), (1, 1, 1.25), (2, 1, 1.25), (3, 0.93, 1.02)]
+)
+def test_a_retrieval_document_has_about_the_length_that_is_asked_for(kind, least, most):
+    prose = [f"word{number}" for number in range(5000)]
+    weights = [float(number == kind) for number in range(4)]
+    for seed in range(20):
+        document = retrieval_document(Random(seed), 4000, prose, weights)
+        assert least <= sum(len(segment.text) for segment in document) / 4000 <= most
+        earlier = ""
+        for segment in document:  # an answer stands earlier, as such or line by line
+            assert not segment.is_answer or set(segment.text.split()) <= set(_words(earlier))
+            earlier += segment.text
+
+
+def _words(text):
+    return text.replace(".", " ").replace(";", " ").replace("|", " ").replace(",", " ").split()

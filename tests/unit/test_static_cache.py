@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
@@ -16,7 +16,7 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask
 from bosch.model.static_cache import StaticHybridCache, StaticHybridCacheLayer
 from bosch.window import Window
-from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
 
 WINDOW, LENGTH = 6, 30
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -279,3 +279,17 @@ def test_the_ring_holds_the_window_and_nothing_else() -> None:
         keys.settle(AttentionContext(1, slot, start=torch.tensor(slot)))
     assert layer.near_keys.flatten().tolist() == [0, 1, 8, 9, 10, 7]
     assert keys.slots.tolist() == [8, 9, 10, 7]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_of_transformers_that_holds_states_keeps_them(kind: str) -> None:
+    """The original reads the prompt, its hybrid of full heads goes on from there."""
+    original, ids = small_model(), tokens(2, LENGTH)
+    expected = original(ids).logits[:, 12:]
+    cache = StaticCache(original.config, LENGTH) if kind == "static" else DynamicCache()
+    original(ids[:, :12], past_key_values=cache)
+    hybrid = materialize(small_model(), HeadMask.all_full(LAYERS, KV_HEADS), Window(WINDOW))
+    layers = cache.layers
+    result = hybrid(ids[:, 12:], past_key_values=cache).logits
+    assert cache.layers is layers
+    torch.testing.assert_close(result, expected, **_NEAR)

@@ -307,3 +307,21 @@ def test_models_with_windows_of_their_own_are_refused():
     model, calibration = case("mistral", sliding_window=16)
     with pytest.raises(UserError, match="sliding window of its own"):
         dcam(model, calibration, WINDOW)
+
+
+@pytest.mark.parametrize("name", RANKINGS)
+def test_a_ranking_finds_the_planted_local_heads(name):
+    """Equal queries and keys look at their neighbours, and without keys at all tokens alike.
+
+    The first head is local: by it Proxy orders the blocks of the others.
+    """
+    model, calibration = case("qwen2")
+    is_full = np.array([[False, True, False, True], [False, True, True, False]])
+    with torch.no_grad():
+        for layer, row in zip(model.get_decoder().layers, is_full, strict=True):
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                projection.weight.zero_()
+                projection.bias.fill_(3.0)
+            layer.self_attn.k_proj.bias.view(4, -1)[torch.tensor(row)] = 0.0
+    ranked = static_mask(name, model, calibration, WINDOW, HALF)
+    assert ranked.mask == HeadMask(is_full)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.store import Store
+from stages.published import Manifest
 
 DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
 KEY = document_key(DOCUMENT)
@@ -262,6 +264,43 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert FileHasher(cache).sha256(file) != digest
     cache.write_text("{ torn")
     assert FileHasher(cache).sha256(file) != digest
+
+
+def test_a_hash_is_kept_only_of_a_file_that_has_settled(tmp_path: Path) -> None:
+    """One that was just written may change again within a tick of its clock."""
+    file, cache = tmp_path / "a", tmp_path / "cache.json"
+    file.write_text("one")
+    hasher = FileHasher(cache)
+    now = time.time_ns()
+    for age_ns, known in ((-1_000_000_000, False), (1_000_000_000, True)):
+        os.utime(file, ns=(now, now - age_ns))
+        digest = hasher.sha256(file)
+        hasher.save()
+        assert cache.exists() == known
+    assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ({"seconds": 1.0}, "key: Field required"),
+        ({"key": "k", "seconds": "long"}, "seconds: Input should be a valid number"),
+        ({"key": "k", "seconds": 1.0, "sha256": {"a": 5}}, "sha256.a: Input should be a valid"),
+        ([], "Input should be a valid dictionary"),
+    ],
+)
+def test_a_damaged_record_is_told_with_its_file_and_field(
+    tmp_path: Path, content: Any, fault: str
+) -> None:
+    file = tmp_path / Manifest.FILE
+    write_json(file, content)
+    with pytest.raises(RunError) as caught:
+        Manifest.read(tmp_path)
+    assert str(caught.value).startswith(f"{file}: {fault}")
+    assert str(caught.value).endswith("; run its stage again with --force")
+    file.write_text("{ torn")
+    with pytest.raises(RunError, match=f"^{file}: missing or damaged"):
+        Manifest.read(tmp_path)
 
 
 def test_two_writers_of_the_hash_cache_both_stay(

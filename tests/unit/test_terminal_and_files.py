@@ -269,6 +269,40 @@ def test_a_lost_process_is_told_with_its_number_and_signal(
     assert isinstance(caught.value, LostRankError) == lost
 
 
+@pytest.mark.parametrize(("node_rank", "mark"), [(0, "WORK"), (1, "WORK node 1")])
+def test_a_stage_runs_in_folders_of_its_work_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, mark: str
+) -> None:
+    """The control folder stands beside it, and its name marks the processes to end with it."""
+    kept = tmp_path / "kept.json"
+    code = (
+        "import json, os, pathlib, sys; order = pathlib.Path(sys.argv[-1]); seen = "
+        "json.dumps([str(order), json.loads(order.read_text()), os.environ['BOSCH_WORK_DIR']]); "
+        f"pathlib.Path({str(kept)!r}).write_text(seen); "
+        "(order.parent / 'summary.json').write_text('{\"loss\": 1}')"
+    )
+    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
+    work = tmp_path / "work"
+    order = {"stage": "search", "work_dir": str(work)}
+    world = launch.World(nodes=1, node_rank=node_rank)
+    assert launch.launch(order, world) == ({} if node_rank else {"loss": 1})
+    place, read, variable = json.loads(kept.read_text().replace(str(work), "WORK"))
+    assert place == f"WORK.control-{node_rank}/order.json"
+    assert read == {"stage": "search", "work_dir": "WORK"} and variable == mark
+    assert not list(tmp_path.glob("*control*"))
+
+
+def test_a_full_disk_is_told_with_the_work_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"import os; os._exit({launch.DISK_FULL_STATUS})"
+    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
+    work = tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(RunError, match=f"^search: the disk of {work} is full"):
+        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
+
+
 @pytest.mark.parametrize("command", ["status", "validate"])
 def test_a_full_standard_output_is_told_as_such(case: Case, command: str) -> None:
     with open("/dev/full", "w") as full:

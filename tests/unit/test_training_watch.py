@@ -256,15 +256,17 @@ def test_wandb_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_the_final_checkpoint_can_be_the_mean_of_the_last(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    train_here(case, tmp_path, train={"averaged_checkpoints": 2})
-    folders = [undisturbed / "checkpoints" / f"tokens-{n}" for n in (384, 1280)]
-    first, last = (load_file(folder / "model.safetensors") for folder in folders)
+    steps = {"averaged_checkpoints": 2, "checkpoint_tokens": [384, 768, 1280]}
+    train_here(case, tmp_path, train=steps)
+    own, single = tmp_path / "checkpoints", undisturbed / "checkpoints"
+    first = load_file(own / "tokens-768" / "model.safetensors")
+    last = load_file(single / "tokens-1280" / "model.safetensors")
     mean = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
     assert mean.keys() == last.keys()
     for name, value in mean.items():
         torch.testing.assert_close(value, (first[name] + last[name]) / 2, msg=name)
     card = (tmp_path / "checkpoints" / "tokens-1280" / "README.md").read_text()
     assert "1,280 tokens, mean of the last 2 checkpoints" in card
-    assert (tmp_path / "checkpoints" / "tokens-384" / "model.safetensors").read_bytes() == (
-        folders[0] / "model.safetensors"
-    ).read_bytes()
+    assert "mean of" not in (own / "tokens-768" / "README.md").read_text()
+    weights = [folder / "tokens-384" / "model.safetensors" for folder in (own, single)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
