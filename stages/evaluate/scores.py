@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from bosch.search.methods import METHODS
-from stages.published import Record, Summary
+from stages.published import Record, WorkSummary
 from stages.train.stage import checkpoint_tokens
 
 SAMPLES = "samples.jsonl"
@@ -168,7 +168,7 @@ class PositionLoss(Record):
     difference: list[BinLoss] | None = None
 
 
-class Scores(Summary):
+class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the prose of the haystacks.
 
     `missing` names tasks that have no score, with the reason, by suite.

@@ -16,6 +16,7 @@ from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.store import Store
+from stages.published import Manifest
 
 DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
 KEY = document_key(DOCUMENT)
@@ -46,6 +47,8 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert manifest["identity"] == DOCUMENT
     assert manifest["summary"] == {"x": 1}
     assert [one["path"] for one in manifest["files"]] == ["b.txt", "sub/a.txt"]
+    # As stages read it.
+    assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
     assert manifest["seconds"] >= 0
     assert not store.work("search", KEY).exists()
     assert store.state("search", KEY) == {}
