@@ -294,7 +294,7 @@ def test_watch_ends_where_nothing_appears_any_more(
 def test_watch_waits_while_a_stage_runs(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(load_recipe(case.file, (), env={}), Choice(), fake_table())
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
     key = str(next(node.key for node in runner.nodes if node.name == "search"))
     polls: list[float] = []
     with ExitStack() as running:
