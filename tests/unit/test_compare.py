@@ -191,8 +191,7 @@ def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
     case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
     case.save()
     launches = Launches()
-    loaded = load_recipe(case.file, env={}, stages=table())
-    Runner(loaded, Choice(until="original"), launches).run()
+    Runner(load_recipe(case.file, env={}, stages=table()), Choice(until="original"), launches).run()
     comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
     assert launches.count("original") == 1 and launches.count("evaluate") == 1
 
