@@ -104,8 +104,8 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     for path in paths:
         try:
             folders.append(Path(path_text(path)).expanduser().resolve())
-        except ValueError as fault:
-            raise UserError(f"--model {path}: {fault}") from None
+        except ValueError as error:
+            raise UserError(f"--model {path}: {error}") from None
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
