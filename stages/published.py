@@ -38,15 +38,9 @@ class Record(BaseModel):
 
 
 class Summary(Record):
-    """A record that is a file of its own.
-
-    Where a stage writes it last, `sha256` names all files of the work that is finished, with their
-    hashes (`bosch.files.file_hashes`).
-    """
+    """A record that is a file of its own."""
 
     FILE: ClassVar[str] = "summary.json"
-
-    sha256: dict[str, str] = Field(default={})
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -56,6 +50,24 @@ class Summary(Record):
         if content is None:
             raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
         return cls.check(content, str(path))
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a stage's work directory."""
+        write_json(folder / self.FILE, self.content)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The record as its file holds it."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class WorkSummary(Summary):
+    """A summary that its stage writes last, when the work is finished.
+
+    `sha256` names all files of the work, with their hashes (`bosch.files.file_hashes`).
+    """
+
+    sha256: dict[str, str] = Field(default={})
 
     @classmethod
     def finished(cls, folder: Path) -> Self | None:
@@ -74,15 +86,6 @@ class Summary(Record):
             return record
         logger.warning("%s: damaged (%s); it is made anew", folder, fault)
         return None
-
-    def write(self, folder: Path) -> None:
-        """Write the record into a stage's work directory."""
-        write_json(folder / self.FILE, self.content)
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The record as its file holds it."""
-        return self.model_dump(mode="json", exclude_unset=True)
 
 
 class Manifest(Summary):

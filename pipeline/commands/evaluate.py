@@ -16,7 +16,9 @@ from typing import Any
 
 from bosch.errors import RunError, UserError
 from bosch.files import (
+    Stamp,
     canonical_json,
+    changed_file,
     file_hashes,
     make_folder,
     read_json,
@@ -44,6 +46,7 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
+from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
 from stages.recipe import LoadedRecipe
@@ -52,6 +55,7 @@ from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_name
 _POLL_SECONDS = 30.0
 # Between two stages of a run nobody holds a lock.
 _IDLE_POLLS = 4
+_HYBRID_STAGE, _TRAINING_STAGE = "materialize", "train"
 _FUNCTION = "stages.evaluate.selected:run"
 
 
@@ -96,7 +100,12 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     """Model directories by name; raises UserError for one that the samples cannot be asked."""
-    folders = [Path(path).expanduser().resolve() for path in paths]
+    folders = []
+    for path in paths:
+        try:
+            folders.append(Path(path_text(path)).expanduser().resolve())
+        except ValueError as error:
+            raise UserError(f"--model {path}: {error}") from None
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
@@ -113,19 +122,26 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
 
 
 def _available(runner: Runner) -> dict[str, Path]:
-    """The hybrid and the complete checkpoints that there are, of a running training too."""
+    """The hybrid and the complete checkpoints that there are, of a running training too.
+
+    Raises RunError where a published output of theirs is damaged.
+    """
     folders: dict[str, Path] = {}
     for node in runner.nodes:
-        if node.key is None:
+        if node.key is None or node.name not in (_HYBRID_STAGE, _TRAINING_STAGE):
             continue
-        places = [runner.store.published(node.name, node.key)]
-        places.append(runner.store.work(node.name, node.key))
-        for place in places:
-            if node.name == "materialize" and (place / MODEL / "config.json").is_file():
-                folders.setdefault(HYBRID, place / MODEL)
-            if node.name == "train" and (place / "checkpoints").is_dir():
-                for name, folder in checkpoint_folders(place).items():
-                    folders.setdefault(name, folder)
+        damage = runner.store.damage(node.name, node.key, runner.hasher)
+        if damage is not None:
+            raise RunError(
+                f"the output of {node.name} is damaged ({damage}); run the recipe, which makes it "
+                "again"
+            )
+        published = runner.store.published(node.name, node.key)
+        place = published if published.exists() else runner.store.work(node.name, node.key)
+        if node.name == _HYBRID_STAGE and (place / MODEL / "config.json").is_file():
+            folders[HYBRID] = place / MODEL
+        if node.name == _TRAINING_STAGE and (place / "checkpoints").is_dir():
+            folders |= checkpoint_folders(place)
     return folders
 
 
@@ -183,8 +199,18 @@ def _watch(runner: Runner, node: Node, names: Sequence[str] | None) -> SelectedS
 
 def _is_finished(runner: Runner) -> bool:
     """Whether no further model appears."""
-    last = [one for one in runner.nodes if one.name in ("materialize", "train")][-1]
-    return runner.store.manifest(last.name, str(last.key)) is not None
+    last = [one for one in runner.nodes if one.name in (_HYBRID_STAGE, _TRAINING_STAGE)][-1]
+    return _is_whole(runner, last)
+
+
+def _is_whole(runner: Runner, node: Node) -> bool:
+    """Whether a stage's output is published and as it was then."""
+    store, key = runner.store, node.key
+    return (
+        key is not None
+        and store.manifest(node.name, key) is not None
+        and store.damage(node.name, key, runner.hasher) is None
+    )
 
 
 def _is_running(runner: Runner) -> bool:
@@ -196,28 +222,22 @@ def _is_running(runner: Runner) -> bool:
 def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> SelectedScores:
     """Evaluate these models and the original; the table goes to <root>/<recipe>/evaluation."""
     original = next(one for one in runner.nodes if one.name == ORIGINAL)
+    runner.stamps(original)
     document: dict[str, Any] = {
         "original": original.key,
         "code": [node.stage.version, VERSIONS],
         "models": _identities(runner, folders),
     }
+    stamps = runner.hasher.seen
     digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
     work = runner.store.work("evaluation", digest)
     make_folder(work)
-    order = {
-        **runner.order(original, work),
-        "stage": "evaluate",
-        "function": _FUNCTION,
-        "inputs": {name: str(folder) for name, folder in folders.items()},
-    }
     lock = runner.store.lock("evaluation", digest)
     with hold(lock, f"{runner.name}: this evaluation", runner.name, wait=True):
         # Starting a process that finds all done takes many times as long as looking here.
         if _whole(work) is None and not _select(runner, node, document, work):
-            (work / SelectedScores.FILE).unlink(missing_ok=True)
             write_json(work / MODELS, document)
-            runner.launcher(order, runner.loaded.world)
-            _require_unchanged(runner, folders, document["models"], work)
+            _launch(runner, original, folders, document["models"], stamps, work)
         scores = SelectedScores.read(work)
     place = runner.store.root / runner.name / "evaluation"
     make_folder(place)
@@ -229,6 +249,49 @@ def _evaluate(runner: Runner, node: Node, folders: Mapping[str, Path]) -> Select
         table.print()
     print(f"scores and answers: {typed_path(place)}")
     return scores
+
+
+def _launch(
+    runner: Runner,
+    original: Node,
+    folders: Mapping[str, Path],
+    identities: Mapping[str, str],
+    stamps: Mapping[str, Stamp],
+    work: Path,
+) -> None:
+    """Answer and score; again from their new places where training published its checkpoints."""
+    while True:
+        (work / SelectedScores.FILE).unlink(missing_ok=True)
+        order = {
+            **runner.order(original, work, stamps),
+            "stage": "evaluate",
+            "function": _FUNCTION,
+            "inputs": {name: str(folder) for name, folder in folders.items()},
+        }
+        failure: UserError | RunError | None = None
+        try:
+            runner.launcher(order, runner.loaded.world)
+        except (UserError, RunError) as error:
+            failure = error
+        places = {name: _place_now(runner, folder) for name, folder in folders.items()}
+        if places == folders:
+            _require_unchanged(runner, original, folders, identities, stamps, work)
+            if failure is not None:
+                raise failure
+            return
+        folders = places
+        runner.stamps(original)
+        _identities(runner, folders)
+        stamps = runner.hasher.seen
+
+
+def _place_now(runner: Runner, folder: Path) -> Path:
+    """Where a checkpoint is: publishing a stage's output moves it out of the work directory."""
+    for node in runner.nodes:
+        work = runner.store.work(node.name, str(node.key))
+        if work in folder.parents and not folder.exists():
+            return runner.store.published(node.name, str(node.key)) / folder.relative_to(work)
+    return folder
 
 
 def _select(runner: Runner, node: Node, document: Mapping[str, Any], work: Path) -> bool:
@@ -269,10 +332,10 @@ def _finished(
     runner: Runner, node: Node, document: Mapping[str, Any]
 ) -> Iterator[tuple[Path, Path, dict[str, Any]]]:
     """Finished evaluations: their folder, that of the original's answers, and their models."""
-    if node.key is not None and runner.store.manifest(node.name, node.key) is not None:
+    if all(_is_whole(runner, one) for one in runner.nodes if one.name in (node.name, *node.needs)):
         published = runner.store.published(ORIGINAL, document["original"])
         identities = _identities(runner, _available(runner))
-        yield runner.store.published(node.name, node.key), published, identities
+        yield runner.store.published(node.name, str(node.key)), published, identities
     for file in sorted(runner.store.work("evaluation", "").glob(f"*/{MODELS}")):
         earlier = read_json(file)
         same = ("original", "code")
@@ -294,19 +357,35 @@ def _identities(runner: Runner, folders: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _require_unchanged(
-    runner: Runner, folders: Mapping[str, Path], identities: Mapping[str, str], work: Path
+    runner: Runner,
+    original: Node,
+    folders: Mapping[str, Path],
+    identities: Mapping[str, str],
+    stamps: Mapping[str, Stamp],
+    work: Path,
 ) -> None:
-    """Raise RunError, and forget the answers, where a model changed while it was evaluated."""
+    """Raise RunError, and forget the answers, where a file was written while it was read.
+
+    Also where its content is as before.
+    """
+    written = changed_file(stamps)
     now = _identities(runner, folders)
-    changed = [name for name in folders if now[name] != identities[name]]
-    if not changed:
+    changed = {name for name in folders if now[name] != identities[name]}
+    if written is not None:
+        changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
+    if written is None and not changed:
         return
+    # What is no model's is the original's, or made the samples of all.
+    forgotten = {identities[name] for name in changed or folders}
+    if not changed:
+        forgotten.add(str(runner.order(original, work)["model_identity"]))
     answers = runner.store.pool("evaluation") / "answers" / VERSIONS
-    for folder in (work, *(answers / identities[name] for name in changed)):
+    for folder in (work, *(answers / identity for identity in forgotten)):
         shutil.rmtree(folder, ignore_errors=True)
+    names = ", ".join(f"--model {folders[name]}" for name in folders if name in changed)
     raise RunError(
-        f"--model {', '.join(str(folders[name]) for name in changed)}: changed while it was "
-        "evaluated, so its answers are thrown away; run the same command again"
+        f"{names or written}: changed while it was evaluated, so its answers are thrown away; run "
+        "the same command again"
     )
 
 

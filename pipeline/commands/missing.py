@@ -1,4 +1,4 @@
-"""Tasks without a score, as commands report them."""
+"""Tasks and models without a score, as commands report them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from stages.evaluate.scores import Scores
 
 
 def print_missing(scores: Scores) -> int:
-    """Print each task that has no score, with the reason; the exit status, 1 where there is one."""
-    for suite, tasks in scores.missing.items():
-        for task, reason in tasks.items():
-            print(f"{suite}: {task} has no score: {reason}")
+    """Print what has no score, with the reason; the exit status, 1 where there is any."""
+    for sentence in scores.missing_sentences():
+        print(sentence)
     return 1 if scores.missing else 0

@@ -204,7 +204,7 @@ class Runner:
 
     def _make(self, node: Node, *, afresh: bool) -> None:
         key = str(node.key)
-        stamps = self._stamps(node)
+        stamps = self.stamps(node)
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
         work = self.store.begin(node.name, key, afresh=afresh)
@@ -256,7 +256,7 @@ class Runner:
                     raise RunError(f"{error}; the same command goes on without it") from None
                 logger.warning("%s; starting again without it", error)
 
-    def _stamps(self, node: Node) -> dict[str, Stamp]:
+    def stamps(self, node: Node) -> dict[str, Stamp]:
         """Stamps of all files that a stage is about to read, whose content its key names.
 
         Raises RunError where one of them changed, or an output among them is damaged.
@@ -357,7 +357,7 @@ class Runner:
             attempts = self.store.state(node.name, key).get("attempts")
             if node.stage.distributed and not joined and begun and attempts:
                 joined = True
-                order = self.order(node, self.store.work(node.name, key), self._stamps(node))
+                order = self.order(node, self.store.work(node.name, key), self.stamps(node))
                 self.launcher(order, self._world(node))
             time.sleep(_POLL_SECONDS)
 

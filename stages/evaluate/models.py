@@ -36,7 +36,14 @@ from stages.evaluate.position_suite import (
     position_losses,
     position_table,
 )
-from stages.evaluate.scores import ORIGINAL, SAMPLES, Scores, read_samples, write_samples
+from stages.evaluate.scores import (
+    FAILED_MODELS,
+    ORIGINAL,
+    SAMPLES,
+    Scores,
+    read_samples,
+    write_samples,
+)
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import (
     metric_scores,
@@ -121,7 +128,7 @@ def evaluate_models(
             tables |= _tables(scored, suites, folder, work_dir, original)
             if faults:
                 tables["checkpoints"] |= {name: {} for name in faults}
-                tables["missing"] = {**tables.get("missing", {}), "models": faults}
+                tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: faults}
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
         state.wait_for_everyone()

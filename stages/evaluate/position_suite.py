@@ -58,11 +58,14 @@ class PositionSuite:
         return len(self._documents)
 
     def prepare(self) -> None:
-        """Tokenise the first documents that are long enough.
+        """Tokenise the first documents that are long enough, each once.
+
+        A copy says nothing new, and counted among them it would narrow the interval.
 
         Raises:
             UserError: no document is.
         """
+        known = set[bytes]()
         for path in document_files(self.section.path):
             if len(self._documents) == self.section.documents:
                 break
@@ -71,8 +74,10 @@ class PositionSuite:
             if 4 * len(text) < self.section.length:
                 continue
             ids = encode_prompt(self.tokenizer, text)
-            if len(ids) >= self.section.length:
-                self._documents.append(np.asarray(ids[: self.section.length], np.int32))
+            document = np.asarray(ids[: self.section.length], np.int32)
+            if len(ids) >= self.section.length and document.tobytes() not in known:
+                known.add(document.tobytes())
+                self._documents.append(document)
         if not self._documents:
             raise UserError(
                 f"evaluate.positions: no document has {self.section.length:,} tokens; "

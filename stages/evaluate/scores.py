@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from bosch.search.methods import METHODS
-from stages.published import Record, Summary
+from stages.published import Record, WorkSummary
 from stages.train.stage import checkpoint_tokens
 
+# In `Scores.missing`: models of which no suite has a score.
+FAILED_MODELS = "models"
 SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
 HYBRID = "hybrid"
@@ -168,10 +170,11 @@ class PositionLoss(Record):
     difference: list[BinLoss] | None = None
 
 
-class Scores(Summary):
+class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the prose of the haystacks.
 
-    `missing` names tasks that have no score, with the reason, by suite.
+    `missing` names tasks that have no score, with the reason, by suite, and under FAILED_MODELS
+    models that have none.
     """
 
     FILE = "scores.json"
@@ -180,6 +183,20 @@ class Scores(Summary):
     positions: dict[str, PositionLoss] = Field(default={})
     missing: dict[str, dict[str, str]] = Field(default={})
     corpus: dict[str, Any] | None = None
+
+    @property
+    def failed_models(self) -> dict[str, str]:
+        """Why models have no scores, by name."""
+        return self.missing.get(FAILED_MODELS, {})
+
+    def missing_sentences(self, *but: str) -> list[str]:
+        """What has no score, and why, in all suites but these."""
+        return [
+            f"{suite}: {task} has no score: {reason}"
+            for suite, tasks in self.missing.items()
+            if suite not in but
+            for task, reason in tasks.items()
+        ]
 
     @property
     def last_trained(self) -> str | None:

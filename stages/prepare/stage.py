@@ -25,7 +25,7 @@ from stages.fields import (
     regular_expression,
 )
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
-from stages.published import Summary
+from stages.published import WorkSummary
 from stages.recipe import LoadedRecipe
 from stages.stage import Stage
 
@@ -164,7 +164,7 @@ CALIBRATION = "calibration"
 TOKENIZER = "tokenizer"
 
 
-class Statistics(Summary):
+class Statistics(WorkSummary):
     """prepare/statistics.json: what the training data and the calibration set hold."""
 
     FILE = "statistics.json"

@@ -21,8 +21,9 @@ from stages.report import figures, markup
 from stages.report.charts import STYLE
 from stages.report.predictions import anchor, predictions_section
 from stages.report.provenance import Provenance, provenance_section
-from stages.report.results import NeedleScores, Results
+from stages.report.results import Results
 from stages.report.scores_section import (
+    HARNESS,
     harness_section,
     positions_section,
     scores_section,
@@ -47,6 +48,7 @@ def render(results: Results, provenance: Provenance, section: ReportConfig) -> s
     """The self-contained page."""
     sections = [
         verdict_section(results),
+        _missing_section(results),
         standing_section(results),
         _tiles(results),
         differences_section(results),
@@ -73,11 +75,18 @@ def render(results: Results, provenance: Provenance, section: ReportConfig) -> s
     )
 
 
+def _missing_section(results: Results) -> str:
+    """Models and tasks without a score, but for other tasks, which have their own section."""
+    scores = results.scores
+    return markup.notes(scores.missing_sentences(HARNESS)) if scores is not None else ""
+
+
 def _tiles(results: Results) -> str:
+    trained = results.scores.last_trained if results.scores is not None else None
     tiles = [
-        _score_tile("Original model", results.checkpoint(ORIGINAL), results, "original"),
-        _score_tile("Hybrid, untrained", results.checkpoint(HYBRID), results, "untrained"),
-        _score_tile("Hybrid, trained", results.trained, results, "hybrid"),
+        _score_tile("Original model", ORIGINAL, results, "original"),
+        _score_tile("Hybrid, untrained", HYBRID, results, "untrained"),
+        _score_tile("Hybrid, trained", trained, results, "hybrid"),
     ]
     tiles += difference_tiles(results)
     search, cache = results.search, results.cache
@@ -96,11 +105,15 @@ def _tiles(results: Results) -> str:
 
 def _score_tile(
     name: str,
-    scores: NeedleScores | None,
+    model: str | None,
     results: Results,
     colour: str,
 ) -> str:
+    scores = results.checkpoint(model) if model is not None else None
     if scores is None:
+        failed = results.scores.failed_models if results.scores is not None else {}
+        if model in failed:
+            return markup.empty_tile(name, f"Could not be evaluated: {failed[model]}.")
         return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
     more = f"needle average over {scores.suite.samples:,} samples"
     against = scores.suite.against_original

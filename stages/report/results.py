@@ -126,9 +126,9 @@ class Results:
 
     @property
     def trained(self) -> NeedleScores | None:
-        """Scores of the checkpoint with the most training tokens, if any was evaluated."""
-        trained = [scores for scores in self.needle or [] if scores.tokens]
-        return trained[-1] if trained else None
+        """Scores of the checkpoint with the most training tokens; None where it has none."""
+        name = self.scores.last_trained if self.scores is not None else None
+        return self.checkpoint(name) if name is not None else None
 
     @property
     def stage_seconds(self) -> list[tuple[str, float]]:

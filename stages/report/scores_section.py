@@ -21,6 +21,8 @@ from stages.report import figures, markup
 from stages.report.predictions import anchor
 from stages.report.results import NeedleScores, Results, label_of
 
+HARNESS = "harness"
+
 
 def standing_section(results: Results) -> str:
     """The search's hybrid beside its rivals and the original, in one picture; empty without scores.
@@ -177,17 +179,16 @@ def harness_section(results: Results) -> str:
     """Tasks of lm-evaluation-harness and LongBench's averages by model; empty without them."""
     scores = results.scores
     suites = {
-        name: tables["harness"]
+        name: tables[HARNESS]
         for name, tables in (scores.checkpoints if scores is not None else {}).items()
-        if "harness" in tables
+        if HARNESS in tables
     }
-    missing = scores.missing.get("harness", {}) if scores is not None else {}
+    missing = scores.missing.get(HARNESS, {}) if scores is not None else {}
     if not suites and not missing:
         return ""
     lead = "Tasks of lm-evaluation-harness, in points of 100, each with its 95 % interval."
     inner = markup.notes(f"{task} has no score: {reason}" for task, reason in missing.items())
     if suites:
-        first = next(iter(suites.values()))
         head = "".join(f'<th scope="col">{escape(label_of(name))}</th>' for name in suites)
         rows = [
             _score_row(
@@ -196,12 +197,13 @@ def harness_section(results: Results) -> str:
                 links=[anchor(name, "harness", task, 0) for name in suites],
                 is_task=True,
             )
-            for task in first.tasks
+            for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)
         ]
         links = [anchor(name) for name in suites]
-        for name, group in first.groups.items():
-            label = f"{name} ({len(group.tasks)} of {group.of} tasks)"
+        for name in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
             means = [suite.groups.get(name) for suite in suites.values()]
+            most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
+            label = f"{name} ({len(most.tasks)} of {most.of} tasks)"
             rows.append(_score_row(label, means, "total", links))
         table = (
             f'<div class="scroll"><table><thead><tr><th scope="col">task</th>{head}</tr></thead>'

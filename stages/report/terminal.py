@@ -70,6 +70,8 @@ def print_summary(results: Results, title: str, section: ReportConfig) -> None:
     sentence = verdict(results)
     if sentence is not None:
         Console().print(Text(sentence))
+    for missing in results.scores.missing_sentences() if results.scores is not None else ():
+        Console().print(Text(missing))
 
 
 def _rows(results: Results) -> list[tuple[str, str]]:

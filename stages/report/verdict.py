@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from stages.evaluate.scores import HYBRID, Against, SuiteScores
 from stages.formats import format_length
 from stages.report import figures, markup
-from stages.report.results import Results
+from stages.report.results import Results, label_of
 
 # A ratio whose interval is wider says less than the difference does.
 _WIDEST_RATIO = 100.0
@@ -77,6 +77,9 @@ def verdict(results: Results) -> str | None:
     """What the hybrid keeps and loses of the original, by all suites; None without such scores."""
     model = final_model(results)
     suites = results.scores.checkpoints.get(model, {}) if results.scores is not None else {}
+    failure = results.scores.failed_models.get(model) if results.scores is not None else None
+    if failure is not None:
+        return f"{label_of(model)}: no scores, because it could not be evaluated: {failure}."
     sentences = []
     needle = suites.get("needle")
     if needle is not None:

@@ -16,7 +16,7 @@ from bosch.journal import Journal
 from stages.context import Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, parse_number, rising
 from stages.prepare.stage import PrepareConfig
-from stages.published import RUN_AGAIN, Record, Summary
+from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.recipe import LoadedRecipe, position_faults
 from stages.search.stage import SearchConfig, window_faults
 from stages.stage import Stage
@@ -150,7 +150,7 @@ def _named_by_tokens(name: str) -> str:
     return name
 
 
-class TrainingSummary(Summary):
+class TrainingSummary(WorkSummary):
     """train/summary.json: totals of a training run; `final_loss` in nats per token."""
 
     final_loss: float | None

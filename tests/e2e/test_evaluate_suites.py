@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -333,6 +334,16 @@ def test_loss_by_position(folder, tmp_path):
     assert record["loss"][-1] == pytest.approx(float(whole[1023:].mean()), abs=1e-4)
     with pytest.raises(UserError, match="no document has 40,000 tokens"):
         _run(folder, tmp_path / "long", positions=section | {"length": 40000})
+
+
+def test_a_copied_document_counts_once(folder, tmp_path):
+    """A copy is no second document: it would narrow the interval."""
+    for name, of in (("0", "0"), ("0 again", "0"), ("1", "1")):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        shutil.copy(folder / f"texts/{of}.txt", tmp_path / f"texts/{name}.txt")
+    section = {"length": 300, "documents": 3, "path": str(tmp_path / "texts")}
+    scores = _run(folder, tmp_path / "work", positions=section)
+    assert scores.positions["original"].documents == 2
 
 
 def test_position_table_compares_documents_in_pairs():

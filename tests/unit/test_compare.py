@@ -131,6 +131,34 @@ def test_a_stage_that_fails_is_named_with_its_combination(case: Case) -> None:
         comparison(case, "--methods", "bosch", "--ratios", "0.25", launches=Launches(1))
 
 
+def test_a_model_without_scores_is_said(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Evaluated, but its logits are no numbers: a row of dashes alone would not say why."""
+
+    class Failing(Launches):
+        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
+            summary = super().__call__(order, world)
+            if order["stage"] == "evaluate" and len(self.orders) > 5:
+                file = Path(order["work_dir"]) / Scores.FILE
+                scores = json.loads(file.read_text())
+                scores["checkpoints"]["hybrid"] = {}
+                scores["missing"] = {"models": {"hybrid": "its logits are NaN"}}
+                file.write_text(json.dumps(scores))
+            return summary
+
+    result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=Failing())
+    sentence = "BOSCH at 0.5: models: hybrid has no score: its logits are NaN"
+    assert result.missing == [sentence]
+    for name in ("compare.md", "compare.html"):
+        assert sentence in (result.folder / name).read_text()
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    monkeypatch.setattr(compare, "run_comparison", lambda *_: result)
+    assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
+    assert sentence in capsys.readouterr().out
+
+
 def test_a_refused_combination_leaves_the_others_their_scores(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -20,7 +20,6 @@ from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
-from pipeline.run.store import Store
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
@@ -80,12 +79,13 @@ def run(case: Case, **options: Any) -> int:
 def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path:
     """Model directories where a stage has them, below its work directory while it runs."""
     runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
-    key = str(next(node.key for node in runner.nodes if node.name == stage))
-    place = runner.store.published(stage, key) if finished else runner.store.work(stage, key)
+    node = next(node for node in runner.nodes if node.name == stage)
+    place = runner.store.work(stage, str(node.key))
     for name in names:
         (place / name).mkdir(parents=True, exist_ok=True)
         (place / name / "config.json").write_text("{}")
-    return place
+    assert node.document is not None
+    return runner.store.publish(stage, node.document, {}, runner.hasher) if finished else place
 
 
 def test_nothing_to_evaluate_is_said(case: Case, launches: Launches) -> None:
@@ -169,16 +169,58 @@ def test_a_table_has_what_any_model_has_a_score_of() -> None:
 
 
 def test_what_is_finished_starts_no_process(case: Case, launches: Launches) -> None:
-    folder = _publish(case, "materialize", "model") / "model"
+    _publish(case, "materialize", "model")
+    checkpoint = _publish(case, "train", "checkpoints/tokens-8", finished=False) / "checkpoints"
     assert run(case) == run(case) == 0
     assert len(launches.orders) == 1
     # A damaged result, and another model at the same place, are evaluated.
     (Path(launches.orders[0]["work_dir"]) / "scores.json").write_text("{")
     assert run(case) == 0
     assert len(launches.orders) == 2
-    (folder / "config.json").write_text('{"changed": true}')
+    (checkpoint / "tokens-8/config.json").write_text('{"changed": true}')
     assert run(case) == 0
     assert len(launches.orders) == 3
+
+
+@pytest.mark.parametrize("damaged", ["materialize", "train"])
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_damaged_output_is_not_evaluated(
+    case: Case, launches: Launches, damaged: str, watch: bool
+) -> None:
+    """A file added to it too: transformers may prefer it."""
+    place = _publish(case, "materialize", "model")
+    train = _publish(case, "train", "checkpoints/tokens-8")
+    place = place / "model" if damaged == "materialize" else train / "checkpoints/tokens-8"
+    (place / "adapter_config.json").write_text("{}")
+    with pytest.raises(RunError, match=f"output of {damaged} is damaged .*run the recipe"):
+        run(case, watch=watch)
+    assert launches.orders == []
+
+
+@pytest.mark.parametrize("damaged", [None, "evaluate", "original"])
+def test_scores_of_a_damaged_output_are_not_taken(
+    case: Case, launches: Launches, damaged: str | None
+) -> None:
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
+    for node in runner.nodes:
+        place = runner.store.work(node.name, str(node.key))
+        (place / "model").mkdir(parents=True)
+        (place / "model/config.json").write_text("{}")
+        if node.name in ("evaluate", "original"):
+            launches({"work_dir": str(place), "inputs": {"hybrid": ""}}, runner.loaded.world)
+        assert node.document is not None
+        published = runner.store.publish(node.name, node.document, {}, runner.hasher)
+        if node.name == damaged:
+            (published / "added").write_text("")
+    launches.orders.clear()
+    assert run(case) == 0
+    assert len(launches.orders) == (0 if damaged is None else 1)
+
+
+@pytest.mark.parametrize("path", ["~nobody_of_that_name/model", "x" * 5000, "x" * 300, ""])
+def test_a_path_that_no_model_can_have(case: Case, launches: Launches, path: str) -> None:
+    with pytest.raises(UserError, match=r"--model .*: (there is no user|no path|expected a path)"):
+        run(case, model=[path])
 
 
 def test_a_task_without_a_score_shows_in_the_exit_status(
@@ -203,13 +245,11 @@ def test_watch_evaluates_what_appears_and_ends_with_the_training(
     def sleep(seconds: float) -> None:
         step = next(steps)
         if step == "end":
-            place = _publish(case, "train", "checkpoints/tokens-8")
-            (place / "manifest.json").write_text('{"format": 2}')
+            _publish(case, "train", "checkpoints/tokens-8")
         else:
             _publish(case, "train", step, finished=False)
 
     monkeypatch.setattr(evaluate.time, "sleep", sleep)
-    monkeypatch.setattr(Store, "manifest", _manifest)
     assert run(case, watch=True) == 0
     assert [list(order["inputs"]) for order in launches.orders] == [
         ["hybrid"], ["hybrid", "tokens-8"],
@@ -245,10 +285,8 @@ def test_watch_ends_where_nothing_appears_any_more(
         assert len(polls) < 20, "it would wait for ever"
 
     monkeypatch.setattr(evaluate.time, "sleep", sleep)
-    monkeypatch.setattr(Store, "manifest", _manifest)
     for stage in published:
-        place = _publish(case, stage, "model" if stage == "materialize" else "checkpoints")
-        (place / "manifest.json").write_text("{}")
+        _publish(case, stage, "model" if stage == "materialize" else "checkpoints")
     with pytest.raises((UserError, RunError), match=fault):
         run(case, watch=True, checkpoints=names)
 
@@ -256,7 +294,7 @@ def test_watch_ends_where_nothing_appears_any_more(
 def test_watch_waits_while_a_stage_runs(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(load_recipe(case.file, (), env={}), Choice(), fake_table())
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
     key = str(next(node.key for node in runner.nodes if node.name == "search"))
     polls: list[float] = []
     with ExitStack() as running:
@@ -311,15 +349,38 @@ def test_models_are_known_by_their_content(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("of", ["model", "original"])
+@pytest.mark.parametrize("is_restored", [False, True])
 def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
-    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch, of: str, is_restored: bool
 ) -> None:
     monkeypatch.setitem(RIGHT, "other", 3)
     place = _model(case, case.folder / "other")
-    launches.during = lambda: write_safetensors(place / "model.safetensors", 7)
+    file = place / "model.safetensors" if of == "model" else case.model / "model.safetensors"
+    before = file.read_bytes()
+
+    def write() -> None:
+        assert str(file) in launches.orders[-1]["stamps"]
+        write_safetensors(file, 7)
+        if is_restored:
+            file.write_bytes(before)
+
+    launches.during = write
     with pytest.raises(RunError, match="changed while it was evaluated"):
         run(case, model=[str(place)])
     assert not Path(launches.orders[0]["work_dir"]).exists()
+
+
+def test_checkpoints_that_training_publishes_meanwhile(case: Case, launches: Launches) -> None:
+    """They are evaluated where they are then, and their answers are kept."""
+    _publish(case, "materialize", "model")
+    _publish(case, "train", "checkpoints/tokens-8", finished=False)
+    publish = iter([lambda: _publish(case, "train", "checkpoints/tokens-8")])
+    launches.during = lambda: next(publish, lambda: None)()
+    assert run(case, watch=True) == 0
+    places = [Path(order["inputs"]["tokens-8"]) for order in launches.orders]
+    assert len(places) == 2 and not places[0].exists() and places[1].exists()
+    assert launches.orders[0]["work_dir"] == launches.orders[1]["work_dir"]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +404,3 @@ def test_a_model_that_the_samples_cannot_be_asked_is_refused(
     with pytest.raises(UserError, match=f"--model {place}: .*{fault}"):
         run(case, model=[str(place)])
     assert launches.orders == []
-
-
-def _manifest(store: Store, stage: str, key: str) -> dict[str, Any] | None:
-    """Those of real stages say more; here the file's presence is enough."""
-    return {} if (store.published(stage, key) / "manifest.json").exists() else None

@@ -19,6 +19,7 @@ from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize
 from bosch.search.evaluator import Phase
 from bosch.window import Window
+from stages.evaluate.answers import TaskGroup
 from stages.evaluate.position_suite import position_table
 from stages.evaluate.scores import Scores
 from stages.evaluate.stage import EvaluateConfig
@@ -380,6 +381,48 @@ def test_evaluation_without_needle_tasks_is_said(tmp_path: Path) -> None:
     report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "This recipe&#x27;s evaluation has no needle tasks." in page
+
+
+@pytest.mark.parametrize("failed", ["hybrid", "tokens-4000000", "intr"])
+def test_what_has_no_score_is_said_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: str
+) -> None:
+    """On the page's first screen and on the terminal; another checkpoint does not stand for it."""
+    inputs = report_fixture.publish(tmp_path)
+    file = inputs["evaluate"] / "scores.json"
+    scores = json.loads(file.read_text())
+    scores["checkpoints"][failed] = {}
+    del scores["positions"][failed]
+    reason = "its logits are no numbers (NaN)"
+    scores["missing"] = {"models": {failed: reason}, "harness": {"gsm8k": "it has no data"}}
+    report_fixture.write_json(file, scores)
+    summary = report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (page, out):
+        assert f"models: {failed} has no score: {reason}" in text
+        assert "gsm8k has no score: it has no data" in text
+    assert page.index(f"{failed} has no score") < page.index('class="tiles"')
+    assert (f"Could not be evaluated: {reason}" in page) == (failed != "intr")
+    if failed == "tokens-4000000":
+        assert summary["verdict"].endswith(f"could not be evaluated: {reason}.")
+        assert summary["needle"]["trained"] is None
+
+
+def test_tasks_that_only_one_model_has_stand_in_the_table(tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path)
+    file = inputs["evaluate"] / "scores.json"
+    scores = json.loads(file.read_text())
+    group = {"both": TaskGroup(("one", "two"))}
+    one = {("one", 0): [1.0, 0.0]}
+    scores["checkpoints"]["original"]["harness"] = suite_table(one, groups=group)
+    scores["checkpoints"]["hybrid"]["harness"] = suite_table(
+        one | {("two", 0): [1.0]}, groups=group
+    )
+    report_fixture.write_json(file, scores)
+    report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert 'scope="row">two</th>' in page and "both (2 of 2 tasks)" in page
 
 
 def test_layer_rules_without_evaluations_still_make_a_page(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert manifest["identity"] == DOCUMENT
     assert manifest["summary"] == {"x": 1}
     assert [one["path"] for one in manifest["files"]] == ["b.txt", "sub/a.txt"]
+    # As stages read it.
+    assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
     assert manifest["seconds"] >= 0
     assert not store.work("search", KEY).exists()
     assert store.state("search", KEY) == {}

@@ -65,9 +65,9 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
         for table in score_tables(comparison):
             table.print()
         print(f"compare: {typed_path(comparison.folder / 'compare.html')}")
-    for combination, reason in comparison.failures.items():
-        print(f"{combination} has no scores: {reason}")
-    return 1 if comparison.failures else 0
+    for sentence in comparison.missing:
+        print(sentence)
+    return 1 if comparison.missing else 0
 
 
 def run_comparison(

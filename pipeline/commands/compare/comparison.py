@@ -76,7 +76,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class Result:
-    """Results that the stages of a combination published."""
+    """Results that the stages of a combination published; `missing`: what has no score, and why."""
 
     keys: Mapping[str, str]
     calibration_score: float
@@ -89,6 +89,7 @@ class Result:
     tasks: Sequence[TaskRow]
     trained_tokens: int | None
     original_tasks: Sequence[TaskRow] = ()
+    missing: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,14 @@ class Comparison:
         ]
 
     @property
+    def missing(self) -> list[str]:
+        """Combinations, and tasks and models of others, without a score, and why."""
+        return [
+            *(f"{one} has no scores: {why}" for one, why in self.failures.items()),
+            *(f"{one}: {why}" for one, result in self.results.items() for why in result.missing),
+        ]
+
+    @property
     def originals(self) -> Mapping[str, Score]:
         """The original model's scores: the same in every combination."""
         return next((result.original for result in self.results.values()), {})
@@ -193,6 +202,7 @@ def read_result(runner: Runner) -> Result:
         ],
         trained_tokens=checkpoint_tokens(trained) if trained else None,
         original_tasks=list(_task_rows("original", scores.checkpoints[ORIGINAL])),
+        missing=scores.missing_sentences(),
     )
 
 

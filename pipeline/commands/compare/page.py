@@ -146,7 +146,7 @@ def page(comparison: Comparison) -> str:
     body = ""
     if done < combinations:
         body += markup.notes([f"{done} of {combinations} combinations are finished."])
-    body += markup.notes(f"{one} has no scores: {why}" for one, why in comparison.failures.items())
+    body += markup.notes(comparison.missing)
     for suite in comparison.originals:
         cards = [_picture(comparison, suite, ratio) for ratio in comparison.ratios]
         body += markup.section(f"{suite} average", _about(comparison), markup.grid(cards))
@@ -213,7 +213,7 @@ def markdown(comparison: Comparison) -> str:
     ]
     if done < combinations:
         blocks.append(f"{done} of {combinations} combinations are finished.\n")
-    blocks += [f"{one} has no scores: {why}\n" for one, why in comparison.failures.items()]
+    blocks += [f"{sentence}\n" for sentence in comparison.missing]
     blocks += [table.markdown() for table in score_tables(comparison)]
     blocks += [
         "## Calibration scores and costs\n",
