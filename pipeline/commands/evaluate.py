@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     """Model directories by name; raises UserError for one that the samples cannot be asked."""
-    folders = [Path(path).expanduser().resolve() for path in paths]
+    folders = [Path(os.path.realpath(os.path.expanduser(path))) for path in paths]
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")

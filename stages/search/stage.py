@@ -271,4 +271,5 @@ STAGE = Stage(
     model="weights",
     distributed=True,
     checks=_faults,
+    slow_checks="stages.search.given:mask_faults",
 )

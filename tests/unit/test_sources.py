@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 
 from bosch.errors import UserError
 from data_prep import sources
+from data_prep.source_files import check_source
 from data_prep.sources import Source, list_parts, read_part
 from tests.tiny_data import tiny_tokenizer
 
@@ -297,3 +299,19 @@ def test_zstd_is_read_as_a_file_and_as_a_dataset(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(lines(TEXTS)))
     for kind in ("jsonl", "huggingface"):
         assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (lambda path: path.symlink_to("gone"), "is a link that leads nowhere"),
+        (lambda path: path.symlink_to(path.name), "is a link that leads nowhere"),
+    ],
+)
+def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, pattern):
+    (tmp_path / "a.txt").write_text("one")
+    harm(tmp_path / "b.txt")
+    with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
+        check_source("prepare", "text", str(tmp_path / pattern))
