@@ -37,16 +37,10 @@ class Record(BaseModel):
             raise RunError(f"{place}:{field} {fault['msg']}; {RUN_AGAIN}") from None
 
 
-class Summary(Record):
-    """A record that is a file of its own.
+class RecordFile(Record):
+    """A record that is a file of its own."""
 
-    Where a stage writes it last, `sha256` names all files of the work that is finished, with their
-    hashes (`bosch.files.file_hashes`).
-    """
-
-    FILE: ClassVar[str] = "summary.json"
-
-    sha256: dict[str, str] = Field(default={})
+    FILE: ClassVar[str]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -56,6 +50,27 @@ class Summary(Record):
         if content is None:
             raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
         return cls.check(content, str(path))
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a stage's work directory."""
+        write_json(folder / self.FILE, self.content)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The record as its file holds it."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class Summary(RecordFile):
+    """What a stage says of its work.
+
+    Where a stage writes it last, `sha256` names all files of the work that is finished, with their
+    hashes (`bosch.files.file_hashes`).
+    """
+
+    FILE = "summary.json"
+
+    sha256: dict[str, str] = Field(default={})
 
     @classmethod
     def finished(cls, folder: Path) -> Self | None:
@@ -75,17 +90,8 @@ class Summary(Record):
         logger.warning("%s: damaged (%s); it is made anew", folder, fault)
         return None
 
-    def write(self, folder: Path) -> None:
-        """Write the record into a stage's work directory."""
-        write_json(folder / self.FILE, self.content)
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """The record as its file holds it."""
-        return self.model_dump(mode="json", exclude_unset=True)
-
-
-class Manifest(Summary):
+class Manifest(RecordFile):
     """manifest.json, which the runner writes beside every stage's output.
 
     `gpus`: GPUs that the stage ran on; None where an older run did not say.

@@ -16,6 +16,7 @@ from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.store import Store
+from stages.published import Manifest
 
 DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
 KEY = document_key(DOCUMENT)
@@ -50,6 +51,10 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert not store.work("search", KEY).exists()
     assert store.state("search", KEY) == {}
     assert store.damage("search", KEY, store.hasher()) is None
+
+
+def test_stages_read_the_manifest_of_a_store(store: Store) -> None:
+    assert Manifest.read(publish(store)).hashes.keys() == {"b.txt", "sub/a.txt"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
