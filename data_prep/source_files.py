@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, open_regular
-from data_prep.mds_index import INDEX
+from data_prep.mds_index import INDEX, read_index
 
 _PARQUET_MAGIC = b"PAR1"
 _SUFFIXES = {
@@ -85,13 +85,18 @@ def _indices(where: str, path: Path, pattern: str) -> list[Path]:
 
 
 def check_source(where: str, kind: str, pattern: str) -> None:
-    """Raise UserError when a source names no file, only empty files, or a cut Parquet file."""
+    """Raise UserError when a source names no file, only empty files, or damaged ones.
+
+    Of a Parquet file the ends are read, of MDS shards the index.
+    """
     files = source_files(where, kind, pattern)
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{where}: the corpus at {pattern} is empty")
-    if kind == "parquet":
-        for file in files:
+    for file in files:
+        if kind == "parquet":
             _check_parquet(where, file)
+        elif kind == "mds":
+            read_index(file)
 
 
 def _check_parquet(where: str, file: Path) -> None:

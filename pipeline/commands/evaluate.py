@@ -99,7 +99,7 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     """Model directories by name; raises UserError for one that the samples cannot be asked."""
     folders = [Path(os.path.realpath(os.path.expanduser(path))) for path in paths]
     for folder in folders:
-        if not (folder / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
         info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False)
         if info is not None:

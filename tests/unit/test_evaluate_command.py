@@ -345,6 +345,16 @@ def test_a_model_that_the_samples_cannot_be_asked_is_refused(
     assert launches.orders == []
 
 
+@pytest.mark.parametrize("place", ["~nobody-here/x", "x" * 300, "a/" * 2500, "loop"])
+def test_a_path_that_leads_nowhere_is_no_model(
+    case: Case, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (case.folder / "loop").symlink_to("loop")
+    monkeypatch.chdir(case.folder)
+    with pytest.raises(UserError, match="not a model directory"):
+        run(case, model=[place])
+
+
 def _manifest(store: Store, stage: str, key: str) -> dict[str, Any] | None:
     """Those of real stages say more; here the file's presence is enough."""
     return {} if (store.published(stage, key) / "manifest.json").exists() else None

@@ -315,3 +315,10 @@ def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, patter
     harm(tmp_path / "b.txt")
     with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
         check_source("prepare", "text", str(tmp_path / pattern))
+
+
+@pytest.mark.parametrize("index", [b"{", b"[]", b'{"shards": [{}]}', b"[" * 5000])
+def test_a_damaged_index_is_no_source(tmp_path, index):
+    (tmp_path / "index.json").write_bytes(index)
+    with pytest.raises(UserError, match="not an index of MDS shards"):
+        check_source("prepare", "mds", str(tmp_path))
