@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import RunError, UserError
-from bosch.files import canonical_json, make_folder
+from bosch.files import canonical_json, file_digest, make_folder
 from bosch.journal import Journal
 from data_prep.needles import Needle
 from data_prep.ruler import ruler_task
@@ -78,7 +78,7 @@ class SampleFolder:
             "words": words_identity(),
             "sentences": sentences_identity(),
             "essay": self.corpus.essay_sha256,
-            "data": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else None,
+            "data": file_digest(file) if file is not None else None,
         }
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, open_regular
-from data_prep.mds_index import INDEX
+from data_prep.mds_index import INDEX, read_index
 
 _PARQUET_MAGIC = b"PAR1"
 _SUFFIXES = {
@@ -40,7 +40,9 @@ def source_files(where: str, kind: str, pattern: str) -> list[Path]:
             raise UserError(f"{where}: the folder {pattern} holds no {expected}")
         return files
     matches = map(Path, glob.glob(str(path), recursive=True))
-    files = sorted(match for match in matches if match.is_file())
+    files = sorted(match for match in matches if not match.is_dir())
+    for file in files:
+        _require_file(file)
     if not files:
         raise UserError(f"{where}: {pattern} names no file; expected a file, a folder or a glob")
     return files
@@ -54,7 +56,7 @@ def is_local(path: str) -> bool:
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder, in no order; hidden files and folders are left out.
 
-    Raises UserError for a pipe, socket or device, from which a reader would wait for ever.
+    Raises UserError for what cannot be read: a link that leads nowhere, a pipe, socket or device.
     """
     for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -62,9 +64,15 @@ def files_below(folder: Path) -> Iterator[Path]:
             path = Path(directory, name)
             if name.startswith("."):
                 continue
-            if path.exists() and not path.is_file():
-                raise UserError(f"{path} {NOT_REGULAR}; remove it")
+            _require_file(path)
             yield path
+
+
+def _require_file(path: Path) -> None:
+    if not path.exists():
+        raise UserError(f"{path} is a link that leads nowhere; remove it")
+    if not path.is_file():
+        raise UserError(f"{path} {NOT_REGULAR}; remove it")
 
 
 def _indices(where: str, path: Path, pattern: str) -> list[Path]:
@@ -77,13 +85,18 @@ def _indices(where: str, path: Path, pattern: str) -> list[Path]:
 
 
 def check_source(where: str, kind: str, pattern: str) -> None:
-    """Raise UserError when a source names no file, only empty files, or a cut Parquet file."""
+    """Raise UserError when a source names no file, only empty files, or damaged ones.
+
+    Of a Parquet file the ends are read, of MDS shards the index.
+    """
     files = source_files(where, kind, pattern)
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{where}: the corpus at {pattern} is empty")
-    if kind == "parquet":
-        for file in files:
+    for file in files:
+        if kind == "parquet":
             _check_parquet(where, file)
+        elif kind == "mds":
+            read_index(file)
 
 
 def _check_parquet(where: str, file: Path) -> None:

@@ -112,7 +112,7 @@ def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
             raise UserError(f"{where}: damaged, {part} has a wrong value ({reason})") from None
         if growth > _MOST_GROWTH:
             raise UserError(
-                f"{where}: its {part} may make a text {growth:,.0f} times longer; that is no "
+                f"{where}: its {part} may make a text {growth:,.6g} times longer; that is no "
                 "tokenizer"
             )
 

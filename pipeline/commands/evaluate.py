@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,6 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
-from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
 from stages.recipe import LoadedRecipe
@@ -100,14 +100,9 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     """Model directories by name; raises UserError for one that the samples cannot be asked."""
-    folders = []
-    for path in paths:
-        try:
-            folders.append(Path(path_text(path)).expanduser().resolve())
-        except ValueError as error:
-            raise UserError(f"--model {path}: {error}") from None
+    folders = [Path(os.path.realpath(os.path.expanduser(path))) for path in paths]
     for folder in folders:
-        if not (folder / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
         info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False)
         if info is not None:

@@ -79,7 +79,7 @@ def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
 
 def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
     root = loaded.output_root
-    if str(root.resolve()).startswith(_NO_FILES):
+    if os.path.realpath(root).startswith(_NO_FILES):
         yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
         return
     for path in (root / loaded.recipe.name, root, *root.parents):

@@ -110,8 +110,8 @@ def _published_shape(name: str) -> ModelInfo | None:
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Where the hub's cache on this machine holds a repository, or some of its files."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    home = os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
     folder = cache / f"models--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else str(revision or "main")

@@ -6,7 +6,6 @@ and the benchmark's own truncation in the middle, which the harness lacks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
+from bosch.files import file_digest
 from bosch.progress import Progress
 from data_prep import longbench
 from data_prep.ruler_samples import tokenizer_digest
@@ -133,7 +133,7 @@ class HarnessSuite:
             {
                 "documents": json.dumps(documents, default=str, sort_keys=True),
                 "files": {
-                    split: hashlib.sha256(path.read_bytes()).hexdigest()
+                    split: file_digest(path)
                     for split, path in local_files(
                         manager.task_index, name, self.section.data_dir
                     ).items()

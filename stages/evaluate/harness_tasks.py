@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import json
 import logging
 import re
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.files import JsonLimits, check_json_text, read_within
 from data_prep import longbench
-from data_prep.text import read_utf8
+from data_prep.text import decode_utf8
 from stages.evaluate.answers import MetricRule, TaskGroup
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from stages.recipe import LoadedRecipe
@@ -29,6 +31,8 @@ _SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_sp
 _WHERE = "evaluate.harness.tasks"
 _LIST_THEM = "`lm-eval ls tasks` lists them all"
 _WORD = re.compile(r"[\w.+-]+")
+# Of a split of a task, which is held whole: the largest of LongBench has 25 MB.
+_DATA_LIMITS = JsonLimits(2**30, 6_000_000)
 # Shares whose mean no other way to sum them up gives.
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
@@ -363,15 +367,26 @@ def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Raises ValueError that names file and line."""
-    records = []
-    for number, line in enumerate(read_utf8(path).split("\n"), 1):
-        if not line.strip():
+    """The objects of a JSONL file. Raises ValueError that names the file and, of one, its line."""
+    try:
+        content = read_within(path, _DATA_LIMITS.most_bytes)
+        # Up to the first line that is no JSON, all lines count together.
+        check_json_text(content, _DATA_LIMITS)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    records, at = [], 0
+    for number, line in enumerate(io.BytesIO(content), 1):
+        text = decode_utf8(line, str(path), at)
+        at += len(line)
+        if not text.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            record = json.loads(text)
+        except ValueError as error:
+            reason = getattr(error, "msg", None) or str(error)
+            raise ValueError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: expected an object")
         records.append(record)

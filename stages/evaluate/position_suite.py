@@ -20,7 +20,7 @@ from bosch.progress import Progress
 from data_prep.essays import haystack_files
 from data_prep.needles import encode_prompt
 from data_prep.ruler_samples import tokenizer_digest
-from data_prep.text import read_utf8
+from data_prep.text import TextFile
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.scores import read_samples
@@ -70,7 +70,7 @@ class PositionSuite:
             if len(self._documents) == self.section.documents:
                 break
             # No tokenizer makes more than four tokens of a character on average.
-            text = read_utf8(path)[: 8 * self.section.length + 1000]
+            text = _beginning(path, 8 * self.section.length + 1000)
             if 4 * len(text) < self.section.length:
                 continue
             ids = encode_prompt(self.tokenizer, text)
@@ -178,3 +178,13 @@ def documents_identity(path: str | None) -> str:
 
 def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
+
+
+def _beginning(path: Path, characters: int) -> str:
+    """The first characters of a file of any size."""
+    text = ""
+    for piece in TextFile(path).pieces():
+        text += piece
+        if len(text) >= characters:
+            break
+    return text[:characters]

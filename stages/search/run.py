@@ -13,6 +13,7 @@ from typing import Any
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.files import write_text
+from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.model.tensor_parallel import load_sharded
@@ -52,6 +53,8 @@ def run(
         UserError: the model or the calibration set is damaged, or leaves nothing to search for.
         RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
     """
+    if config.section.method == "given" and config.section.mask is not None:
+        HeadMaskFile.load(config.section.mask)  # a damaged one is refused before a model is loaded
     with join_process_group(
         config.runtime.search_parallel, config.runtime.timeout_minutes
     ) as ranks:

@@ -265,4 +265,5 @@ STAGE = Stage(
     distributed=True,
     checks=_faults,
     cost="stages.search.cost:cost",
+    slow_checks="stages.search.given:mask_faults",
 )

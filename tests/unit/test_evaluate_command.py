@@ -404,3 +404,13 @@ def test_a_model_that_the_samples_cannot_be_asked_is_refused(
     with pytest.raises(UserError, match=f"--model {place}: .*{fault}"):
         run(case, model=[str(place)])
     assert launches.orders == []
+
+
+@pytest.mark.parametrize("place", ["~nobody-here/x", "x" * 300, "a/" * 2500, "loop"])
+def test_a_path_that_leads_nowhere_is_no_model(
+    case: Case, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (case.folder / "loop").symlink_to("loop")
+    monkeypatch.chdir(case.folder)
+    with pytest.raises(UserError, match="not a model directory"):
+        run(case, model=[place])

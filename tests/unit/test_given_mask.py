@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from bosch.search.evaluator import Evaluator
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
+from pipeline.cli import main
 from pipeline.commands.plan.command import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
@@ -115,3 +118,30 @@ def test_the_plan_says_what_vllm_holds_for_the_mask(tmp_path: Path) -> None:
     (tmp_path / "mask.json").write_text("{}")
     with pytest.raises(UserError, match=r"search\.mask: .* is no head mask"):
         list(plan_lines(load_recipe(case.file, env={})))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("[]", "expected a JSON object with a head mask"),
+        ("[" * 1000, "the head mask is not valid JSON"),
+        ('"swa_ratio": NaN', "swa_ratio"),
+        ('"num_layers": 5', "num_layers says 5"),
+        ('"window_size": 31', r"search\.window_size: the window is"),
+    ],
+)
+def test_validate_reads_the_mask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, fault: str
+) -> None:
+    case = Case(tmp_path)
+    case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
+    case.save()
+    _saved(tmp_path / "mask.json", _mask((4, 4), 8), 32)
+    assert main(["validate", str(case.file)]) == 0
+    if change.startswith("["):
+        (tmp_path / "mask.json").write_text(change)
+    else:
+        content = json.loads((tmp_path / "mask.json").read_text()) | json.loads(f"{{{change}}}")
+        (tmp_path / "mask.json").write_text(json.dumps(content))
+    assert main(["validate", str(case.file)]) == 2
+    assert re.search(fault, capsys.readouterr().err)

@@ -15,7 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from bosch.errors import UserError
 from stages.evaluate import harness_tasks
 from stages.evaluate.answers import MetricRule, TaskGroup
-from stages.evaluate.harness_tasks import leaf_configs, load_tasks, refuse_unscorable
+from stages.evaluate.harness_tasks import leaf_configs, load_tasks, read_records, refuse_unscorable
 from stages.evaluate.stage import HarnessEvaluation
 from stages.evaluate.tables import suite_table
 
@@ -213,3 +213,27 @@ def test_a_groups_score_follows_its_own_rule(by_size: bool, filters: list[str] |
     average = row["score"] if by_size else 100 * (7 / 8 + 1 / 2 + 1 / 2) / 3
     assert table["average"] == pytest.approx(average)
     assert table["by_length"]["0"]["score"] == table["average"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"{}\n" * 6_000_001, r"more than 6,000,000 values"),
+        (b'{"a": 1}\n{"a": [' + b"[" * 101 + b"\n", "more than 100 values inside each other"),
+        (b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2: not JSON"),
+        (b'{"a": 1}\n\n[1]\n', "line 3: expected an object"),
+    ],
+)
+def test_data_of_a_task_are_read_within_limits(tmp_path: Path, content: bytes, fault: str) -> None:
+    (tmp_path / "test.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"test\.jsonl.*{fault}"):
+        read_records(tmp_path / "test.jsonl")
+
+
+def test_records_of_a_task(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\r\n\n' + b"\n" * 10**6
+    )
+    assert read_records(tmp_path / "test.jsonl") == [{"a": "\u2028"}]
+    with pytest.raises(UserError, match="cannot be read"):
+        read_records(tmp_path / "gone.jsonl")

@@ -224,9 +224,9 @@ def test_the_plan_assumes_two_fifths_of_the_peak(tmp_path: Path) -> None:
     )
     assert default == same and "at 0.4 of its peak" in default[0]
     assert "at 0.2 of its peak" in half[0]
-    for cost in plan_costs(loaded, loaded.info, 1):
+    for cost in plan_costs(loaded, plan_devices(loaded, "h100x1")).values():
         # 989 TFLOPS of an H100 in bfloat16.
-        assert stage_hours(cost, "h100", 1) == pytest.approx(cost.flops / (0.4 * 989e12 * 3600))
+        assert cost.hours("h100", 1) == pytest.approx(cost.flops / (0.4 * 989e12 * 3600))
 
 
 def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency(tmp_path: Path) -> None:

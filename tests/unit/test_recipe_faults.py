@@ -316,7 +316,10 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("command", ["validate", "status", "run"])
 @pytest.mark.parametrize("place", ["runs", "runs/tiny"])
-@pytest.mark.parametrize(("target", "what"), [(None, "a file"), ("gone", "a link that leads now")])
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [(None, "a file"), ("gone", "a link that leads now"), ("itself", "a link that leads now")],
+)
 def test_what_is_no_folder_for_results_is_named(
     case: Case,
     capsys: pytest.CaptureFixture[str],
@@ -327,7 +330,7 @@ def test_what_is_no_folder_for_results_is_named(
 ) -> None:
     path = case.folder / place
     path.parent.mkdir(exist_ok=True)
-    path.symlink_to(target) if target else path.touch()
+    path.symlink_to(path.name if target == "itself" else target) if target else path.touch()
     assert main([command, str(case.file)]) == 2
     assert f"runtime.output_root: {path} is {what}" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from random import Random
 
@@ -12,6 +13,7 @@ import pytest
 from bosch.errors import UserError
 from data_prep import sources
 from data_prep.retrieval import retrieval_document
+from data_prep.source_files import check_source
 from data_prep.sources import Source, list_parts, read_part
 from tests.tiny_data import tiny_tokenizer
 
@@ -318,3 +320,26 @@ def test_a_retrieval_document_has_about_the_length_that_is_asked_for(kind, least
 
 def _words(text):
     return text.replace(".", " ").replace(";", " ").replace("|", " ").replace(",", " ").split()
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (lambda path: path.symlink_to("gone"), "is a link that leads nowhere"),
+        (lambda path: path.symlink_to(path.name), "is a link that leads nowhere"),
+    ],
+)
+def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, pattern):
+    (tmp_path / "a.txt").write_text("one")
+    harm(tmp_path / "b.txt")
+    with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
+        check_source("prepare", "text", str(tmp_path / pattern))
+
+
+@pytest.mark.parametrize("index", [b"{", b"[]", b'{"shards": [{}]}', b"[" * 5000])
+def test_a_damaged_index_is_no_source(tmp_path, index):
+    (tmp_path / "index.json").write_bytes(index)
+    with pytest.raises(UserError, match="not an index of MDS shards"):
+        check_source("prepare", "mds", str(tmp_path))

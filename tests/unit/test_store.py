@@ -56,6 +56,10 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert store.damage("search", KEY, store.hasher()) is None
 
 
+def test_stages_read_the_manifest_of_a_store(store: Store) -> None:
+    assert Manifest.read(publish(store)).hashes.keys() == {"b.txt", "sub/a.txt"}
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, mode: int) -> None:
     """safetensors makes its files for their owner alone, whatever the umask."""

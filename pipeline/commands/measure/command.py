@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import os
 from pathlib import Path
 
 from pipeline.commands import options as shared_options
@@ -40,6 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def default_output(model: str) -> Path:
     """A folder for each model: the directory of every hybrid is called model."""
-    place = Path(model).resolve()
+    place = Path(os.path.realpath(model))
     digest = hashlib.sha256(str(place).encode()).hexdigest()[:8]
     return Path("runs", "measure", f"{place.name}-{digest}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -122,7 +123,7 @@ def _check_output(model: str, output: Path) -> None:
     """Raise UserError for a folder with the figures of another model."""
     report = read_json(output / REPORT)
     measured = report.get("model", {}).get("path") if isinstance(report, dict) else None
-    if measured is not None and Path(measured).resolve() != Path(model).resolve():
+    if measured is not None and os.path.realpath(measured) != os.path.realpath(model):
         raise UserError(
             f"--output {output}: it holds the figures of {measured}; name another folder"
         )
@@ -196,6 +197,6 @@ def _title(report: dict[str, Any]) -> str:
     settings, hardware = report["settings"], report["hardware"] or {}
     where = hardware.get("gpu") or hardware.get("cpu") or "no run had memory"
     weights = ", random weights" if settings["random_weights"] else ""
-    name = Path(report["model"]["path"]).resolve().name
+    name = os.path.basename(os.path.realpath(report["model"]["path"]))
     clock = "; processor time" if settings["clock"] == "processor" else ""
     return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}{clock}"

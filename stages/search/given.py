@@ -1,0 +1,33 @@
+"""Whether the head mask of method given is one for the recipe, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bosch.errors import UserError
+from bosch.search.given import given_mask
+from bosch.window import Window
+from stages.recipe import LoadedRecipe
+from stages.search.stage import SearchConfig
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a mask is compared with."""
+
+    num_layers: int
+    num_key_value_heads: int
+    window: Window
+
+
+def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
+    """What is wrong with the file of search.mask; nothing is said of a model not seen yet."""
+    search = loaded.recipe[SearchConfig]
+    if search.method != "given" or loaded.info is None:
+        return
+    shape = _Shape(len(loaded.info.kinds.full), loaded.info.key_value_heads, search.window)
+    try:
+        given_mask(shape, search.settings(loaded.recipe.seed))
+    except UserError as fault:
+        yield str(fault)
