@@ -45,7 +45,7 @@ from tests.vllm_case import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "serving_families.md"
+PAGE = ROOT / "docs" / "reference" / "serving_families.md"
 WINDOW, TOLERANCE = 16, 1e-4
 COUNTS = (1, 3, 2)
 LENGTHS = (5, WINDOW, WINDOW + 1, 100, 200)

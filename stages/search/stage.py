@@ -88,7 +88,8 @@ class SearchConfig(Section):
     )
 
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = Field(
-        None, description="File with the head mask that method given takes, see docs/format.md."
+        None,
+        description="File with the head mask that method given takes (docs/reference/format.md).",
     )
 
     head_granularity: Count = Field(

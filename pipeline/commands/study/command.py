@@ -14,7 +14,7 @@ from pipeline.recipe.load import ROOT
 from stages.recipe import LoadedRecipe
 
 STUDIES = ("optimality", "cost", "stability", "turnover", "granularity")
-_DOCS = ROOT / "docs" / "study"
+_DOCS = ROOT / "docs" / "notes" / "study"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -28,4 +28,4 @@ class StudyOptions(Section):
         "tasks; the last ones are held out, each seed draws its calibration set from the others",
     )
     output: str | None = Field(None, description="folder of results (default: runs/<recipe>/study)")
-    docs: bool = Field(False, description="copy page and plots to docs/study as well")
+    docs: bool = Field(False, description="copy page and plots to docs/notes/study as well")
