@@ -27,7 +27,7 @@ class Family:
     0 for none of them; None where the window may be switched off by another option.
     `activation`: the field of its configuration that names the activation function, or another
     that takes no list.
-    `linear_every`: the same with linear attention in all others. `beside_states`: every layer has
+    `linear_every`: every n-th layer is full, the others linear. `beside_states`: every layer has
     linear attention beside its full attention. `layers_return_weights`: a layer returns attention
     weights, or a place for them, beside its hidden states. `mlp_maps`: projections of an MLP or an
     expert, 3 with a gate. `gate_per_head`: the attention's gate is a number for each head.

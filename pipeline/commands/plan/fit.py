@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def verdict(self) -> str:
-        """The sum beside what there is."""
+        """Required and available bytes, and whether they fit."""
         total = f"{format_bytes(self.need + self.margin)} of {format_bytes(self.capacity)}"
         if not self.fits:
             return f"{total}: does not fit"
