@@ -96,7 +96,7 @@ class SearchConfig(Section):
         SearchSettings.head_granularity,
         description=(
             "The full KV heads of each layer are a multiple of it (g): 2 for a hybrid served on "
-            "two tensor-parallel ranks, see docs/serving.md."
+            "two tensor-parallel ranks, see docs/guide/serving.md."
         ),
     )
 
