@@ -1,6 +1,6 @@
 """Serve a small random hybrid model of every family with vLLM; hold it against transformers.
 
-    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/
+    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/reference/
     .venv-vllm/bin/python -m tests.vllm_families phimoe opt     only these, on the terminal
     .venv-vllm/bin/python -m tests.vllm_families --page         the page of what was tried already
 
