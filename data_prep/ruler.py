@@ -2,7 +2,7 @@
 
 With its words (the package wonderwords), its sentences (NLTK's punkt) and its essays, a task of at
 least 4,096 tokens has the very samples that RULER has for the seed. `data_prep.ruler_samples` makes
-them once and keeps them; what differs is listed in docs/deviations.md.
+them once and keeps them; what differs is listed in docs/notes/deviations.md.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ class Encoder:
 
         Windows of the text overlap; where two agree on every token in the middle of what they
         share, the first goes over into the second. Where they never agree (a run of the same few
-        characters longer than a window), the text is cut (docs/deviations.md). A tokenizer that
-        does not use the tokenizers library encodes the document whole.
+        characters longer than a window), the text is cut (docs/notes/deviations.md). A tokenizer
+        that does not use the tokenizers library encodes the document whole.
         """
         if self.backend is None:
             yield from self(["".join(pieces)])

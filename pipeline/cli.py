@@ -39,6 +39,8 @@ from pipeline.run.failures import (
 )
 from stages.stage import Stage
 
+_PROGRAM = "python -m pipeline"
+
 
 @dataclass(frozen=True)
 class Command:
@@ -81,7 +83,7 @@ COMMANDS = {
         "pipeline.commands.compare.command",
     ),
     "study": Command(
-        "compare the search's methods on a recipe's model, see docs/study.md",
+        "compare the search's methods on a recipe's model, see docs/notes/study.md",
         "pipeline.commands.study.command",
         input_files=False,
     ),
@@ -95,7 +97,7 @@ COMMANDS = {
         recipe=False,
     ),
     "mask": Command(
-        "write a head mask for another project, or read one, see docs/format.md",
+        "write a head mask for another project, or read one, see docs/reference/format.md",
         "pipeline.commands.mask.command",
         recipe=False,
     ),
@@ -185,26 +187,30 @@ def _module(command: Command) -> ModuleType:
     return importlib.import_module(command.module)
 
 
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of one command."""
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(f"{_PROGRAM} {name}", description=command.help)
+    _module(command).add_options(parser)
+    if command.recipe:
+        parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
+        parser.add_argument(
+            "overrides",
+            metavar="key.path=value",
+            nargs="*",
+            help="replaces a value of the recipe, like search.swa_ratio=0.5",
+        )
+    return parser
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command and its options; overrides may stand before, between and after options."""
-    program = "python -m pipeline"
     name = arguments[0] if arguments else ""
     if name in COMMANDS:
-        command = COMMANDS[name]
-        parser = argparse.ArgumentParser(f"{program} {name}", description=command.help)
-        _module(command).add_options(parser)
-        if command.recipe:
-            parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
-            parser.add_argument(
-                "overrides",
-                metavar="key.path=value",
-                nargs="*",
-                help="replaces a value of the recipe, like search.swa_ratio=0.5",
-            )
         options = argparse.Namespace(command=name, arguments=list(arguments))
-        return parser.parse_intermixed_args(arguments[1:], options)
+        return parser_of(name).parse_intermixed_args(arguments[1:], options)
     parser = argparse.ArgumentParser(
-        program,
+        _PROGRAM,
         description="Makes a hybrid of full and sliding attention heads out of a language model.",
         epilog="\n".join(f"{name:<10}{command.help}" for name, command in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,

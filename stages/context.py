@@ -74,7 +74,7 @@ class Runtime(Section):
         "auto",
         description=(
             "Memory per process for what the passes of a search leave to later ones, like 40GB; "
-            "auto is what is free beside a pass."
+            "auto is the memory left after one gradient pass."
         ),
     )
     data_workers: ProcessesOrAuto = Field("auto", description="Tokenising processes.")

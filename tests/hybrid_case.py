@@ -160,7 +160,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {},
 }  # fmt: skip
 # The text decoder of each family that takes more than text; its vision tower is as small.
-# An older transformers has no code for the newest families (docs/families.md).
+# An older transformers has no code for the newest families (docs/reference/families.md).
 _EXTRA = {family: extra for family, extra in _EXTRA.items() if family in CONFIG_MAPPING}
 _TEXT = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",

@@ -1,6 +1,6 @@
 """Serve a small random hybrid model of every family with vLLM; hold it against transformers.
 
-    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/
+    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/reference/
     .venv-vllm/bin/python -m tests.vllm_families phimoe opt     only these, on the terminal
     .venv-vllm/bin/python -m tests.vllm_families --page         the page of what was tried already
 
@@ -45,7 +45,7 @@ from tests.vllm_case import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "serving_families.md"
+PAGE = ROOT / "docs" / "reference" / "serving_families.md"
 WINDOW, TOLERANCE = 16, 1e-4
 COUNTS = (1, 3, 2)
 LENGTHS = (5, WINDOW, WINDOW + 1, 100, 200)

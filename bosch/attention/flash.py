@@ -129,14 +129,14 @@ def _flash_segments(context: AttentionContext, count: int, device: torch.device)
         begins[:, 1:] |= padded[:, :-1]
     if context.document is not None:
         begins[:, 1:] |= context.document[:, first + 1 :] != context.document[:, first:-1]
-    of = begins.flatten().long().cumsum(0) - 1  # segment of each key
-    total = int(of[-1]) + 1
+    segment_ids = begins.flatten().long().cumsum(0) - 1  # segment of each key
+    total = int(segment_ids[-1]) + 1
     is_query = torch.arange(first, context.kv_length, device=device) >= context.q_offset
-    keys = torch.bincount(of, minlength=total)
-    queries = torch.bincount(of, weights=is_query.repeat(rows), minlength=total).long()
+    keys = torch.bincount(segment_ids, minlength=total)
+    queries = torch.bincount(segment_ids, weights=is_query.repeat(rows), minlength=total).long()
     selected = None
     if bool((queries == 0).any()):
-        selected = (queries > 0)[of].nonzero()[:, 0]
+        selected = (queries > 0)[segment_ids].nonzero()[:, 0]
         keys, queries = keys[queries > 0], queries[queries > 0]
     cu_seqlens = [
         torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)

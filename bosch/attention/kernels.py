@@ -43,7 +43,7 @@ def fused_attention(
     """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
 
     `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias. Raises RuntimeError
-    where no kernel of FUSED_KERNELS takes the arguments on a GPU, and the logits are many.
+    where no kernel of FUSED_KERNELS takes the arguments on a GPU, unless the logits are few.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and is_gpu(query) and not _flash_takes(query, key, value, mask):
@@ -63,7 +63,7 @@ def is_gpu(states: Tensor) -> bool:
 
 def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether torch's flash kernel, the only one that shares KV heads, can take the states."""
-    if isinstance(mask, CausalBias):  # its maker has asked for this kernel
+    if isinstance(mask, CausalBias):  # made for this kernel alone
         return True
     if mask is not None:
         return False

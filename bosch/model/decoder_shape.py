@@ -111,7 +111,7 @@ class DecoderShape:
 
     @property
     def table(self) -> int:
-        """Parameters of the output head, V x C; those of the input table where they are apart."""
+        """Parameters of the output head, V x C; an input table of its own has as many."""
         return self.vocabulary * self.hidden
 
     @property

@@ -270,8 +270,8 @@ def adopt_cache(model: Any, cache: Any) -> None:
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
         # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
-        rooms = (getattr(layer, "max_cache_len", 0) for layer in layers)
-        new = StaticHybridCache.of(model, max(rooms))
+        lengths = (getattr(layer, "max_cache_len", 0) for layer in layers)
+        new = StaticHybridCache.of(model, max(lengths))
     if new is None:
         logger.warning_once(
             f"A {type(cache).__name__} that holds states or changes them cannot take the form of a "
@@ -294,8 +294,9 @@ def _holds_states(layer: Any) -> bool:
 def _restarts(positions: Any) -> bool:
     """Whether positions start again within a row, as those of packed documents do.
 
-    Positions of images have planes: (3, B, T) for time, height and width, which restart at will, or
-    (4, B, T) with those in the sequence first, which alone tell documents apart in transformers.
+    Positions of images have planes: (3, B, T) for time, height and width, which may restart
+    anywhere, or (4, B, T) with those in the sequence first, which alone tell documents apart in
+    transformers.
     """
     if positions.ndim == 3:
         if len(positions) == 3:
@@ -311,7 +312,7 @@ def _prepare_pass(
 
     Raises ValueError for packed documents that this pass would not keep apart: transformers looks
     for their borders in position_ids only where there is no cache, and some families' masks never
-    do. Without a word on `use_cache` such a pass makes no cache.
+    do. If `use_cache` is not passed, such a pass makes no cache.
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
@@ -329,7 +330,7 @@ def _prepare_pass(
         use_cache = bool(decoder.config.use_cache) and not decoder.training
     cached = past is not None or bool(use_cache)
     may_mix = cached or not family.separates_documents
-    # A compiled pass cannot look at positions; it does where else there would be no cache to go on.
+    # Reading positions breaks a compiled graph: there only where they decide about the cache.
     looks = may_mix and (undecided or not torch.compiler.is_compiling())
     if positions is not None and looks and _restarts(positions):
         if not family.separates_documents:

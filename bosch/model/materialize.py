@@ -74,7 +74,7 @@ def materialize(model: Any, mask: HeadMask, window: Window, *, take_weights: boo
     with parameters_on_meta():
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
-    device = model.device  # that of its first weight, which is the first to go
+    device = model.device  # that of its first weight, which is moved first
     dtypes = {name: weight.dtype for name, weight in hybrid.state_dict().items()}
     for name, weight in permute_heads(model, mask):
         moved = weight.to(device, dtypes[name], copy=not take_weights)

@@ -10,7 +10,7 @@ from bosch.model.tensor_parallel import own_shard
 
 
 def remedy(model: Any) -> str:
-    """Half a sentence for the user: the damaged weight, if there is one, else a wider type."""
+    """Advice for the error message: mend the damaged weight, if there is one, else a wider type."""
     for name, weight in model.state_dict().items():
         if not bool(own_shard(weight).isfinite().all()):  # without asking other processes
             return f"{name} of the model holds such numbers; make or fetch the model again"

@@ -88,7 +88,7 @@ def measure_anchors(evaluator: Evaluator, settings: SearchSettings) -> tuple[Anc
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     if settings.break_ties:
-        evaluator.note("masks of equal score were told apart by the answers' log-likelihood")
+        evaluator.note("masks of equal score were ranked by the answers' log-likelihood")
     return anchors, Loss(anchors, settings.alpha, settings.gamma)
 
 

@@ -19,7 +19,7 @@ class Anchors:
         if self.all_full <= 0.0:
             raise UserError(
                 "search: the model with full attention answers none of the calibration examples, "
-                "so no mask can be told from another; make prepare.calibration easier or use a "
+                "so all masks score the same; make prepare.calibration easier or use a "
                 "model that can retrieve"
             )
         if self.all_sliding >= self.all_full:

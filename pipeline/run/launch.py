@@ -39,7 +39,7 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Names the work directory in the environment of a stage's processes and of all their children.
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
-# Of failures that a rank foresaw; where several failed, the first of these is told.
+# Of failures that a rank foresaw; where several failed, the first of these is reported.
 _KINDS: dict[str, type[UserError | RunError]] = {
     "user": UserError,
     "damaged": DamagedWorkError,
@@ -179,7 +179,7 @@ def _failure(
     """The reason a stage failed: a rank's own words, else what its exit status tells."""
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
     failures = [one for one in failures if isinstance(one, dict)]
-    # A rank that only lost its partner fails too; the one with a reason of its own is told.
+    # A rank that only lost its partner fails too; the one with a reason of its own is reported.
     failures.sort(key=lambda one: (*_KINDS, "unexpected").index(one["kind"]))
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128

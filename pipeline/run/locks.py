@@ -113,7 +113,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def _try_acquire(path: Path) -> int | str:
-    """The descriptor of the lock, now held; else who has it and what to do, as half a sentence."""
+    """The descriptor of the lock, now held; else who holds it and what to do, for the message."""
     for _ in range(_ATTEMPTS):
         lock = _open_locked(path)
         if lock is not None:

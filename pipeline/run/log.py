@@ -15,7 +15,7 @@ _CLOCK = "%H:%M:%S"
 
 
 class _Formatter(logging.Formatter):
-    """Shows names from strangers' files without letting the terminal obey them."""
+    """Escapes control characters: messages quote names from files of unknown origin."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

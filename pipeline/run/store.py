@@ -219,13 +219,13 @@ class Store:
         stages = content.get("stages") if isinstance(content, dict) else None
         return stages if isinstance(stages, dict) else {}
 
-    def link(self, recipe: str, stage: str, key: str, of: Iterable[str]) -> None:
-        """Lead <root>/<recipe>/<stage> to an output; stages outside `of` lose their links."""
+    def link(self, recipe: str, stage: str, key: str, stages: Iterable[str]) -> None:
+        """Lead <root>/<recipe>/<stage> to an output; stages outside `stages` lose their links."""
         folder = self.root / recipe
         target = self.published(stage, key)
         if not (folder / stage).is_symlink() or (folder / stage).resolve() != target.resolve():
             make_symlink(folder / stage, target)
-        keys = {name: one for name, one in self.last_run(recipe).items() if name in of}
+        keys = {name: one for name, one in self.last_run(recipe).items() if name in stages}
         for name in self.last_run(recipe).keys() - keys.keys():
             self.unlink(recipe, name)
         if keys.get(stage) != key or keys != self.last_run(recipe):

@@ -191,7 +191,7 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
             f"{_WHERE}: the data of {inside[0]} comes from the hub alone; set "
             "evaluate.harness.hub: true or leave it out"
         )
-    # Advice that is none to whoever runs a recipe.
+    # Silence warnings that are irrelevant to a recipe.
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()

@@ -126,7 +126,7 @@ def write_training_data(
                 "documents": stream.documents,
                 "tokens": stream.tokens,
                 "share": stream.tokens / tokens,
-                "share_wanted": t.source.weight / sum(weights),
+                "target_share": t.source.weight / sum(weights),
                 "tokens_available": t.tokens,
                 "epochs": stream.epochs,
                 "bytes_per_token": _bytes_per_token([t]),

@@ -94,7 +94,7 @@ def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     )
     if isinstance(room, int):
         return fact + f"holds {min(1.0, room / entry):.0%} of it"
-    return fact + "is what is free beside a gradient"
+    return fact + "is the memory left after one gradient pass"
 
 
 def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> int:

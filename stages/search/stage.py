@@ -88,14 +88,15 @@ class SearchConfig(Section):
     )
 
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = Field(
-        None, description="File with the head mask that method given takes, see docs/format.md."
+        None,
+        description="File with the head mask that method given takes (docs/reference/format.md).",
     )
 
     head_granularity: Count = Field(
         SearchSettings.head_granularity,
         description=(
             "The full KV heads of each layer are a multiple of it (g): 2 for a hybrid served on "
-            "two tensor-parallel ranks, see docs/serving.md."
+            "two tensor-parallel ranks, see docs/guide/serving.md."
         ),
     )
 

@@ -109,7 +109,7 @@ def head_loss(
     if chunk is None:
         chunk = chunk_tokens(head.weight.shape[0])
     inputs = [states, head.weight, getattr(head, "bias", None)]
-    if not torch.is_grad_enabled():  # a Function is told of gradients all the same
+    if not torch.is_grad_enabled():  # needs_input_grad is set even under no_grad
         inputs = [None if one is None else one.detach() for one in inputs]
     loss: Tensor = _ChunkedHead.apply(*inputs, config, chunk, chunk_loss)
     return loss

@@ -203,7 +203,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Print a row for each figure, as docs/benchmarks.md has them."""
+    """Print a row for each figure, as docs/notes/benchmarks.md has them."""
     print(machine())
     with one_thread():
         forward = forward_ratios()

@@ -40,7 +40,7 @@ CONTEXT = EvaluationContext("data", "model", 16, 0)
 
 
 class Layered:
-    """A model in small: sliding units cost their weight, and two of a kind more than their sum.
+    """A small model: sliding units cost their weight, and two of a kind more than their sum.
 
     Its gradients are those of its log-likelihood, with `noise` on top.
     """

@@ -64,7 +64,7 @@ def test_a_command_imports_nothing_from_there(
 def test_the_documented_ways_import_nothing_before_the_program_either(
     tmp_path: Path, more_hostile: Path
 ) -> None:
-    """docs/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
+    """docs/notes/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
     status = ["status", str(Case(tmp_path).file)]
     starts = [[str(ENTRY)], *([["-P", "-m", "pipeline"]] if sys.version_info >= (3, 11) else [])]
     for start in starts:

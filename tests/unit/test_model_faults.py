@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's model is told before anything runs, and nothing else is refused."""
+"""Faults of a recipe's model are reported before anything runs; nothing else is refused."""
 
 from __future__ import annotations
 

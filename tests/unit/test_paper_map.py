@@ -1,4 +1,4 @@
-"""Every function and test that docs/paper_map.md names exists."""
+"""Every function and test that docs/notes/paper_map.md names exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "paper_map.md"
+PAGE = ROOT / "docs" / "notes" / "paper_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 

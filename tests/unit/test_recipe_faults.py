@@ -1,4 +1,4 @@
-"""Every fault of a recipe is one sentence with its dotted path, and all are told at once."""
+"""Every fault of a recipe is one sentence with its dotted path; all are reported at once."""
 
 from __future__ import annotations
 

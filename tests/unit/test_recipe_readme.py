@@ -1,4 +1,4 @@
-"""Every run that recipes/README.md and docs/two_nodes.md name is a valid recipe with a plan."""
+"""Runs that recipes/README.md and docs/guide/two_nodes.md name are valid and have a plan."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_every_run_has_a_plan_that_fits_sixteen_gpus(runs: dict[str, LoadedRecip
 
 
 def test_the_guide_s_commands_name_what_is_there() -> None:
-    text = (ROOT / "docs" / "two_nodes.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "two_nodes.md").read_text(encoding="utf-8")
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for word in shlex.split(block):
             if word.startswith(("launch/", "recipes/")):
                 assert (ROOT / word).is_file(), word
-    for arguments in _commands("docs/two_nodes.md"):
+    for arguments in _commands("docs/guide/two_nodes.md"):
         _load([a for a in arguments if not a.startswith("--")])

@@ -1,4 +1,4 @@
-"""docs/recipe_reference.md says what the types say."""
+"""docs/reference/recipe.md and commands.md say what the types and parsers say."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    path = ROOT / "docs" / "make_recipe_reference.py"
-    spec = importlib.util.spec_from_file_location("make_recipe_reference", path)
+    path = ROOT / "docs" / "reference" / "make_reference.py"
+    spec = importlib.util.spec_from_file_location("make_reference", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,12 +28,12 @@ def maker() -> ModuleType:
 
 
 def test_reference_is_current(maker: ModuleType) -> None:
-    written = (ROOT / "docs" / "recipe_reference.md").read_text(encoding="utf-8")
-    assert written == maker.reference(), "run: python docs/make_recipe_reference.py"
+    written = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    assert written == maker.recipe_reference(), "run: python docs/reference/make_reference.py"
 
 
 def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
-    text = maker.reference()
+    text = maker.recipe_reference()
     headings = set(re.findall(r"^## `?([\w. ]+)", text, re.MULTILINE))
     for name, field in recipe_type(STAGES).model_fields.items():
         section = maker.section_of(field.annotation)
@@ -61,4 +61,4 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
     ],
 )
 def test_types_are_named_with_their_bounds(maker: ModuleType, row: str, expected: str) -> None:
-    assert f"| `{row}` | {expected} |" in maker.reference()
+    assert f"| `{row}` | {expected} |" in maker.recipe_reference()

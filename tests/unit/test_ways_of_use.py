@@ -1,8 +1,9 @@
-"""The ways of use that docs/using.md lists: each works on a hybrid or ends in a sentence."""
+"""The ways of use that docs/guide/using.md lists: each works on a hybrid or ends in a sentence."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from pathlib import Path
@@ -35,10 +36,10 @@ from bosch.model.loading import auto_class
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from tests.hybrid_case import VOCABULARY, mask_of, random_mask, small_model, tokens
-from tests.unit.test_paper_map import REFERENCE, ROOT, names_in
+from tests.unit.test_paper_map import ROOT, names_in
 
 WINDOW, SINKS, LENGTH, NEW = 6, 2, 20, 8
-PAGE = ROOT / "docs" / "using.md"
+PAGE = ROOT / "docs" / "guide" / "using.md"
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -70,16 +71,18 @@ def _greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
-def test_the_page_names_tests_that_exist_in_every_row() -> None:
+def test_every_way_on_the_page_has_tests_that_exist() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| way |")]
-    assert len(rows) >= 30
-    for row in rows:
-        tests = REFERENCE.findall(row)
-        assert tests, row
-        for path, name in tests:
-            assert path.startswith("tests/") and name.startswith("test_"), row
-            assert name in names_in(ROOT / path), f"{path}::{name}"
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    ways = [way for way, *_ in cells if way != "way"]
+    tests_of_ways = json.loads((ROOT / "tests" / "ways_of_use.json").read_text("utf-8"))
+    assert sorted(ways) == sorted(tests_of_ways)
+    for way, tests in tests_of_ways.items():
+        assert tests, way
+        for test in tests:
+            path, _, name = test.partition("::")
+            assert path.startswith("tests/") and name.startswith("test_"), way
+            assert name in names_in(ROOT / path), test
 
 
 @pytest.mark.parametrize(

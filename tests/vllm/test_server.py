@@ -53,7 +53,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path, log: Path) -> Iterator[OpenAI]:
-    """A server by the command of docs/serving.md, and a template for chat."""
+    """A server by the command of docs/guide/serving.md, and a template for chat."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,7 +1,8 @@
 """Head masks in the files of other projects: DuoAttention and rtp-llm.
 
-docs/format.md says what each of them can hold. A mask is never rounded to what a format can hold:
-where it cannot hold it, the sentence says why. L layers, HKV key/value heads, HQ query heads.
+docs/reference/format.md says what each of them can hold. A mask is never rounded to what a format
+can hold: where it cannot hold it, the sentence says why.
+L layers, HKV key/value heads, HQ query heads.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> Head
         layer, head = (int(index) for index in np.argwhere(mixed)[0])
         raise UserError(
             f"{path}: in layer {layer} the query heads of KV head {head} differ, and a head mask "
-            "decides for a KV head with all its query heads (docs/format.md)"
+            "decides for a KV head with all its query heads (docs/reference/format.md)"
         )
     is_full = np.array(groups.all(axis=2), dtype=np.bool_)
     return HeadMask(is_full)

@@ -16,7 +16,7 @@ from stages.fields import Count, Section
 from stages.recipe import LoadedRecipe
 
 STUDIES = ("optimality", "cost", "stability", "turnover", "granularity")
-_DOCS = ROOT / "docs" / "study"
+_DOCS = ROOT / "docs" / "notes" / "study"
 
 
 class StudyOptions(Section):
@@ -43,7 +43,7 @@ class StudyOptions(Section):
         "tasks; the last ones are held out, each seed draws its calibration set from the others",
     )
     output: str | None = Field(None, description="folder of results (default: runs/<recipe>/study)")
-    docs: bool = Field(False, description="copy page and plots to docs/study as well")
+    docs: bool = Field(False, description="copy page and plots to docs/notes/study as well")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -191,7 +191,7 @@ def _text(model: StudiedModel) -> str:
     window = recipe[SearchConfig].window_size
     return (
         f"`{model_label(recipe.model.path)}`, W = {window}, {options.seeds} "
-        "seeds. Algorithm 1 (Algorithm 1) ran once per seed: first with every seed on the same "
+        "seeds. Algorithm 1 ran once per seed: first with every seed on the same "
         "calibration set, so that only the optimiser's draws differ, then each on its own. "
         "Layer importance is d of Algorithm 2, from the score as published, and from the "
         "log-likelihood of the same masks. Spearman's ρ is between each two seeds, ties at average "

@@ -1,8 +1,8 @@
-"""Write docs/recipe_reference.md from the types that recipes are checked against.
+"""Write docs/reference/recipe.md and commands.md from the types and parsers that the program uses.
 
-    python docs/make_recipe_reference.py
+    python docs/reference/make_reference.py
 
-tests/unit/test_recipe_reference.py fails while the file and the types differ.
+tests/unit/test_recipe_reference.py fails while the pages and the program differ.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from pipeline.cli import COMMANDS, parser_of  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
 from stages.recipe import recipe_type  # noqa: E402
 
-TARGET = ROOT / "docs" / "recipe_reference.md"
+FOLDER = ROOT / "docs" / "reference"
 
 INTRODUCTION = """\
 # Recipe reference
 
-<!-- Written by docs/make_recipe_reference.py from the sections in
+<!-- Written by docs/reference/make_reference.py from the sections in
 stages/*/stage.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
@@ -41,10 +42,52 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
 - *number*: `1e-5` is read as one.
 """
 
+COMMANDS_INTRODUCTION = """\
+# Command reference
 
-def reference() -> str:
-    """The whole file's text."""
+<!-- Written by docs/reference/make_reference.py from the commands' parsers. -->
+
+`python -m pipeline COMMAND …` needs the project's Python: `source .venv/bin/activate` first.
+`launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
+finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
+read as YAML.
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | a failure, such as a full disk |
+| 2 | an invalid recipe, option or input file |
+| 75 | training was stopped and has written a restart point |
+| 76 | a process of a stage was killed or lost |
+| 130 | stopped by Ctrl-C |
+| 143 | another stage was stopped by a signal |
+"""
+
+
+def recipe_reference() -> str:
+    """Text of recipe.md."""
     return INTRODUCTION + "".join(_sections(recipe_type(STAGES), "", "The recipe"))
+
+
+def command_reference() -> str:
+    """Text of commands.md."""
+    return COMMANDS_INTRODUCTION + "".join(map(_command, COMMANDS))
+
+
+def _command(name: str) -> str:
+    """A table of a command's arguments and options."""
+    parser, rows = parser_of(name), []
+    for action in parser._actions:
+        if "--help" not in action.option_strings:
+            choices = "|".join(map(str, action.choices or []))
+            words = action.metavar or choices or action.dest.upper()
+            option = " ".join(action.option_strings)
+            takes_value = not option or action.nargs != 0
+            usage = f"{option} {words}" if option and takes_value else option or words
+            about = (action.help or "") % {"default": action.default, "prog": parser.prog}
+            rows.append(f"| `{_escape(usage)}` | {_escape(about)} |\n")
+    table = "\n| argument | meaning |\n|---|---|\n" + "".join(rows)
+    return f"\n## {name}\n\n{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n{table}"
 
 
 def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
@@ -140,5 +183,6 @@ def _escape(text: str) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(reference(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET.relative_to(ROOT)} written\n")
+    for page, text in (("recipe.md", recipe_reference()), ("commands.md", command_reference())):
+        (FOLDER / page).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{(FOLDER / page).relative_to(ROOT)} written\n")

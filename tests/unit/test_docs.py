@@ -1,0 +1,101 @@
+"""Links of the documentation lead somewhere, and the commands in it exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import COMMANDS, parser_of
+from pipeline.recipe.load import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for f in ("docs", "recipes") for p in (ROOT / f).rglob("*.md"))]
+)
+KINDS = {"start", "guide", "reference", "notes"}
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"(?ms)^```.*?^```", "", text)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"(?m)^#+ (.+)$", _without_code(_text(page)))
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Words of each command line in a page's bash blocks."""
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", _text(page))
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def _options(command: str) -> set[str]:
+    return set(re.findall(r"--[\w-]+", parser_of(command).format_help()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in _LINK.findall(_without_code(_text(page))):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in _anchors(target), f"{path}#{anchor}"
+
+
+def test_every_page_is_of_one_kind_and_the_readme_leads_to_it() -> None:
+    linked = {(ROOT / path).resolve() for path, _ in _LINK.findall(_text(ROOT / "README.md"))}
+    for page in (ROOT / "docs").rglob("*.md"):
+        kind, *rest = page.relative_to(ROOT / "docs").parts
+        assert kind in KINDS, page
+        if len(rest) == 1:  # pages below a folder of their own are linked from the page beside it
+            assert page in linked, page
+
+
+def test_commands_and_their_options_exist() -> None:
+    found = 0
+    for page in PAGES:
+        for words in _commands(page):
+            for word in words:
+                if (
+                    word.startswith(("launch/", "recipes/"))
+                    and "$" not in word
+                    and "my_model" not in word
+                ):
+                    assert (ROOT / word).exists(), f"{page.name}: {word}"
+            if words[:3] == ["python", "-m", "pipeline"]:
+                found += 1
+                assert words[3] in COMMANDS, f"{page.name}: {words}"
+                options = {word.partition("=")[0] for word in words if word.startswith("--")}
+                assert options <= _options(words[3]), f"{page.name}: {words}"
+            elif words[:2] == ["python", "-m"]:
+                assert importlib.util.find_spec(words[2]), f"{page.name}: {words}"
+    assert found > 20
+
+
+def test_the_recipe_to_copy_is_valid(tmp_path: Path) -> None:
+    """With the quickstart's model in place of the reader's, and its smoke test's overrides."""
+    page = ROOT / "docs" / "start" / "own_model.md"
+    (content,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", _text(page))
+    recipe = tmp_path / "my_model.yaml"
+    recipe.write_text(content, encoding="utf-8")
+    (smoke,) = [words for words in _commands(page) if "name=smoke" in words]
+    small = [
+        "model.path=recipes/quickstart/base_model",
+        "prepare.sequence_length=2k",
+        "prepare.calibration.length=2k",
+        "evaluate.needle.lengths=[1k,2k]",
+    ]
+    for overrides in ([], smoke[2:]):
+        load_recipe(recipe, [*small, *overrides], input_files=False)
