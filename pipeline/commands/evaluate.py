@@ -47,6 +47,7 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
+from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
 from stages.recipe import LoadedRecipe
@@ -100,11 +101,16 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
     """Model directories by name; raises UserError for one that the samples cannot be asked."""
-    folders = [Path(os.path.realpath(os.path.expanduser(path))) for path in paths]
+    folders = []
+    for path in paths:
+        try:
+            folders.append(Path(os.path.realpath(Path(path_text(path)).expanduser())))
+        except ValueError as error:
+            raise UserError(f"--model {path}: {error}") from None
     for folder in folders:
         if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
             raise UserError(f"--model {folder}: not a model directory, it has no config.json")
-        info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False)
+        info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False, hybrid=True)
         if info is not None:
             faults = list(file_faults(folder))
             checked = find_faults(replace(loaded, info=info), input_files=False)

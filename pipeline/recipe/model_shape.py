@@ -12,6 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
+from bosch.model.families import HYBRID_PREFIX
 from bosch.model.stored_config import merged_text
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
@@ -24,17 +25,24 @@ SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 
 
 def read_model(
-    path: str, revision: str | None, root: Path, *, fetch: bool, files: bool = True
+    path: str,
+    revision: str | None,
+    root: Path,
+    *,
+    fetch: bool,
+    files: bool = True,
+    hybrid: bool = False,
 ) -> tuple[ModelInfo | None, list[str]]:
     """Find and check a base model: what is known of it, and everything wrong with it.
 
     Without `fetch`, a hub model that is not on this machine has the shape that recipes/shapes holds
     for its name. Nothing is known of any other one, nor of a directory whose config.json cannot be
-    read. Without `files`, a directory needs neither weights nor tokenizer.
+    read. Without `files`, a directory needs neither weights nor tokenizer. With `hybrid` it may
+    hold a hybrid, which counts as its base.
     """
     directory = Path(path)
     if directory.is_dir():
-        return _read_directory(directory, files)
+        return _read_directory(directory, files, hybrid)
     if directory.exists():
         return None, [f"model.path: {path} is a file; expected a model directory"]
     name = os.path.relpath(path, root) if directory.is_absolute() else path
@@ -50,10 +58,12 @@ def read_model(
     return info, _shape_faults(info) if info is not None else []
 
 
-def _read_directory(directory: Path, files: bool) -> tuple[ModelInfo | None, list[str]]:
+def _read_directory(
+    directory: Path, files: bool, hybrid: bool
+) -> tuple[ModelInfo | None, list[str]]:
     faults = list(file_faults(directory)) if files else []
     try:
-        info = ModelInfo(_read_config(directory), directory)
+        info = ModelInfo(_read_config(directory, hybrid), directory)
     except UserError as fault:
         return None, [str(fault), *faults]
     return info, [*_shape_faults(info), *faults]
@@ -130,7 +140,7 @@ def has_tokenizer(directory: Path) -> bool:
     return any(name for name in tokenizer_files(directory) if "config" not in name)
 
 
-def _read_config(directory: Path) -> Mapping[str, Any]:
+def _read_config(directory: Path, hybrid: bool = False) -> Mapping[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
@@ -140,6 +150,8 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
     config = merged_text(content)
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")
+    if config.get("hybrid_attention") and hybrid:
+        return {**config, "model_type": config["model_type"].removeprefix(HYBRID_PREFIX)}
     if config.get("hybrid_attention"):
         raise UserError(
             f"model.path: {directory} is a hybrid model already; expected its full-attention base"

@@ -293,7 +293,9 @@ def test_an_older_transformers_refuses_the_families_it_lacks_and_no_other(
 ) -> None:
     monkeypatch.delitem(CONFIG_MAPPING_NAMES, "lfm3")
     monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "lfm3")
-    with pytest.raises(UserError, match=r"has no models of type 'lfm3': docs/families\.md"):
+    with pytest.raises(
+        UserError, match=r"has no models of type 'lfm3': docs/reference/families\.md"
+    ):
         register_model("lfm3")
     register_model("smollm3")
     assert configuration.HybridSmolLM3Config.model_type == "hybrid_smollm3"

@@ -22,7 +22,7 @@ SOURCES = 10
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
     """Overrides that put an index of shards in the place of the ProLong data."""
-    (tmp_path / "index.json").write_text("{}")
+    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
     return [f"prepare.sources.{index}.path={tmp_path}" for index in range(SOURCES)]
 
 

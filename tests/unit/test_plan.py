@@ -360,7 +360,7 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     loaded = load_recipe(case.file, env={})
     assert loaded.info is not None
     search = plan_costs(loaded, plan_devices(loaded))["search"]
-    assert any("is what is free" in fact for fact in search.facts)
+    assert any("the memory left" in fact for fact in search.facts)
     shape, calibration = loaded.info.decoder, loaded.recipe.prepare.calibration
     tokens = calibration.examples * calibration.length
     entry = tokens * (shape.hidden + 2 * shape.query_size) * 2  # bytes of a bfloat16

@@ -291,7 +291,7 @@ def test_a_hash_is_kept_only_of_a_file_that_has_settled(tmp_path: Path) -> None:
     [
         ({"seconds": 1.0}, "key: Field required"),
         ({"key": "k", "seconds": "long"}, "seconds: Input should be a valid number"),
-        ({"key": "k", "seconds": 1.0, "sha256": {"a": 5}}, "sha256.a: Input should be a valid"),
+        ({"key": "k", "seconds": 1.0, "packages": {"a": 5}}, "packages.a: Input should be a valid"),
         ([], "Input should be a valid dictionary"),
     ],
 )

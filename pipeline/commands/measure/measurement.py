@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bosch.backends import check_backend, resolve_backend
+from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.files import read_json, write_json
 from bosch.model.configuration import is_hybrid
@@ -109,7 +109,9 @@ def _check_attention(settings: MeasureSettings) -> None:
         requests["float32"] = "--dtype is float32"
     if settings.sinks:
         requests["sinks"] = f"--sinks asks for {settings.sinks}"
-    check_backend(resolve_backend(settings.attention), requests, "--attention")
+    # What a backend can never do is said before what this machine lacks for it.
+    name = settings.attention
+    check_backend(name if name in BACKENDS else resolve_backend(name), requests, "--attention")
 
 
 def _check_sinks(variants: Sequence[Variant], settings: MeasureSettings) -> None:
