@@ -132,7 +132,7 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) -> None:
-    """From the run's evaluation without a process; a copy of it, by one, to the same scores."""
+    """From the run's evaluation without a process; a copy of it has the same answers."""
     name = "tokens-18432"
     chosen, output = _evaluate(undisturbed, "--checkpoints", name)
     assert list(chosen["checkpoints"]) == ["original", name]
@@ -141,8 +141,8 @@ def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) 
     copy = shutil.copytree(undisturbed / "quickstart/train/checkpoints" / name, tmp_path / name)
     again, output = _evaluate(undisturbed, "--model", str(copy))
     assert again == chosen
-    # The original's answers were paid for by the run.
-    assert output.stderr.count("evaluating") == 1 and f"evaluating {name}" in output.stderr
+    # The run has paid for the answers of the original, and of the same weights at another place.
+    assert "evaluating" not in output.stderr
 
 
 def _evaluate(root: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
