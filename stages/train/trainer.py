@@ -15,6 +15,8 @@ from safetensors.torch import load_model, save_model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from bosch.errors import RunError
@@ -157,7 +159,15 @@ class PretrainingTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is not None:
+            with self._restarts.loading(Path(resume_from_checkpoint)):
+                TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
         if self.is_fsdp_enabled:
             weights = self.read_weights()
             if weights:
@@ -166,8 +176,18 @@ class PretrainingTrainer(Trainer):
         if self._distillation is not None and self.is_fsdp_enabled:
             teacher = self._distillation.teacher
             shard_teacher(teacher, self.read_weights(), self.args.device)
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        # What DeepSpeed's engine reads, the Trainer would read here without a word of ours.
+        later = resume_from_checkpoint if self.is_deepspeed_enabled else None
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, None if later else resume_from_checkpoint
+        )
         check_sharding_runs(prepared[0], self.runtime)
+        if later is not None:
+            with self._restarts.loading(Path(later)):
+                deepspeed_load_checkpoint(
+                    prepared[0], later, load_module_strict=not self._train_config.lora
+                )
+            self._load_optimizer_and_scheduler(later)
         return prepared
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int | None:
