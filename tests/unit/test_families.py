@@ -60,7 +60,9 @@ def _greedy(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_family_is_tested() -> None:
-    assert set(FAMILY_NAMES) == {name for name, family in FAMILIES.items() if not family.is_part}
+    whole = {name for name, family in FAMILIES.items() if not family.is_part}
+    # An older transformers lacks the newest.
+    assert set(FAMILY_NAMES) == whole & CONFIG_MAPPING_NAMES.keys()
 
 
 # Those like another one differ in names only: `BOSCH_ALL_FAMILIES=1 pytest` this file for all.
@@ -291,8 +293,8 @@ def test_every_causal_model_of_transformers_is_taken_or_refused_for_a_reason(
 def test_an_older_transformers_refuses_the_families_it_lacks_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(CONFIG_MAPPING_NAMES, "lfm3")
-    monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "lfm3")
+    for names in (CONFIG_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        monkeypatch.delitem(names, "lfm3", raising=False)
     with pytest.raises(
         UserError, match=r"has no models of type 'lfm3': docs/reference/families\.md"
     ):
