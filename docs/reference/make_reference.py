@@ -40,6 +40,8 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
   (× 1,000,000,000).
 - *size*: bytes, or `512MiB`, `40GB`.
 - *number*: `1e-5` is read as one.
+- *path*: a relative one starts at the folder of the recipe's file; in an override, at the current
+  directory; a default, at the checkout.
 """
 
 COMMANDS_INTRODUCTION = """\
