@@ -39,6 +39,8 @@ FLOORS = {
         ("objective",),
         ("baselines", "analysis"),
         ("search",),
+        ("commands",),
+        ("console",),
     ),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
 }
