@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bosch.commands import command_parser
-from pipeline.cli import commands
+from pipeline.cli import commands, main
+from pipeline.commands import new
 from pipeline.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,18 +89,29 @@ def test_commands_and_their_options_exist() -> None:
     assert found > 20
 
 
-def test_the_recipe_to_copy_is_valid(tmp_path: Path) -> None:
-    """With the quickstart's model in place of the reader's, and its smoke test's overrides."""
+def test_the_recipe_of_the_first_hour_is_what_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is valid with the quickstart's model in place of the reader's, as its smoke test is."""
     page = ROOT / "docs" / "start" / "own_model.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new, "ROOT", tmp_path)
+    monkeypatch.setattr(new, "SCHEMA", tmp_path / "docs" / "reference" / "recipe.schema.json")
+    Path("recipes").mkdir()
+    Path("data", "mine").mkdir(parents=True)
+    Path("data", "mine", "a.txt").write_text("text")
+    (command,) = [words for words in _commands(page) if words[:2] == ["bosch", "new"]]
+    assert main(command[1:]) == 0
     (content,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", _text(page))
-    recipe = tmp_path / "my_model.yaml"
-    recipe.write_text(content, encoding="utf-8")
+    recipe = Path("recipes", "my_model.yaml")
+    assert recipe.read_text(encoding="utf-8") == content
     (smoke,) = [words for words in _commands(page) if "name=smoke" in words]
+    assert smoke[3:] == list(new.SMOKE)
     small = [
-        "model.path=recipes/quickstart/base_model",
+        f"model.path={ROOT}/recipes/quickstart/base_model",
         "prepare.sequence_length=2k",
         "prepare.calibration.length=2k",
         "evaluate.needle.lengths=[1k,2k]",
     ]
-    for overrides in ([], smoke[2:]):
-        load_recipe(recipe, [*small, *overrides], input_files=False)
+    for overrides in ((), new.SMOKE):
+        load_recipe(recipe, [*small, *overrides])
