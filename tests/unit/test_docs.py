@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,21 @@ def test_the_recipe_of_the_first_hour_is_what_the_command_writes(
     ]
     for overrides in ((), new.SMOKE):
         load_recipe(recipe, [*small, *overrides])
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Its links are the repository's, rewritten by a hook; nothing comes from the network."""
+    pytest.importorskip("material", reason="the extra 'docs' is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            place = page.relative_to(ROOT / "docs").with_suffix(".html")
+            assert (tmp_path / place).is_file(), place
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'href="start/quickstart.html"' in home and "start/quickstart.md" not in home
+    assert 'src="images/report.png"' in home and (tmp_path / "images" / "report.png").is_file()
+    outside = re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', home)
+    assert not outside
