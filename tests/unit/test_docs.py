@@ -16,12 +16,14 @@ from bosch.commands import command_parser
 from pipeline.cli import commands, main
 from pipeline.commands import new
 from pipeline.recipe.load import load_recipe
+from tests.notebook import NOTEBOOK, code_cells, run_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(p for f in ("docs", "recipes") for p in (ROOT / f).rglob("*.md"))]
 )
 COMMANDS = commands()
+CELLS = code_cells(NOTEBOOK)
 KINDS = {"start", "guide", "reference", "notes"}
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -136,3 +138,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'src="images/report.png"' in home and (tmp_path / "images" / "report.png").is_file()
     outside = re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', home)
     assert not outside
+
+
+def test_the_notebook_is_kept_without_outputs_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in CELLS)
+    monkeypatch.setenv("BOSCH_RUN", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"{tmp_path} holds no finished run: launch/torchrun.sh"):
+        run_notebook(NOTEBOOK)
