@@ -16,7 +16,7 @@ from bosch.model.families import HYBRID_PREFIX
 from bosch.model.stored_config import merged_text
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
-from data_prep.tokenizer_files import tokenizer_files
+from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import is_hub_name
 from stages.recipe import ModelInfo
 

@@ -25,8 +25,8 @@ from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
+from data_prep.documents.calibration import forced_records
+from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
 from tests.rank_processes import start_pipeline
 

@@ -40,6 +40,7 @@ FLOORS = {
         ("baselines", "analysis"),
         ("search",),
     ),
+    "data_prep": (("text",), ("tasks",), ("documents",)),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
 }
 USES = {

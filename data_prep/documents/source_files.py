@@ -1,4 +1,4 @@
-"""The files that a source's documents come from; imports nothing heavy, for keys and checks."""
+"""Files of documents and of tokenizers; imports nothing heavy, for keys and checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, open_regular
-from data_prep.mds_index import INDEX, read_index
+from data_prep.documents.mds_index import INDEX, read_index
 
 _PARQUET_MAGIC = b"PAR1"
 _SUFFIXES = {
@@ -109,3 +109,31 @@ def _check_parquet(where: str, file: Path) -> None:
         raise UserError(f"{where}: {file} is no whole Parquet file (cut short or of another kind)")
     if int.from_bytes(tail[:4], "little") > size - 12:
         raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.bpe",
+    "tekken.json",
+    "normalizer.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+# Of those whose names are the model's own.
+_TOKENIZER_PATTERNS = ("*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
+
+
+def tokenizer_files(directory: Path) -> list[str]:
+    """Names of the files in a directory that a tokenizer is read from, in order."""
+    patterns = (*TOKENIZER_FILES, *_TOKENIZER_PATTERNS)
+    files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path.name for path in files if not path.name.startswith("."))

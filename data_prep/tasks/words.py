@@ -1,17 +1,22 @@
-"""Plain English words, and needle keys (`adjective-noun`) made from them.
+"""Plain English words, needle keys (`adjective-noun`) made from them, and sentences of a text.
 
 Both lists are sorted; their order is part of what a seed means, so changing a list changes every
-needle sample. RULER's own words are those of the package wonderwords, where it is installed.
+needle sample. RULER's own words are those of the package wonderwords, and it splits
+sentences by NLTK's punkt; they are used where they are installed.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from random import Random
 from typing import overload
 
@@ -143,3 +148,46 @@ def ruler_words() -> WordLists:
     nouns, adjectives, verbs = (read(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
     single = sorted({*nouns, *adjectives, *verbs})
     return WordLists(PairedWords(adjectives, nouns), single, is_upstream=True)
+
+
+# White space behind a full stop (a closing quote or bracket may follow it), before a new sentence;
+# the stop of an initial ends nothing.
+_SENTENCE_END = re.compile(
+    r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))(?<!\b[A-Za-z]\.)\s+(?=["'(\[]?[A-Z0-9])"""
+)
+_PUNKT = Path("tokenizers/punkt_tab/english")
+
+
+def split_by_rule(text: str) -> list[str]:
+    """The sentences of a text, without the white space between them."""
+    return _SENTENCE_END.split(text)
+
+
+def split_as_ruler(text: str) -> list[str]:
+    """The sentences of a text by punkt, or by rule where `sentences_identity` says so."""
+    if _punkt_folder() is None:
+        return split_by_rule(text)
+    from nltk.tokenize import sent_tokenize
+
+    sentences: list[str] = sent_tokenize(text)
+    return sentences
+
+
+def sentences_identity() -> str:
+    """What splits sentences on this machine; nltk is not imported."""
+    if _punkt_folder() is None:
+        return "built in"
+    return f"punkt of nltk {importlib.metadata.version('nltk')}"
+
+
+def _punkt_folder() -> Path | None:
+    """Where punkt's data lies, among the folders that nltk searches; None without nltk too."""
+    try:
+        importlib.metadata.version("nltk")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    below = [Path(sys.prefix, folder, "nltk_data") for folder in ("", "share", "lib")]
+    system = [Path("/usr", folder, "nltk_data") for folder in ("share", "local/share", "lib")]
+    roots = [Path(root) for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
+    roots += [Path("~/nltk_data").expanduser(), *below, *system, Path("/usr/local/lib/nltk_data")]
+    return next((root / _PUNKT for root in roots if (root / _PUNKT).is_dir()), None)

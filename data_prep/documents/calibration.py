@@ -11,9 +11,8 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.haystacks import make_sample
-from data_prep.needles import Needle, NeedleSample, SeedSpace, forced_ids
-from data_prep.ruler_samples import StoredSample
+from data_prep.tasks.needles import Draft, Needle, SeedSpace, forced_ids, make_sample
+from data_prep.tasks.samples import StoredSample
 
 
 def write_calibration(
@@ -39,12 +38,13 @@ def write_calibration(
         (folder / "needles.jsonl").open("w") as needles_file,
         progress(examples, "calibration examples", "examples") as bar,
     ):
-        for sample, (ids, answer_length) in records:
+        for index, (sample, (ids, answer_length)) in enumerate(records):
             lengths.append(len(ids))
-            head = {"task": sample.task, "index": sample.index, "seed": seed}
+            head = {"task": tasks[index % len(tasks)], "index": index, "seed": seed}
             record = {**head, "input_ids": ids, "answer_length": answer_length}
             ids_file.write(json.dumps(record) + "\n")
-            needles = {"needles": sample.needles, "prompt_sha256": _digest(sample.prompt)}
+            digest = hashlib.sha256(sample.prompt.encode()).hexdigest()
+            needles = {"needles": sample.needles, "prompt_sha256": digest}
             needles_file.write(json.dumps({**head, **needles}) + "\n")
             bar.update()
     return {
@@ -64,7 +64,7 @@ def forced_records(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
-) -> Iterator[tuple[NeedleSample, tuple[list[int], int]]]:
+) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
     Tasks take turns. Prompt and answer together have at most `length` tokens.
@@ -74,10 +74,6 @@ def forced_records(
         sample = make_sample(task, length, tokenizer, seed_space, seed, number, None, essay_words)
         prompt, answer = forced_ids(sample, tokenizer)
         yield sample, (prompt + answer, len(answer))
-
-
-def _digest(prompt: str) -> str:
-    return hashlib.sha256(prompt.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from bosch.files import (
 )
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
-from data_prep.filters import Filters
-from data_prep.sources import Part, Source, list_parts, read_part
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Part, Source, list_parts, read_part
+from data_prep.documents.tokenizer import WINDOW, Encoder
 from data_prep.text import Document, TextFile
-from data_prep.tokenizer import WINDOW, Encoder
 
 logger = logging.getLogger(__name__)
 

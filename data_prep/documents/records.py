@@ -1,11 +1,16 @@
-"""Texts from records: JSONL (plain, gzip, zstd) and Parquet, with errors that say which record."""
+"""Texts from records: JSONL (plain, gzip, zstd), Parquet and Hugging Face datasets, streamed.
+
+Errors say which record. Filters say which documents of a source are used.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import JsonLimits, check_json_text, open_regular, require_regular
-from data_prep.filters import Filters
-from data_prep.text import decode_utf8
+from data_prep.documents.source_files import is_local
+from data_prep.text import Document, TextFile, decode_utf8
 
 # A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do
 # its values.
@@ -30,6 +35,46 @@ _MOST_RATIO = 256
 _MOST_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Bounds include their ends; None is no bound. A token count leaves out the end-of-text token.
+
+    `matches`: a regular expression for each named field, searched for in its value. A field that is
+    missing or null matches nothing.
+    """
+
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    matches: Mapping[str, str] = field(default_factory=dict)
+
+    def allow_record(self, record: Mapping[str, Any]) -> bool:
+        """Whether every pattern is in its field; a number is matched as it is written in JSON."""
+        return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
+
+    def allow_text(self, document: Document) -> bool:
+        """Whether the document's characters are within the bounds."""
+        if self.min_characters is None and self.max_characters is None:
+            return True
+        pieces = document.pieces() if isinstance(document, TextFile) else [document]
+        return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
+
+    def allow_tokens(self, tokens: int) -> bool:
+        """Whether the number of tokens is within the bounds."""
+        return _within(tokens, self.min_tokens, self.max_tokens)
+
+
+def _holds(value: Any, pattern: str) -> bool:
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return value is not None and re.search(pattern, str(value)) is not None
+
+
+def _within(size: int, low: int | None, high: int | None) -> bool:
+    return (low is None or size >= low) and (high is None or size <= high)
 
 
 def is_compressed(path: Path) -> bool:
@@ -259,3 +304,67 @@ def _rows_per_batch(file: Any, group: int, field: str) -> int:
 def _scalar_bytes(scalar: Any) -> int:
     buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
     return 0 if buffer is None else len(buffer)
+
+
+def open_dataset(
+    where: str, path: str, subset: str | None, split: str, revision: str | None
+) -> Any:
+    """The split as an IterableDataset; nothing but its metadata is read.
+
+    Raises:
+        UserError: there is no such dataset, subset or split; `where` stands before the sentence.
+        RunError: the hub cannot be reached.
+    """
+    from datasets import load_dataset
+
+    _register_zstd()
+    local = is_local(path)
+    name = str(Path(path).expanduser()) if local else path
+    commit = None if local else revision
+    try:
+        return load_dataset(name, subset, split=split, revision=commit, streaming=True)
+    except Exception as error:
+        raise _dataset_fault(f"{where}: dataset {path}", error) from None
+
+
+def _register_zstd() -> None:
+    """Have fsspec, by which datasets opens files, read .zst as a source of kind jsonl does.
+
+    By itself it does so only where one more package is installed.
+    """
+    from fsspec.compression import compr, register_compression
+
+    if "zstd" not in compr:
+        register_compression(
+            "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
+        )
+
+
+def read_dataset(
+    where: str, dataset: Any, number: int, field: str, filters: Filters
+) -> Iterator[str | None]:
+    """Texts of one shard's records; None for a record that a pattern leaves out.
+
+    Raises:
+        UserError: a record is damaged or has no text in `field`; names shard and record.
+    """
+    row = 0
+    try:
+        for record in dataset.shard(dataset.num_shards, number):
+            problem = text_problem(record, field)
+            if problem:
+                raise UserError(f"{where}, shard {number}, record {row}: {problem}")
+            yield record[field] if filters.allow_record(record) else None
+            row += 1
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise _dataset_fault(f"{where}, shard {number}, after record {row}", error) from None
+
+
+def _dataset_fault(where: str, error: Exception) -> UserError | RunError:
+    """A network's failure may pass by itself; anything else is the dataset's fault."""
+    reason = printable(" ".join(str(error).split()) or type(error).__name__)
+    if isinstance(error, ConnectionError | TimeoutError) or "Connect" in type(error).__name__:
+        return RunError(f"{where}: the hub cannot be reached ({reason}); run again")
+    return UserError(f"{where}: cannot be read ({reason})")

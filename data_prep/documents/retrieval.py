@@ -7,20 +7,19 @@ segments, so that a trainer can weight what has to be retrieved; joined, it is p
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from data_prep.needles import (
+from data_prep.tasks.needles import (
     NOISE_LINE,
-    answer_prefix,
+    draw_pair,
     instruction,
     needle_sentence,
-    pair_owner,
     question,
 )
-from data_prep.words import ADJECTIVES, NOUNS, word_key
+from data_prep.tasks.tables import TaskSpec
+from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
 
 
 class Segment(NamedTuple):
@@ -33,32 +32,30 @@ class Segment(NamedTuple):
 Document = list[Segment]
 
 
-def _digits(rng: Random, count: int) -> str:
-    return "".join(rng.choice(string.digits) for _ in range(count))
+def _letters(rng: Random, alphabet: str, count: int) -> str:
+    return "".join(rng.choice(alphabet) for _ in range(count))
 
 
-def _hex(rng: Random, count: int) -> str:
-    return "".join(rng.choice("0123456789abcdef") for _ in range(count))
-
-
+_DIGITS, _HEX = "0123456789", "0123456789abcdef"
 _KEYS: tuple[Callable[[Random], str], ...] = (
     word_key,
     word_key,
     word_key,
     lambda rng: rng.choice(NOUNS),
-    lambda rng: _hex(rng, rng.randint(3, 6)),
-    lambda rng: _digits(rng, rng.randint(2, 4)),
+    lambda rng: _letters(rng, _HEX, rng.randint(3, 6)),
+    lambda rng: _letters(rng, _DIGITS, rng.randint(2, 4)),
 )
 _VALUES: tuple[Callable[[Random], str], ...] = (
     lambda rng: str(rng.randint(1_000_000, 9_999_999)),
     lambda rng: str(rng.randint(1_000_000, 9_999_999)),
-    lambda rng: _digits(rng, rng.randint(1, 6)),
-    lambda rng: _hex(rng, rng.randint(3, 8)),
+    lambda rng: _letters(rng, _DIGITS, rng.randint(1, 6)),
+    lambda rng: _letters(rng, _HEX, rng.randint(3, 8)),
     lambda rng: rng.choice(ADJECTIVES),
     word_key,
 )
 _SEPARATORS = (": ", " = ", " -> ", " is: ", " ", ", ")
 _LINE_ENDS = ("\n", "; ", ".\n", " | ")
+_EXAMPLE = {"numbers": "1234567", "uuids": "0" * 36}
 
 
 def key_value_list(rng: Random, characters: int) -> Document:
@@ -66,12 +63,14 @@ def key_value_list(rng: Random, characters: int) -> Document:
     make_key, make_value = rng.choice(_KEYS), rng.choice(_VALUES)
     separator, end = rng.choice(_SEPARATORS), rng.choice(_LINE_ENDS)
     pairs: dict[str, str] = {}
-    length = 0
+    length = 1  # the line break between pairs and questions
     limit = characters * rng.uniform(0.2, 0.6)
+    # There may be fewer keys of this kind than the list has room for.
     for _ in range(characters):
-        key = make_key(rng)
-        pairs.setdefault(key, make_value(rng))
-        length += len(key) + len(separator) + len(pairs[key]) + len(end)
+        key, value = make_key(rng), make_value(rng)
+        if key not in pairs:
+            pairs[key] = value
+            length += len(key) + len(separator) + len(value) + len(end)
         if length >= limit:
             break
     document = [Segment(f"{key}{separator}{value}{end}") for key, value in pairs.items()]
@@ -91,7 +90,7 @@ def two_hops(rng: Random, characters: int) -> Document:
     length = 0
     limit = characters * rng.uniform(0.3, 0.6)
     while length < limit:
-        start, middle, value = word_key(rng), word_key(rng), _digits(rng, 4)
+        start, middle, value = word_key(rng), word_key(rng), _letters(rng, _DIGITS, 4)
         lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
         answers.append((start, middle, value))
         length += len(lines[-1]) + len(lines[-2])
@@ -101,7 +100,7 @@ def two_hops(rng: Random, characters: int) -> Document:
         start, middle, value = rng.choice(answers)
         document += [Segment(f"By {start} we reach "), Segment(middle, True), Segment(" with ")]
         document += [Segment(value, True), Segment(".\n")]
-        length += len(start) + len(middle) + len(value) + 25
+        length += sum(len(segment.text) for segment in document[-5:])
     return document
 
 
@@ -111,11 +110,13 @@ def repeated_spans(rng: Random, characters: int, prose: Sequence[str]) -> Docume
     document: Document = []
     length = 0
     while length < characters:
-        fresh = _prose_words(rng, prose, rng.randint(20, 80))
+        # A span that comes again is half as long as what is new, and a word has six letters.
+        room = max(10, (characters - length) // 10)
+        fresh = _prose_words(rng, prose, min(rng.randint(20, 80), room))
         document.append(Segment(" ".join(fresh) + "\n"))
         words += fresh
         start = rng.randrange(len(words))
-        again = words[start : start + rng.randint(8, 40)]
+        again = words[start : start + min(rng.randint(8, 40), room)]
         document += [Segment(again[0] + " "), Segment(" ".join(again[1:]), True), Segment("\n")]
         length += sum(len(word) + 1 for word in fresh + again)
     return document
@@ -131,24 +132,25 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
 
     The form is that of the RULER tasks, so that a small base model can answer them.
     """
-    what = "uuids" if rng.random() < 0.1 else "numbers"
+    what: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
     questions = max(1, min(rng.randint(1, 12), characters // 500))
-    room = characters - questions * len(question("a" * 12, what) + answer_prefix("a" * 12, what))
+    instructed = instruction(what) + "\n"
+    asked = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
+    room = characters - len(instructed) - questions * asked
     haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
+    spec = TaskSpec(haystack, "words", what, 1)
     needles: dict[str, str] = {}
 
     def add_needle() -> str:
-        while True:
-            key = word_key(rng)
-            value = str(rng.randint(1_000_000, 9_999_999)) if what == "numbers" else _uuid(rng)
-            # Calibration and evaluation ask for other pairs: nothing here can give them away.
-            if key not in needles and pair_owner(key, value) == "training":
-                needles[key] = value
-                return needle_sentence(key, value, what)
+        # Calibration and evaluation ask for other pairs: nothing here can give them away.
+        key, value = draw_pair(rng, spec, "training", needles)
+        needles[key] = value
+        return needle_sentence(key, value, what)
 
+    hidden = 0 if haystack == "needles" else min(rng.choice((1, 1, 4, 8)), max(1, room // 100))
+    room -= hidden * len(needle_sentence("a" * 12, _EXAMPLE[what], what))
     lines: list[str] = []
     length = 0
-    sparse = rng.choice((1, 1, 4, 8))
     while length < room or not lines:
         if haystack == "needles":
             lines.append(add_needle())
@@ -157,23 +159,17 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
         else:
             lines.append(" ".join(_prose_words(rng, prose, rng.randint(8, 25))))
         length += len(lines[-1]) + 1
-    if haystack != "needles":
-        for _ in range(sparse):
-            lines.insert(rng.randint(0, len(lines)), add_needle())
+    for _ in range(hidden):
+        lines.insert(rng.randint(0, len(lines)), add_needle())
     joint = " " if haystack == "essay" else "\n"
-    document = [Segment(instruction(what) + "\n"), Segment(joint.join(lines))]
+    document = [Segment(instructed), Segment(joint.join(lines))]
     for _ in range(questions):
         key = rng.choice(list(needles))
-        document.append(Segment("\n" + question(key, what) + answer_prefix(key, what) + ": "))
+        document.append(Segment("\n" + "".join(question(key, what)) + ": "))
         document += [Segment(needles[key], True), Segment(".")]
     return document
 
 
-def _uuid(rng: Random) -> str:
-    return "-".join(_hex(rng, count) for count in (8, 4, 4, 4, 12))
-
-
-_KINDS = ("list", "needle", "repeat", "hops")
 # Shares of the documents in a source of training data: mostly what the needle tasks ask for.
 _SOURCE_WEIGHTS = (0.1, 0.8, 0.05, 0.05)
 
@@ -185,13 +181,13 @@ def retrieval_document(
     weights: Sequence[float] = (0.4, 0.4, 0.1, 0.1),
 ) -> Document:
     """One document of about `characters` characters; `weights`: list, needle, repeat, two hops."""
-    kind = rng.choices(_KINDS, weights)[0]
-    if kind == "list":
-        return key_value_list(rng, characters)
-    if kind == "needle":
-        return needle_document(rng, characters, prose)
-    if kind == "repeat":
-        return repeated_spans(rng, characters, prose)
+    match rng.choices(("list", "needle", "repeat", "hops"), weights)[0]:
+        case "list":
+            return key_value_list(rng, characters)
+        case "needle":
+            return needle_document(rng, characters, prose)
+        case "repeat":
+            return repeated_spans(rng, characters, prose)
     return two_hops(rng, characters)
 
 

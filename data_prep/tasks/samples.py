@@ -22,12 +22,10 @@ import numpy as np
 from bosch.errors import RunError, UserError
 from bosch.files import canonical_json, file_digest, make_folder
 from bosch.journal import Journal
-from data_prep.needles import Needle
-from data_prep.ruler import ruler_task
-from data_prep.ruler_base import Corpus, Sample, TokenCounter
-from data_prep.ruler_tasks import DATA_FILES
-from data_prep.sentences import sentences_identity
-from data_prep.words import words_identity
+from data_prep.tasks.needles import Needle
+from data_prep.tasks.ruler import Corpus, Sample, TokenCounter, ruler_task
+from data_prep.tasks.tables import DATA_FILES
+from data_prep.tasks.words import sentences_identity, words_identity
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +183,6 @@ def _digest(ids: np.ndarray) -> str:
 
 def _record(index: int, sample: Sample) -> dict[str, Any]:
     draft = sample.draft
-    prompt = draft.text[: len(draft.text) - len(draft.prefix)]
     return {
         "index": index,
         "tokens": len(sample.ids),
@@ -194,7 +191,7 @@ def _record(index: int, sample: Sample) -> dict[str, Any]:
         "answers": draft.answers,
         "tail": draft.text[-_TAIL_CHARACTERS:],
         "needles": draft.needles,
-        "prompt_sha256": hashlib.sha256(prompt.encode()).hexdigest(),
+        "prompt_sha256": hashlib.sha256(draft.prompt.encode()).hexdigest(),
     }
 
 

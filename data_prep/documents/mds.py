@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from bosch.errors import UserError
 from bosch.files import open_regular, parse_json
-from data_prep.mds_index import Shard
-from data_prep.records import RECORD_LIMITS
+from data_prep.documents.mds_index import Shard
+from data_prep.documents.records import RECORD_LIMITS
 from data_prep.text import decode_utf8
 
 # A file of a few kilobytes may claim to be gigabytes when it is decompressed.

@@ -19,14 +19,13 @@ from typing import Any, Literal
 import numpy as np
 
 from bosch.errors import UserError
-from data_prep import hub, mds, records
-from data_prep.essays import haystack_words, pydoc_topics
-from data_prep.filters import Filters
-from data_prep.mds_index import Shard, read_index
-from data_prep.retrieval import retrieval_documents
-from data_prep.source_files import source_files
-from data_prep.text import Document, TextFile, read_utf8
-from data_prep.tokenizer import WINDOW, TokenizerSpec, load_tokenizer
+from data_prep.documents import mds, records
+from data_prep.documents.mds_index import Shard, read_index
+from data_prep.documents.records import Filters
+from data_prep.documents.retrieval import retrieval_documents
+from data_prep.documents.source_files import source_files
+from data_prep.documents.tokenizer import WINDOW, TokenizerSpec, load_tokenizer
+from data_prep.text import Document, TextFile, haystack_words, pydoc_topics, read_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +169,12 @@ def _huggingface_parts(source: Source) -> list[Part]:
 def _read_huggingface(part: Part, source: Source) -> Iterator[str | None]:
     where = f"source {source.name}: dataset {source.path}, split {source.split}"
     name, filters = source.text_field, source.filters
-    return hub.read_dataset(where, _dataset(source), part.start, name, filters)
+    return records.read_dataset(where, _dataset(source), part.start, name, filters)
 
 
 @lru_cache(maxsize=4)
 def _opened(name: str, path: str, subset: str | None, split: str, revision: str | None) -> Any:
-    return hub.open_dataset(f"source {name}", path, subset, split, revision)
+    return records.open_dataset(f"source {name}", path, subset, split, revision)
 
 
 def _dataset(source: Source) -> Any:
