@@ -49,6 +49,7 @@ class Command:
     `run(loaded, options)` of its module works on a recipe, `run(options)` on none; both
     return the exit status. `fetch` allows looking the recipe's model up over the network; without
     `input_files` its data need not be there, without `model_files` neither weights nor tokenizer.
+    Without `model_family` nothing is checked that takes transformers.
     """
 
     help: str
@@ -57,6 +58,7 @@ class Command:
     fetch: bool = True
     input_files: bool = True
     model_files: bool = True
+    model_family: bool = True
 
 
 COMMANDS = {
@@ -65,6 +67,7 @@ COMMANDS = {
         "say for each stage whether it is cached, to run, running or failed, and why",
         "pipeline.commands.status",
         fetch=False,
+        model_family=False,
     ),
     "validate": Command(
         "check a recipe, its model and its input files",
@@ -121,6 +124,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
             fetch=command.fetch,
             input_files=command.input_files,
             model_files=command.model_files,
+            model_family=command.model_family,
             stages=stages,
         )
         root = loaded.output_root

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def load_recipe(
     fetch: bool = True,
     input_files: bool = True,
     model_files: bool = True,
+    model_family: bool = True,
     stages: Sequence[Stage[Any]] = STAGES,
     env: Mapping[str, str] = os.environ,
     root: Path = ROOT,
@@ -43,6 +45,7 @@ def load_recipe(
 
     `fetch` allows looking a hub model up over the network; without `input_files` the data need not
     be there yet, without `model_files` a model's directory needs nothing but its config.json.
+    Without `model_family` nothing is checked that transformers must be asked for.
 
     Raises:
         UserError: lists with dotted paths every field at fault, or every fault between fields.
@@ -58,10 +61,16 @@ def load_recipe(
     recipe = _completed(recipe, stages)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
-        recipe.model.path, recipe.model.revision, root, fetch=fetch, files=model_files
+        recipe.model.path,
+        recipe.model.revision,
+        root,
+        fetch=fetch,
+        files=model_files,
+        family=model_family,
     )
     loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
-    faults += find_faults(loaded, input_files=input_files)
+    checked = loaded if model_family else replace(loaded, info=None)
+    faults += find_faults(checked, input_files=input_files)
     if faults:
         raise UserError(listing(str(file), faults))
     return loaded
