@@ -46,75 +46,9 @@ from stages.stage import Stage
 _PACKAGES = (bosch.commands, pipeline.commands)
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True)
-class Command:
-    """One row of the table of commands.
-
-    `run(loaded, options)` of its module works on a recipe, `run(options)` on none; both
-    return the exit status. `fetch` allows looking the recipe's model up over the network; without
-    `input_files` its data need not be there, without `model_files` neither weights nor tokenizer.
-    Without `model_family` nothing is checked that takes transformers.
-    """
-
-    help: str
-    module: str
-    recipe: bool = True
-    fetch: bool = True
-    input_files: bool = True
-    model_files: bool = True
-    model_family: bool = True
-
-
-COMMANDS = {
-    "run": Command("bring the stages of a recipe up to date", "pipeline.commands.run"),
-    "status": Command(
-        "say for each stage whether it is cached, to run, running or failed, and why",
-        "pipeline.commands.status",
-        fetch=False,
-        model_family=False,
-    ),
-    "validate": Command(
-        "check a recipe, its model and its input files",
-        "pipeline.commands.validate",
-        fetch=False,
-    ),
-    "plan": Command(
-        "say what a run needs and costs before it starts",
-        "pipeline.commands.plan.command",
-        fetch=False,
-        input_files=False,
-        model_files=False,
-    ),
-    "compare": Command(
-        "run methods at several ratios and print the paper's tables",
-        "pipeline.commands.compare.command",
-    ),
-    "study": Command(
-        "compare the search's methods on a recipe's model, see docs/notes/study.md",
-        "pipeline.commands.study.command",
-        input_files=False,
-    ),
-    "evaluate": Command(
-        "score checkpoints, of a running training too, or any model directory",
-        "pipeline.commands.evaluate",
-    ),
-    "measure": Command(
-        "measure speed and memory of a model beside its hybrids",
-        "pipeline.commands.measure.command",
-        recipe=False,
-    ),
-    "mask": Command(
-        "write a head mask for another project, or read one, see docs/reference/format.md",
-        "pipeline.commands.mask.command",
-        recipe=False,
-    ),
-}
-=======
 def commands() -> Mapping[str, ModuleType]:
     """Every command by name; imports all of them."""
     return dict(all_commands(_PACKAGES))
->>>>>>> kit
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = STAGES) -> int:

@@ -86,7 +86,7 @@ def test_an_index_shows_the_description(site: Path) -> None:
     assert isinstance(text, str)
     page = readme_renderer.markdown.render(text)
     assert page is not None and "<table>" in page
-    assert page.count("href=\"http") == text.count("](https://"), "links to files of the repository"
+    assert page.count('href="http') == text.count("](https://"), "links to files of the repository"
     assert metadata.get_all("Project-URL")
     assert any("Typing :: Typed" in line for line in metadata.get_all("Classifier") or ())
 
