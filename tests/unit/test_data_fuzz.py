@@ -31,7 +31,7 @@ from data_prep.text import TextFile
 from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))  # for each kind
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.25"))  # for each kind
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _MEMORY = 3 * 2**30
 _SLOWEST = 10.0  # seconds of processor time for one input
@@ -130,7 +130,7 @@ def read_cases(folder: Path, kind: str, tokenizer: str, progress: Path) -> None:
     """Read damaged inputs until the time is over; `progress` holds the number of the case."""
     deadline = time.monotonic() + SECONDS
     number = 0
-    while time.monotonic() < deadline or number < 20:
+    while time.monotonic() < deadline or number < 12:
         file, content = damaged_file(folder, kind, number)
         whole = file.read_bytes()
         progress.write_text(f"{kind}, seed {SEED}, case {number}")
