@@ -39,6 +39,8 @@ FLOORS = {
         ("objective",),
         ("baselines", "analysis"),
         ("search",),
+        ("commands",),
+        ("console",),
     ),
     "data_prep": (("text",), ("tasks",), ("documents",)),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),

@@ -1,15 +1,19 @@
-"""`python -m pipeline mask export|import`: a head mask to and from other projects' files."""
+"""`bosch mask export|import`: a head mask to and from other projects' files."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from bosch.commands import Command
+from bosch.commands.mask.formats import WRITERS, read_duoattention, read_rtp_llm
 from bosch.errors import UserError
 from bosch.heads import HeadMaskFile
 from bosch.window import Window
-from pipeline.commands.mask.formats import WRITERS, read_duoattention, read_rtp_llm
 
+COMMAND = Command(
+    "write a head mask for another project, or read one, see docs/reference/format.md"
+)
 _REFUSED = {
     "fastdeploy": (
         "--format fastdeploy: FastDeploy takes one share of sliding heads for all layers and no "
