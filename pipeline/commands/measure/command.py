@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     # By name, as stages are: torch is loaded after the options are checked.
     measurement = importlib.import_module("pipeline.commands.measure.measurement")
     measurement.measure(arguments.model, arguments.original, settings, Path(output))
-    print(f"the figures are in {output}/efficiency.json, the plots beside it")
+    print(f"the figures are in {output}/efficiency.json, its page and plots beside it")
     return 0
 
 
