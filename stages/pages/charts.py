@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,14 +135,14 @@ class Style(NamedTuple):
 
 def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
     """A style for each series, which two share only where there are more than 42."""
-    free = [Style(PALETTE[i % 7], SHAPES[(i // 7 + i) % 6]) for i in range(42)]
+    free = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
     names = list(dict.fromkeys(names))
     return {n: (known or {}).get(n, free[i % len(free)]) for i, n in enumerate(names)}
 
 
-def values(rows: Iterable[Row]) -> alt.Data:
+def values(rows: Iterable[Row]) -> alt.InlineData:
     """Rows of a chart."""
-    return alt.Data(values=[dict(row) for row in rows])
+    return alt.InlineData(values=[dict(row) for row in rows])
 
 
 def colour(look: Mapping[str, Style], field: str = "series") -> alt.Color:
@@ -278,7 +279,9 @@ def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> 
         color="shared", shape="shared", strokeDash="shared"
     )
     for path in paths:
-        save(chart, path, "; ".join(one.description for one in pictures))
+        with warnings.catch_warnings():  # in a file nothing is picked or zoomed
+            warnings.filterwarnings("ignore", "Automatically deduplicated selection")
+            save(chart, path, "; ".join(one.description for one in pictures))
 
 
 def _escaped(text: str) -> str:

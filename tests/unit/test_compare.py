@@ -31,6 +31,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
+from stages.pages import page as template
+from stages.pages.charts import Picture
 from stages.recipe import World
 from stages.stage import Stage
 from tests.compare_stages import hybrid_score
@@ -44,6 +46,9 @@ PAPER = [
 
 @pytest.fixture
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    # Pages without the pictures that need no script, and without that script.
+    monkeypatch.setattr(template, "library", lambda: "")
+    monkeypatch.setattr(Picture, "still", "")
     # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
