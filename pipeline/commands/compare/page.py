@@ -28,6 +28,7 @@ from stages.report.predictions import anchor, samples_by_model
 from stages.report.results import SHOWN_SAMPLES, collect_predictions
 from stages.train.stage import checkpoint_name
 
+REPORT = "compare.json"
 _PAGE = "pipeline/commands/compare/page.html"
 _PREDICTIONS = "pipeline/commands/compare/predictions.html"
 _KINDS: tuple[Models, ...] = ("untrained", "trained")
@@ -47,7 +48,7 @@ _COSTS = (
 
 def write_comparison(comparison: Comparison) -> None:
     """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
-    json_file, content = comparison.folder / "compare.json", _content(comparison)
+    json_file, content = comparison.folder / REPORT, _content(comparison)
     if read_json(json_file) == json.loads(json.dumps(content)):
         return
     write_text(comparison.folder / "compare.md", markdown(comparison))
