@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli import COMMANDS, parser_of  # noqa: E402
+from bosch.commands import command_parser  # noqa: E402
+from pipeline.cli import commands  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
 from stages.recipe import recipe_type  # noqa: E402
@@ -40,6 +41,8 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
   (× 1,000,000,000).
 - *size*: bytes, or `512MiB`, `40GB`.
 - *number*: `1e-5` is read as one.
+- *path*: a relative one starts at the folder of the recipe's file; in an override, at the current
+  directory; a default, at the checkout.
 """
 
 COMMANDS_INTRODUCTION = """\
@@ -47,7 +50,11 @@ COMMANDS_INTRODUCTION = """\
 
 <!-- Written by docs/reference/make_reference.py from the commands' parsers. -->
 
-`python -m pipeline COMMAND …` needs the project's Python: `source .venv/bin/activate` first.
+`bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first. It works from
+any folder, and is the same as `python -m pipeline COMMAND …` in the checkout. `bosch --version`
+prints the version, `bosch completion bash` what completes commands and options in a shell.
+Where `pip install .` has put the library alone, `bosch` has the commands that need no more, `mask`
+and `show`.
 `launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
 finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
 read as YAML.
@@ -71,12 +78,14 @@ def recipe_reference() -> str:
 
 def command_reference() -> str:
     """Text of commands.md."""
-    return COMMANDS_INTRODUCTION + "".join(map(_command, COMMANDS))
+    return COMMANDS_INTRODUCTION + "".join(
+        _command(name, module) for name, module in commands().items()
+    )
 
 
-def _command(name: str) -> str:
+def _command(name: str, module: types.ModuleType) -> str:
     """A table of a command's arguments and options."""
-    parser, rows = parser_of(name), []
+    parser, rows, about = command_parser(name, module), [], module.COMMAND.help
     for action in parser._actions:
         if "--help" not in action.option_strings:
             choices = "|".join(map(str, action.choices or []))
@@ -84,10 +93,10 @@ def _command(name: str) -> str:
             option = " ".join(action.option_strings)
             takes_value = not option or action.nargs != 0
             usage = f"{option} {words}" if option and takes_value else option or words
-            about = (action.help or "") % {"default": action.default, "prog": parser.prog}
-            rows.append(f"| `{_escape(usage)}` | {_escape(about)} |\n")
+            meaning = (action.help or "") % {"default": action.default, "prog": parser.prog}
+            rows.append(f"| `{_escape(usage)}` | {_escape(meaning)} |\n")
     table = "\n| argument | meaning |\n|---|---|\n" + "".join(rows)
-    return f"\n## {name}\n\n{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n{table}"
+    return f"\n## {name}\n\n{about[0].upper()}{about[1:]}.\n{table}"
 
 
 def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`python -m pipeline evaluate RECIPE`: scores of checkpoints, or of any model directories.
+"""`bosch evaluate RECIPE`: scores of checkpoints, or of any model directories.
 
 Answers of earlier runs and calls are reused, whichever recipe they belong to.
 """
@@ -26,6 +26,7 @@ from bosch.files import (
     write_json,
     write_text,
 )
+from pipeline.commands import RecipeCommand
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.tables import Table
@@ -52,6 +53,8 @@ from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
 from stages.recipe import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_name
+
+COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")
 
 _POLL_SECONDS = 30.0
 # Between two stages of a run nobody holds a lock.

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
@@ -85,7 +85,7 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     """Print the medians of the steps after the first two that were not profiled."""
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     memory = training_memory(
-        StoredConfig(config.to_dict()).decoder, TrainConfig(**train), Runtime(**runtime),
+        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
         processes=1, tokens=length, accumulation=1,
     )  # fmt: skip
     speed = statistics.median(step.tokens_per_second or 0.0 for step in steady)

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.train.model import load_for_training
@@ -119,7 +119,7 @@ def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path:
             bare_step(model, optimizer, ids)
             taken.append(time.process_time() - started)
     hybrid, original = (statistics.median(taken[1:]) for taken in seconds)
-    shape = StoredConfig(SIZES).decoder
+    shape = DecoderShape.of(Qwen3Config(**SIZES))
     flops = shape.training_flops(length, length, 0.75, Window(window))
     expected = flops / shape.training_flops(length, length, 0.0, Window(window))
     print(f"hybrid over original: {hybrid / original:.3f}, of the operations {expected:.3f}")

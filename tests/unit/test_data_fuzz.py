@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bosch.errors import UserError
-from data_prep.filters import Filters
-from data_prep.sources import Source, list_parts, read_part
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Source, list_parts, read_part
 from data_prep.text import TextFile
 from tests.tiny_data import tiny_tokenizer
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import COMMANDS, parser_of
+from bosch.commands import command_parser
+from pipeline.cli import commands
 from pipeline.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(p for f in ("docs", "recipes") for p in (ROOT / f).rglob("*.md"))]
 )
+COMMANDS = commands()
 KINDS = {"start", "guide", "reference", "notes"}
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -43,7 +45,7 @@ def _commands(page: Path) -> list[list[str]]:
 
 
 def _options(command: str) -> set[str]:
-    return set(re.findall(r"--[\w-]+", parser_of(command).format_help()))
+    return set(re.findall(r"--[\w-]+", command_parser(command, COMMANDS[command]).format_help()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -75,10 +77,12 @@ def test_commands_and_their_options_exist() -> None:
                 ):
                     assert (ROOT / word).exists(), f"{page.name}: {word}"
             if words[:3] == ["python", "-m", "pipeline"]:
+                words = ["bosch", *words[3:]]
+            if words[0] == "bosch" and not words[1].startswith("--"):
                 found += 1
-                assert words[3] in COMMANDS, f"{page.name}: {words}"
+                assert words[1] in COMMANDS, f"{page.name}: {words}"
                 options = {word.partition("=")[0] for word in words if word.startswith("--")}
-                assert options <= _options(words[3]), f"{page.name}: {words}"
+                assert options <= _options(words[1]), f"{page.name}: {words}"
             elif words[:2] == ["python", "-m"]:
                 assert importlib.util.find_spec(words[2]), f"{page.name}: {words}"
     assert found > 20

@@ -19,6 +19,7 @@ from bosch.hardware import DEVICES, device_named
 from bosch.window import Window
 from stages.context import Runtime
 from stages.recipe import ModelInfo
+from stages.shape import stored_shape
 from stages.train import run as training
 from stages.train.decisions import SpikeRule
 from stages.train.loop import Loop
@@ -167,9 +168,9 @@ def test_speed_is_in_metrics_tensorboard_and_log(
 def test_flops_are_those_that_plan_counts(case: Path) -> None:
     """Three of four KV heads of the case slide, in a window of 6."""
     folder = case / "materialize" / "model"
-    content = json.loads((folder / "config.json").read_text())
     schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
-    expected = ModelInfo(content, folder).decoder.training_flops(128, 32, 0.75, Window(6))
+    content = json.loads((folder / "config.json").read_text())
+    expected = stored_shape(ModelInfo(content)).training_flops(128, 32, 0.75, Window(6))
     assert step_flops(AutoConfig.from_pretrained(folder), schedule) == pytest.approx(expected)
 
 

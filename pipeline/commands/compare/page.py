@@ -29,6 +29,8 @@ from stages.evaluate.scores import ORIGINAL
 from stages.report import figures, markup
 from stages.report.charts import STYLE
 
+REPORT = "compare.json"
+
 
 def write_comparison(comparison: Comparison) -> None:
     """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
@@ -60,7 +62,7 @@ def write_comparison(comparison: Comparison) -> None:
             for combination in comparison.combinations
         ],
     }
-    json_file = comparison.folder / "compare.json"
+    json_file = comparison.folder / REPORT
     if read_json(json_file) == json.loads(json.dumps(content)):
         return
     write_text(comparison.folder / "compare.md", markdown(comparison))
