@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
             fetch=command.fetch,
             input_files=command.input_files,
             model_files=command.model_files,
+            model_family=command.model_family,
             stages=stages,
         )
         root = loaded.output_root

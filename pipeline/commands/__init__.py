@@ -13,12 +13,14 @@ class RecipeCommand(Command):
     """A command that works on a recipe: `run(loaded, options)` returns the exit status.
 
     `fetch` allows looking the recipe's model up over the network; without `input_files` its data
-    need not be there, without `model_files` neither weights nor tokenizer.
+    need not be there, without `model_files` neither weights nor tokenizer. Without `model_family`
+    nothing is checked that takes transformers.
     """
 
     fetch: bool = True
     input_files: bool = True
     model_files: bool = True
+    model_family: bool = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)

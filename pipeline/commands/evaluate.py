@@ -29,7 +29,6 @@ from bosch.files import (
 from pipeline.commands import RecipeCommand
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
-from pipeline.commands.tables import Table
 from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.run.graph import Node
@@ -51,6 +50,7 @@ from stages.evaluate.scores import (
 from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
+from stages.pages.tables import Table
 from stages.recipe import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_name
 

@@ -18,6 +18,7 @@ COMMAND = RecipeCommand(
     "say for each stage whether it is cached, to run, running or failed, and why",
     json=True,
     fetch=False,
+    model_family=False,
 )
 
 # At most so much of new input files is read; beyond it, they are said not to be hashed.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def load_recipe(
     fetch: bool = True,
     input_files: bool = True,
     model_files: bool = True,
+    model_family: bool = True,
     stages: Sequence[Stage[Any]] = STAGES,
     env: Mapping[str, str] = os.environ,
 ) -> LoadedRecipe:
@@ -44,6 +46,7 @@ def load_recipe(
 
     `fetch` allows looking a hub model up over the network; without `input_files` the data need not
     be there yet, without `model_files` a model's directory needs nothing but its config.json.
+    Without `model_family` nothing is checked that transformers must be asked for.
 
     Raises:
         UserError: lists with dotted paths every field at fault, or every fault between fields.
@@ -66,9 +69,11 @@ def load_recipe(
         origins.of(("model", "path")),
         fetch=fetch,
         files=model_files,
+        family=model_family,
     )
     loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
-    faults += find_faults(loaded, input_files=input_files)
+    checked = loaded if model_family else replace(loaded, info=None)
+    faults += find_faults(checked, input_files=input_files)
     if faults:
         raise UserError(listing(str(file), faults))
     return loaded

@@ -20,8 +20,7 @@ import torch
 from bosch.errors import UserError
 from bosch.hardware import device_named
 from bosch.journal import Journal
-from bosch.model.loading import full_attention_config
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
 from stages.formats import format_seconds
@@ -223,14 +222,14 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> floa
     If it is `distilled`, the original's forward pass is part of it. A packed sequence counts as one
     document; under document masking there are fewer operations.
     """
-    sizes = StoredConfig.of_loaded(full_attention_config(config))
+    shape = DecoderShape.of(config)
     hybrid = config.hybrid_attention
     full = sum(hybrid["full_kv_heads_per_layer"])
-    swa_ratio = 1 - full / (len(sizes.kinds.full) * sizes.key_value_heads)
+    swa_ratio = 1 - full / (shape.full_layers * shape.key_value_heads)
     tokens, length = schedule.batch_tokens, schedule.sequence_length
     window = Window(hybrid["window_size"], hybrid["sinks"])
-    flops = sizes.decoder.training_flops(tokens, length, swa_ratio, window)
-    return flops + distilled * sizes.decoder.forward_flops(tokens, length)
+    flops = shape.training_flops(tokens, length, swa_ratio, window)
+    return flops + distilled * shape.forward_flops(tokens, length)
 
 
 def peak_flops(processes: int) -> float | None:

@@ -25,8 +25,8 @@ from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
+from data_prep.documents.calibration import forced_records
+from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
 from tests.notebook import NOTEBOOK, run_notebook
 from tests.rank_processes import start_pipeline
@@ -210,4 +210,4 @@ def test_the_searchs_two_heads_retrieve_and_the_rules_do_not() -> None:
 def test_the_recipe_is_valid_and_names_the_model_in_the_repository() -> None:
     loaded = load_recipe(ROOT / RECIPE, fetch=False)
     assert loaded.info is not None
-    assert (loaded.info.key_value_heads, loaded.info.max_positions) == (8, 2048)
+    assert (loaded.info.kinds.heads, loaded.info.max_positions) == (8, 2048)

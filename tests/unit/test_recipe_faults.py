@@ -29,7 +29,7 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     assert loaded.recipe.train is not None
     assert loaded.recipe.train.learning_rate == 1e-5
     assert loaded.info is not None
-    assert (loaded.info.layers, loaded.info.key_value_heads) == (4, 4)
+    assert (loaded.info.layers, loaded.info.kinds.heads) == (4, 4)
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
 
 

@@ -1,4 +1,4 @@
-"""Needs and cost of a run, from the recipe and config.json alone: no torch, no weights.
+"""Needs and cost of a run, from the recipe and config.json alone: no weights.
 
 Every number is an estimate with its assumption beside it. T is a sequence's tokens, W the window.
 """
@@ -35,6 +35,7 @@ from stages.formats import format_bytes, format_flops, format_hours, format_leng
 from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 
 COMMAND = RecipeCommand(
     "say what a run needs and costs before it starts",
@@ -147,7 +148,7 @@ def plan_lines(
     loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Iterator[str]:
     """The plan as lines of text. Raises UserError where the model's shape cannot be known."""
-    shape, devices = loaded.shape, plan_devices(loaded, hardware, efficiency)
+    shape, devices = shape_of(loaded), plan_devices(loaded, hardware, efficiency)
     name, count = devices.name, devices.count
     costs = plan_costs(loaded, devices)
     weights = shape.parameters * float(BYTES[loaded.recipe.model.dtype])
@@ -195,7 +196,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
     if refusal := layers_refusal(info.kinds):
         yield f"  {'vLLM':<12} not served: {refusal}"
         return
-    heads, granularity, rows = info.key_value_heads, search.head_granularity, len(info.kinds.full)
+    heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     budget = rows * heads - swa_budget(rows * heads, search.swa_ratio)
     given = _full_kv_heads(str(search.mask), info) if search.method == "given" else None
     engine = engine_on(device, DEVICES[device].memory)
@@ -206,7 +207,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
                 full_kv_heads_per_layer,
                 heads,
                 [search.window.vllm] * rows,
-                2 * info.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
+                2 * info.kinds.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),
@@ -247,12 +248,12 @@ def _full_kv_heads(path: str, info: ModelInfo) -> list[int]:
     """
     try:
         rows = load_json(Path(path), CONFIG_LIMITS)["swa_kv_heads"]
-        full = [info.key_value_heads - len(heads) for heads in rows]
+        full = [info.kinds.heads - len(heads) for heads in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"search.mask: {path} is no head mask ({error})") from None
     layers = len(info.kinds.full)
     if len(full) != layers or min(full) < 0:
         raise UserError(
-            f"search.mask: {path} is no mask for {layers} layers of {info.key_value_heads} KV heads"
+            f"search.mask: {path} is no mask for {layers} layers of {info.kinds.heads} KV heads"
         )
     return full
