@@ -298,7 +298,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
     ratios, windows = (
         (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
     )
-    assert ratios.count("out of memory") == windows.count("out of memory") == 3  # one per panel
+    assert ratios.count("✕ out of memory") == windows.count("✕ out of memory") == 3  # one per panel
     assert "ρ = 0.5" in ratios
     assert "W = 8" in windows
 
