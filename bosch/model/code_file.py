@@ -39,6 +39,7 @@ MODULES = (
     "attention/causal.py",
     *_backend_files(),
     "attention/__init__.py",
+    "model/paged.py",
     "model/interface.py",
     "model/cache.py",
     "model/static_cache.py",

@@ -14,7 +14,7 @@ from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
-from data_prep.tokenizer_files import tokenizer_files
+from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import is_hub_name
 from stages.recipe import ModelInfo
 

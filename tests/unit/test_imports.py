@@ -39,7 +39,10 @@ FLOORS = {
         ("objective",),
         ("baselines", "analysis"),
         ("search",),
+        ("commands",),
+        ("console",),
     ),
+    "data_prep": (("text",), ("tasks",), ("documents",)),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
 }
 USES = {

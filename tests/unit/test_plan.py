@@ -146,7 +146,7 @@ def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "gib"), [("qwen3_14b", 16, 55), ("qwen3_30b_a3b", 8, 227)]
+    ("name", "gpus", "gib"), [("qwen3_14b", 16, 82), ("qwen3_30b_a3b", 8, 341)]
 )
 def test_the_plan_says_what_the_host_holds_while_restart_points_are_written(
     name: str, gpus: int, gib: int

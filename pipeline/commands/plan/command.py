@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from bosch.budget import swa_budget
+from bosch.commands import print_json
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json
 from bosch.hardware import DEVICES, cpu_cores
@@ -25,6 +27,7 @@ from bosch.vllm.plan import (
     served_tokens,
     worst_shared_mask,
 )
+from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import missing_inputs
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
@@ -33,6 +36,14 @@ from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+
+COMMAND = RecipeCommand(
+    "say what a run needs and costs before it starts",
+    json=True,
+    fetch=False,
+    input_files=False,
+    model_files=False,
+)
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # Of a node of named GPUs, where the machine that plans has fewer.
@@ -78,6 +89,9 @@ def _share(text: str) -> float:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the plan, and what is missing before the run can start."""
+    if options.json:
+        print_json(plan_record(loaded, options.hardware, options.efficiency))
+        return 0
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
     for fault in missing_inputs(loaded):
         print(f"before it can run: {fault}")
@@ -102,6 +116,32 @@ def plan_devices(
 def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
     """The cost of every stage of a recipe by name, as if nothing was cached."""
     return {stage.name: stage.planned_cost(loaded, devices) for stage in loaded.present}
+
+
+def plan_record(
+    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
+) -> dict[str, Any]:
+    """The plan as values. Raises UserError where the model's shape cannot be known."""
+    devices = plan_devices(loaded, hardware, efficiency)
+    costs = plan_costs(loaded, devices)
+    assert loaded.info is not None
+    return {
+        "recipe": loaded.recipe.name,
+        "file": str(loaded.file),
+        "hardware": {"name": devices.name, "count": devices.count},
+        "stages": [
+            {
+                "stage": name,
+                "flops": cost.flops,
+                "hours": cost.hours(devices.name, devices.count),
+                "disk_bytes": cost.disk,
+                "facts": cost.facts,
+            }
+            for name, cost in costs.items()
+        ],
+        "serving": [" ".join(line.split()) for line in _served(loaded, loaded.info, devices.name)],
+        "missing": list(missing_inputs(loaded)),
+    }
 
 
 def plan_lines(
