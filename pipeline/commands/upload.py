@@ -12,9 +12,9 @@ import yaml
 
 from bosch.commands import Command
 from bosch.errors import RunError, UserError
-from pipeline.commands.tables import Group, Table
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
 from stages.inputs import is_hub_name
+from stages.pages.tables import Group, Table
 from stages.train.stage import CHECKPOINTS, checkpoint_folders
 
 COMMAND = Command("put a run's model, card, head mask and scores on the Hugging Face hub")

@@ -1,6 +1,7 @@
-"""The Dockerfile, without a builder: its steps name what is in the repository, and run as they are.
+"""The Dockerfile, without a builder: its steps name what is in the repository, and run as
+they are.
 
-`DOCKER_ROOT=folder pytest tests/unit/test_image.py` runs them in a clean folder, which takes minutes.
+`DOCKER_ROOT=folder pytest tests/unit/test_image.py` runs them in a clean folder (minutes).
 """
 
 from __future__ import annotations
