@@ -10,7 +10,7 @@ from bosch.errors import RunError
 from bosch.hardware import free_host_memory
 from bosch.model.stored_config import StoredConfig
 from bosch.objective.memory import ActivationSizes
-from bosch.window import Window
+from bosch.window import Windows, window_menu
 
 # What a device's allocator loses between blocks, and what other programs of a machine may want.
 _SHARE_OF_DEVICE = 0.85
@@ -24,14 +24,15 @@ def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
 
 
 def reuse_room(
-    model: Any, window: Window, rows: int, length: int, *, processes: int = 1, shards: int = 1
+    model: Any, windows: Windows, rows: int, length: int, *, processes: int = 1, shards: int = 1
 ) -> int:
     """Bytes that this process may keep between passes of batches of `rows` x `length` tokens.
 
     `processes` share this machine's memory where the model is on the CPU. Call it when the model is
     loaded.
     """
-    needed = activation_sizes(model, shards).gradient(rows, length, window.size)
+    sizes = [window.size for window in window_menu(windows)]
+    needed = activation_sizes(model, shards).gradient(rows, length, *sizes)
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device)

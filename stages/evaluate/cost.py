@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bosch.budget import even_layout
+from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize
 from bosch.model.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
@@ -19,7 +19,7 @@ _SAMPLE_BYTES = 300.0
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The original model's answers, once for all recipes on it."""
-    return _cost(loaded, devices, 1, None, ", once for all recipes on this model")
+    return _cost(loaded, devices, 1, False, ", once for all recipes on this model")
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -32,13 +32,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     of_whom = f" for the hybrid and each of {checkpoints} checkpoints"
     of_whom += f" and {rivals} rivals" if rivals else ""
     of_whom += f", the untrained ones at {windows} more windows" if windows else ""
-    return _cost(loaded, devices, models, search.swa_ratio, of_whom)
+    return _cost(loaded, devices, models, True, of_whom)
 
 
 def _cost(
-    loaded: LoadedRecipe, devices: Devices, models: int, swa_ratio: float | None, of_whom: str
+    loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
 ) -> Cost:
-    """Needle samples of so many hybrids, or of the original (no ratio); other suites are small."""
+    """Needle samples of so many hybrids, or of the original; other suites are small."""
     recipe, shape = loaded.recipe, loaded.shape
     needle, search = recipe[EvaluateConfig].needle, recipe[SearchConfig]
     if needle is None:
@@ -47,9 +47,9 @@ def _cost(
     samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
     longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
     assert shape.kinds is not None
-    counts = even_layout(shape.full_layers, shape.key_value_heads, search.swa_ratio)
-    cache = CacheSize.of(counts, shape.kinds, search.window, number)
-    is_hybrid = swa_ratio is not None
+    rows_by_window = search.kv_heads(shape.full_layers, shape.key_value_heads)
+    cache = CacheSize.of(rows_by_window, shape.kinds, number)
+    shares = window_shares(rows_by_window)
     cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
     # A hybrid that is made from the original takes its weights over one by one.
     weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
@@ -61,7 +61,7 @@ def _cost(
         f"{_states_text(shape)}, about {format_bytes(activations)} in a pass",
     ]
     passes = sum(
-        shape.forward_flops(each * length, length, swa_ratio or 0.0, search.window)
+        shape.forward_flops(each * length, length, shares if is_hybrid else None)
         for length in needle.lengths
     )
     efficiency = devices.efficiency or EFFICIENCY

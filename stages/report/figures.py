@@ -191,7 +191,7 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def cache_lengths(cache: CacheSize) -> list[int]:
     """Powers of two from below the window to 256 windows: the context lengths worth showing."""
-    first = max(1, cache.window.size // 4).bit_length() - 1
+    first = max(1, max(window.size for window in cache.sliding) // 4).bit_length() - 1
     return [2**power for power in range(first, first + 11)]
 
 
@@ -214,9 +214,11 @@ def cache_by_length(cache: CacheSize, width: float, name: str) -> str:
     plot.y_axis(power_ticks(low, high, 4, 6), "KV cache (bytes, log)", format_bytes)
     ticks = power_ticks(lengths[0], lengths[-1], 2, 11 if width > 400 else 5)
     plot.x_axis(ticks, "Context (tokens, log)", lambda value: format_length(int(value)))
-    edge = plot.x(max(cache.window.past, lengths[0]))
-    plot.canvas.line([(edge, plot.y.start), (edge, plot.y.end)], "line hint")
-    plot.canvas.text(edge + 6, plot.y.start - 8, "window full", "mark")
+    for number, window in enumerate(cache.sliding):
+        edge = plot.x(max(window.past, lengths[0]))
+        plot.canvas.line([(edge, plot.y.start), (edge, plot.y.end)], "line hint")
+        if not number:  # the widest
+            plot.canvas.text(edge + 6, plot.y.start - 8, "window full", "mark")
     for values, css in ((before, "original"), (after, "hybrid")):
         plot.canvas.line(plot.points(values), f"line {css}")
     for (length, was), (_, now) in zip(before, after, strict=True):

@@ -6,7 +6,7 @@ from functools import partial
 from html import escape
 
 from bosch.model.cache_size import CacheSize
-from bosch.vllm.plan import CPU, LARGE_GPU, served_caches, served_tokens
+from bosch.vllm.plan import CPU, LARGE_GPU, engine_heads, served_caches, served_tokens
 from stages.evaluate.scores import HYBRID, ORIGINAL
 from stages.formats import (
     format_bytes,
@@ -95,10 +95,11 @@ def _tiles(results: Results) -> str:
     heads = f"{search.sliding} of {search.total} KV heads"
     sinks = search.mask.sinks
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
+    several = "s" if len(search.mask.windows) > 1 else ""
     tiles += [
         markup.tile("KV cache per token", value, windows),
         markup.tile("Sliding KV heads (ρ)", format_share(search.sliding / search.total), heads),
-        markup.tile("Window (W)", f"{search.mask.window_size:,}", reach, "tokens"),
+        markup.tile(f"Window{several} (W)", search.window_sizes, reach, "tokens"),
     ]
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
@@ -206,9 +207,7 @@ def served_table(results: Results) -> str:
         )
         for engine in (LARGE_GPU, CPU)
         for served in served_caches(
-            file.mask.full_kv_heads_per_layer,
-            heads,
-            [file.window.vllm] * file.num_layers,
+            engine_heads(file.mask.heads_per_layer(file.windows)),
             cache.bytes_per_head,
             [own.window for own in cache.own for _ in range(own.heads // heads)],
             engine=engine,

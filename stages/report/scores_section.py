@@ -46,7 +46,7 @@ def standing_section(results: Results) -> str:
     share = format_share(results.search.sliding / results.search.total)
     note = (
         f"The same {count:,} samples, {share} of the KV heads sliding with a window of "
-        f"{results.search.mask.window_size:,}; thin lines are 95 % intervals."
+        f"{results.search.window_sizes}; thin lines are 95 % intervals."
     )
     return markup.card(f'{picture}<p class="lead">{escape(note)}</p>')
 

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
+from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.hardware import device_named
 from bosch.journal import Journal
+from bosch.model.head_table import heads_by_window
 from bosch.model.loading import full_attention_config
 from bosch.model.stored_config import StoredConfig
-from bosch.window import Window
 from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -224,12 +225,9 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> floa
     document; under document masking there are fewer operations.
     """
     sizes = StoredConfig.of_loaded(full_attention_config(config))
-    hybrid = config.hybrid_attention
-    full = sum(hybrid["full_kv_heads_per_layer"])
-    swa_ratio = 1 - full / (len(sizes.kinds.full) * sizes.key_value_heads)
+    shares = window_shares(heads_by_window(config))
     tokens, length = schedule.batch_tokens, schedule.sequence_length
-    window = Window(hybrid["window_size"], hybrid["sinks"])
-    flops = sizes.decoder.training_flops(tokens, length, swa_ratio, window)
+    flops = sizes.decoder.training_flops(tokens, length, shares)
     return flops + distilled * sizes.decoder.forward_flops(tokens, length)
 
 

@@ -130,7 +130,7 @@ def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path:
             taken.append(time.process_time() - started)
     hybrid, original = (statistics.median(taken[1:]) for taken in seconds)
     shape = StoredConfig(SIZES).decoder
-    flops = shape.training_flops(length, length, 0.75, Window(window))
-    expected = flops / shape.training_flops(length, length, 0.0, Window(window))
+    flops = shape.training_flops(length, length, {Window(window): 0.75})
+    expected = flops / shape.training_flops(length, length)
     print(f"hybrid over original: {hybrid / original:.3f}, of the operations {expected:.3f}")
     assert hybrid / original == pytest.approx(expected, rel=0.2)

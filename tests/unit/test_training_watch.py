@@ -169,7 +169,7 @@ def test_flops_are_those_that_plan_counts(case: Path) -> None:
     folder = case / "materialize" / "model"
     content = json.loads((folder / "config.json").read_text())
     schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
-    expected = ModelInfo(content, folder).decoder.training_flops(128, 32, 0.75, Window(6))
+    expected = ModelInfo(content, folder).decoder.training_flops(128, 32, {Window(6): 0.75})
     assert step_flops(AutoConfig.from_pretrained(folder), schedule) == pytest.approx(expected)
 
 
