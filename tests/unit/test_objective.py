@@ -266,8 +266,8 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     mix = incremental_forward.BatchPass.mix
 
-    def noisy(self, row, full, sliding):
-        mixed = mix(self, row, full, sliding)
+    def noisy(self, row, outputs):
+        mixed = mix(self, row, outputs)
         return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)  # not at the answers alone
 
     monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
