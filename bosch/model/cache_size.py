@@ -93,6 +93,19 @@ class CacheSize:
         own = sum(o.bytes_per_head * o.heads * min(o.window, room) for o in self.own)
         return self.per_token * room + self.bytes_per_head * slots + own + self.state_bytes
 
+    def paged(self, tokens: int, page_size: int) -> int:
+        """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
+
+        A head that slides has a ring of W tokens; every head has whole pages.
+        """
+
+        def pages(most: int) -> int:
+            return -(-min(tokens, most) // page_size) * page_size
+
+        slots = sum(count * pages(window.size) for window, count in self.sliding.items())
+        own = sum(one.bytes_per_head * one.heads * pages(one.window) for one in self.own)
+        return self.per_token * pages(tokens) + self.bytes_per_head * slots + own
+
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""
         return sum(own.bytes(tokens) for own in self.own) + self.state_bytes

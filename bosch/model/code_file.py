@@ -32,6 +32,7 @@ MODULES = (
     "attention/flash.py",
     "attention/varlen.py",
     "attention/__init__.py",
+    "model/paged.py",
     "model/interface.py",
     "model/cache.py",
     "model/static_cache.py",

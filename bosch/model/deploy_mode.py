@@ -33,6 +33,7 @@ from bosch.model.families import LAYER_KINDS, Family, decoder_layers, text_confi
 from bosch.model.head_table import heads_by_window
 from bosch.model.interface import (
     NAME,
+    attention_module,
     attention_modules,
     check_shows_weights,
     head_state,
@@ -41,6 +42,7 @@ from bosch.model.interface import (
     register_attention,
     set_layouts,
 )
+from bosch.model.paged import PagedConfig, PagedView
 from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
 
@@ -209,6 +211,20 @@ class HybridModelMixin:
             )
         return cache
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' manager of requests, over this model's heads as it can pool them.
+
+        Raises UserError for a model that its pools cannot hold.
+        """
+        layouts = layouts_of(self)
+        modules = [
+            None if layout is None else attention_module(self, layer)
+            for layer, layout in enumerate(layouts)
+        ]
+        view = PagedView(self, PagedConfig(self.config, layouts, modules))  # type: ignore[attr-defined]
+        parent: Any = super()
+        return parent.init_continuous_batching.__func__(view, *args, **kwargs)
+
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
@@ -297,6 +313,8 @@ def _prepare_pass(
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
+    if kwargs.get("cache") is not None:  # continuous batching: its masks and pages are there
+        return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
             state = head_state(module)

@@ -27,6 +27,7 @@ from bosch.attention import (
 )
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers, known_family
+from bosch.model.paged import paged_attention
 from bosch.window import Window
 
 # A model loaded from the code file beside its weights has its own copy of all this, with other
@@ -143,6 +144,9 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
     own, layout = kwargs.get("sliding_window"), state.layout
+    if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        dense = state.backend == "eager"
+        return paged_attention(module, query, key, value, layout, transform, dense, kwargs), None
     if own is not None and (layout.has_full or layout.windows != [Window(own)]):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if attention_mask is not None and not isinstance(attention_mask, AttentionContext):

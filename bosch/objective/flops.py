@@ -61,7 +61,7 @@ class Flops:
         self.layers = [
             _attention_layer(layer, text, family)
             if number in kinds.full or number in kinds.windows
-            else LayerFlops(0, 0, 0, sum(_of(module, text) for module in layer.modules()))
+            else LayerFlops(0, 0, 0, sum(linear_flops(module, text) for module in layer.modules()))
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder that no layer owns: Gemma 4's inputs of each layer.
@@ -80,7 +80,7 @@ class Flops:
         self.head: int = 2 * model.get_output_embeddings().weight.numel()
         self.windows = window_menu(windows)
         self._first_full = kinds.full[0]
-        self._all_linear = self.outside + sum(layer.linear for layer in self.layers)
+        self.all_linear = self.outside + sum(layer.linear for layer in self.layers)
 
     def pairs(self, rows: int, length: int) -> list[int]:
         """Pairs of query and key that a head computes for `rows` x `length` tokens, by choice."""
@@ -106,7 +106,7 @@ class Flops:
         Only the output head is computed at the answers alone.
         """
         pairs = self.pairs(*batch.input_ids.shape)
-        linear = self._all_linear * batch.positions
+        linear = self.all_linear * batch.positions
         attention = sum(self.attention(row, pairs) for row in mask.choices)
         own = sum(self._own_attention(layer, batch) for layer in self.own_windows)
         return linear + attention + own + self.head * len(batch.answers)
@@ -129,7 +129,7 @@ class Flops:
         attention outputs.
         """
         first, above = self._first_full, self.layers[self._first_full :]
-        linear = self._all_linear * batch.positions
+        linear = self.all_linear * batch.positions
         attention = self.every(self.pairs(*batch.input_ids.shape))
         own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
@@ -155,20 +155,20 @@ def sliding_pairs(length: int, window: Window) -> int:
 
 def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
     attention: Any = getattr(layer, family.attention)
-    total = sum(_of(module, text) for module in layer.modules())
-    output = _of(getattr(attention, family.output), text)
+    total = sum(linear_flops(module, text) for module in layer.modules())
+    output = linear_flops(getattr(attention, family.output), text)
     if family.fused:
-        fused = _of(getattr(attention, family.fused), text)
+        fused = linear_flops(getattr(attention, family.fused), text)
         return LayerFlops(0, fused, output, total - fused - output)
-    query = _of(attention.q_proj, text)
+    query = linear_flops(attention.q_proj, text)
     # Of some families, values are the keys.
-    values = _of(attention.v_proj, text) if attention.v_proj is not None else 0
-    key_value = _of(attention.k_proj, text) + values
+    values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
+    key_value = linear_flops(attention.k_proj, text) + values
     gate = query if family.gated else 0
     return LayerFlops(query, key_value, output, total - query - key_value - output, gate)
 
 
-def _of(module: nn.Module, text: Any) -> int:
+def linear_flops(module: nn.Module, text: Any) -> int:
     """Operations of a module's own matrices; a token visits some of the experts only."""
     total = 0
     if "Norm" in type(module).__name__:

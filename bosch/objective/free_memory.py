@@ -8,7 +8,7 @@ import torch
 
 from bosch.errors import RunError
 from bosch.hardware import free_host_memory
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Windows, window_menu
 
@@ -19,8 +19,7 @@ _SHARE_OF_HOST = 0.5
 
 def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
     """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
-    shape = StoredConfig.of_loaded(model.config).decoder
-    return ActivationSizes.of(shape, model.dtype.itemsize, shards)
+    return ActivationSizes.of(DecoderShape.of(model.config), model.dtype.itemsize, shards)
 
 
 def reuse_room(

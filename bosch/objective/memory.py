@@ -1,6 +1,6 @@
 """Memory of the activations of one batch: the formulas that plans state and searches go by.
 
-Imports no torch. Measured against the bytes that are really alive in
+Measured against the bytes that are really alive in
 `tests/benchmarks/test_gradient_memory.py`. T tokens of an example, W window.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import block_size
 
 # Tokens of each example whose feed-forward activations are in memory together in a backward pass.

@@ -244,7 +244,7 @@ def _own_class(family: Family) -> str | None:
 def hybrid_engine_class(family: Family) -> Any:
     """vLLM's model class of a family's hybrid models."""
     # vLLM looks at the class before its checks, which refuse these: one without images will do.
-    refused = family.takes_more_than_text or family.linear_every or family.beside_states
+    refused = family.takes_more_than_text or family.mixes_states
     own = None if refused else _own_class(family)
     backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
     engine_class = ModelRegistry.models[own or backend].load_model_cls()

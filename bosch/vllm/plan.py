@@ -372,9 +372,9 @@ def served_caches(
     `own` are the windows of layers that slide in the original model too.
     """
     heads = sum(layers[0].values())
+    full: EngineHeads = {None: heads}
     sliding: list[EngineHeads] = [{window: heads} for window in own]
-    hybrid_layers = [*layers, *sliding]
-    original_layers: list[EngineHeads] = [*[{None: heads}] * len(layers), *sliding]
+    hybrid_layers, original_layers = [*layers, *sliding], [*[full] * len(layers), *sliding]
     one_rank = module_plan(hybrid_layers)
     for ranks in SERVED_RANKS:
         try:

@@ -1,4 +1,4 @@
-"""`python -m pipeline evaluate RECIPE`: scores of checkpoints, or of any model directories.
+"""`bosch evaluate RECIPE`: scores of checkpoints, or of any model directories.
 
 Answers of earlier runs and calls are reused, whichever recipe they belong to.
 """
@@ -26,9 +26,9 @@ from bosch.files import (
     write_json,
     write_text,
 )
+from pipeline.commands import RecipeCommand
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
-from pipeline.commands.tables import Table
 from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.run.graph import Node
@@ -50,8 +50,11 @@ from stages.evaluate.scores import (
 from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.materialize.stage import MODEL
+from stages.pages.tables import Table
 from stages.recipe import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_name
+
+COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")
 
 _POLL_SECONDS = 30.0
 # Between two stages of a run nobody holds a lock.

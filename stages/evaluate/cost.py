@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import format_bytes
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 from stages.train.stage import TrainConfig
 
 # A sample's question, answer and score on disk.
@@ -39,14 +40,13 @@ def _cost(
     loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
 ) -> Cost:
     """Needle samples of so many hybrids, or of the original; other suites are small."""
-    recipe, shape = loaded.recipe, loaded.shape
+    recipe, shape = loaded.recipe, shape_of(loaded)
     needle, search = recipe[EvaluateConfig].needle, recipe[SearchConfig]
     if needle is None:
         return Cost(0, 1e6, [])
     each = needle.samples * len(needle.tasks)
     samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
     longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
-    assert shape.kinds is not None
     rows_by_window = search.kv_heads(shape.full_layers, shape.key_value_heads)
     cache = CacheSize.of(rows_by_window, shape.kinds, number)
     shares = window_shares(rows_by_window)
@@ -71,5 +71,5 @@ def _cost(
 
 def _states_text(shape: DecoderShape) -> str:
     """What the cache's bytes leave out."""
-    layers = len(shape.kinds.states) if shape.kinds is not None else 0
+    layers = len(shape.kinds.states)
     return f" beside the states of {layers} layers of other kinds" if layers else ""

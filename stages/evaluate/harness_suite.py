@@ -18,8 +18,8 @@ from transformers import LogitsProcessorList
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
 from bosch.progress import Progress
-from data_prep import longbench
-from data_prep.ruler_samples import tokenizer_digest
+from data_prep.tasks import longbench
+from data_prep.tasks.samples import tokenizer_digest
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.harness_tasks import (

@@ -17,7 +17,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import JsonLimits, check_json_text, read_within
-from data_prep import longbench
+from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import MetricRule, TaskGroup
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation

@@ -20,12 +20,11 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.progress import progress
 from bosch.ranks import partners_alive
-from data_prep.calibration import CalibrationNeedles
-from data_prep.essays import essay_identity, haystack_words
-from data_prep.ruler_base import Corpus
-from data_prep.sentences import sentences_identity
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.words import words_identity
+from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.ruler import Corpus
+from data_prep.tasks.words import sentences_identity, words_identity
+from data_prep.text import essay_identity, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Suite, digest_of
 from stages.evaluate.harness_suite import HarnessSuite

@@ -9,11 +9,11 @@ from typing import Any
 
 from bosch.model.yarn import yarn
 from bosch.progress import Progress, progress
-from data_prep.calibration import CalibrationNeedles
-from data_prep.ruler_base import Corpus
-from data_prep.ruler_samples import SampleFolder
-from data_prep.ruler_tasks import ANY_ANSWER
-from data_prep.scoring import string_match
+from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.tasks.needles import string_match
+from data_prep.tasks.ruler import Corpus
+from data_prep.tasks.samples import SampleFolder
+from data_prep.tasks.tables import ANY_ANSWER
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.stage import NeedleEvaluation

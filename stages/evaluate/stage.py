@@ -12,11 +12,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bosch.errors import UserError
 from bosch.model.yarn import yarn_fault
 from bosch.search.methods import METHODS, MethodName
-from data_prep.longbench import TASKS as LONGBENCH
-from data_prep.ruler_tasks import DATA_FILES, NEW_TOKENS, RulerTask
-from data_prep.sentences import sentences_identity
-from data_prep.source_files import files_below
-from data_prep.words import words_identity
+from data_prep.documents.source_files import files_below
+from data_prep.tasks.longbench import TASKS as LONGBENCH
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, RulerTask
+from data_prep.tasks.words import sentences_identity, words_identity
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.recipe import LoadedRecipe, position_faults

@@ -7,11 +7,12 @@ from stages.formats import format_bytes
 from stages.materialize.memory import device_bytes
 from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe
+from stages.shape import shape_of
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The weights on disk, and on the device while they are permuted."""
-    shape = loaded.shape
+    shape = shape_of(loaded)
     section = loaded.recipe[MaterializeConfig]
     number = BYTES[section.dtype]
     facts = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 
 # Models up to this size are compared in float32, where the comparison is sharp.
 FLOAT32_PARAMETERS = 2_000_000_000

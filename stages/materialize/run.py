@@ -18,7 +18,7 @@ from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
 from stages.materialize.memory import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card

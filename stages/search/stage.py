@@ -211,9 +211,8 @@ def _granularity(search: SearchConfig, info: ModelInfo | None) -> Iterator[str]:
     if info is None:
         return
     try:
-        check_granularity(
-            len(info.kinds.full), info.key_value_heads, search.swa_ratio, search.head_granularity
-        )
+        kinds = info.kinds
+        check_granularity(len(kinds.full), kinds.heads, search.swa_ratio, search.head_granularity)
     except UserError as error:
         yield str(error)
 

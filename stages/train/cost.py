@@ -11,6 +11,7 @@ from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 from stages.train.fit import remedy, training_budget
 from stages.train.footprint import trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
@@ -24,7 +25,7 @@ EXPERTS_EFFICIENCY = 0.057
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Every step as the recipe has it, recomputation counted as work."""
-    recipe, shape = loaded.recipe, loaded.shape
+    recipe, shape = loaded.recipe, shape_of(loaded)
     train, runtime, search = recipe[TrainConfig], recipe.runtime, recipe[SearchConfig]
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
     steps = train.optimizer_steps
@@ -39,9 +40,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     trained = trained_parameters(shape, train)
     restart = float(restart_disk_bytes(shape.parameters, trained))
-    writing = restart_host_bytes(
-        shape.parameters, trained, runtime.sharding, processes, local, on_gpu
-    )
+    writing = restart_host_bytes(shape.parameters, trained, runtime.sharding, processes, local)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
@@ -70,7 +69,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 
 def _memory_facts(loaded: LoadedRecipe, devices: Devices) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
-    recipe, shape, processes = loaded.recipe, loaded.shape, devices.processes
+    recipe, shape, processes = loaded.recipe, shape_of(loaded), devices.processes
     faults = list(
         batch_faults(
             recipe[TrainConfig],

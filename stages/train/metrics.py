@@ -22,8 +22,7 @@ from bosch.errors import UserError
 from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.head_table import heads_by_window
-from bosch.model.loading import full_attention_config
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -224,11 +223,10 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> floa
     If it is `distilled`, the original's forward pass is part of it. A packed sequence counts as one
     document; under document masking there are fewer operations.
     """
-    sizes = StoredConfig.of_loaded(full_attention_config(config))
-    shares = window_shares(heads_by_window(config))
+    shape, shares = DecoderShape.of(config), window_shares(heads_by_window(config))
     tokens, length = schedule.batch_tokens, schedule.sequence_length
-    flops = sizes.decoder.training_flops(tokens, length, shares)
-    return flops + distilled * sizes.decoder.forward_flops(tokens, length)
+    flops = shape.training_flops(tokens, length, shares)
+    return flops + distilled * shape.forward_flops(tokens, length)
 
 
 def peak_flops(processes: int) -> float | None:

@@ -18,9 +18,9 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.window import Window
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.calibration import forced_records
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.text import haystack_words
 from pipeline.cli import main
 from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log

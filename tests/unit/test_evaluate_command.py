@@ -16,13 +16,13 @@ import pytest
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes
 from pipeline.commands import evaluate
-from pipeline.commands.tables import Table
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
+from stages.pages.tables import Table
 from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 

@@ -1,4 +1,4 @@
-"""Needs and cost of a run, from the recipe and config.json alone: no torch, no weights.
+"""Needs and cost of a run, from the recipe and config.json alone: no weights.
 
 Every number is an estimate with its assumption beside it. T is a sequence's tokens, W the window.
 """
@@ -10,8 +10,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from bosch.budget import swa_budget
+from bosch.commands import print_json
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.vllm.plan import (
@@ -25,6 +27,7 @@ from bosch.vllm.plan import (
     worst_shared_mask,
 )
 from bosch.window import Window
+from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import missing_inputs
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
@@ -32,6 +35,15 @@ from stages.formats import format_bytes, format_flops, format_hours, format_leng
 from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
+
+COMMAND = RecipeCommand(
+    "say what a run needs and costs before it starts",
+    json=True,
+    fetch=False,
+    input_files=False,
+    model_files=False,
+)
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # Of a node of named GPUs, where the machine that plans has fewer.
@@ -77,6 +89,9 @@ def _share(text: str) -> float:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the plan, and what is missing before the run can start."""
+    if options.json:
+        print_json(plan_record(loaded, options.hardware, options.efficiency))
+        return 0
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
     for fault in missing_inputs(loaded):
         print(f"before it can run: {fault}")
@@ -103,11 +118,37 @@ def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
     return {stage.name: stage.planned_cost(loaded, devices) for stage in loaded.present}
 
 
+def plan_record(
+    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
+) -> dict[str, Any]:
+    """The plan as values. Raises UserError where the model's shape cannot be known."""
+    devices = plan_devices(loaded, hardware, efficiency)
+    costs = plan_costs(loaded, devices)
+    assert loaded.info is not None
+    return {
+        "recipe": loaded.recipe.name,
+        "file": str(loaded.file),
+        "hardware": {"name": devices.name, "count": devices.count},
+        "stages": [
+            {
+                "stage": name,
+                "flops": cost.flops,
+                "hours": cost.hours(devices.name, devices.count),
+                "disk_bytes": cost.disk,
+                "facts": cost.facts,
+            }
+            for name, cost in costs.items()
+        ],
+        "serving": [" ".join(line.split()) for line in _served(loaded, loaded.info, devices.name)],
+        "missing": list(missing_inputs(loaded)),
+    }
+
+
 def plan_lines(
     loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Iterator[str]:
     """The plan as lines of text. Raises UserError where the model's shape cannot be known."""
-    shape, devices = loaded.shape, plan_devices(loaded, hardware, efficiency)
+    shape, devices = shape_of(loaded), plan_devices(loaded, hardware, efficiency)
     name, count = devices.name, devices.count
     costs = plan_costs(loaded, devices)
     weights = shape.parameters * float(BYTES[loaded.recipe.model.dtype])
@@ -155,7 +196,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
     if refusal := layers_refusal(info.kinds):
         yield f"  {'vLLM':<12} not served: {refusal}"
         return
-    heads, granularity, rows = info.key_value_heads, search.head_granularity, len(info.kinds.full)
+    heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     budget = rows * heads - swa_budget(rows * heads, search.swa_ratio)
     given = search.kv_heads(rows, heads) if search.method == "given" else None
     engine = engine_on(device, DEVICES[device].memory)
@@ -164,7 +205,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
         return list(
             served_caches(
                 engine_heads(layers),
-                2 * info.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
+                2 * info.kinds.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),
