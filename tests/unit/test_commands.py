@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+import bosch.commands
+import pipeline.commands
+from bosch.commands import command_help
 from bosch.version import VERSION
 from pipeline.cli import commands, main
 from pipeline.recipe.load import load_recipe
@@ -25,6 +28,9 @@ def case(tmp_path: Path) -> Case:
 
 def test_a_module_with_a_command_is_a_command() -> None:
     found = commands()
+    assert command_help((bosch.commands, pipeline.commands)) == {
+        name: found[name].COMMAND.help for name in sorted(found)
+    }
     assert {"run", "status", "plan", "mask", "show"} <= set(found)
     assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
     text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
