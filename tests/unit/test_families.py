@@ -129,6 +129,10 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     assert shape.query_size == output.in_features
     hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
     assert DecoderShape.of(hybrid.config) == shape
+    # As read from the hybrid's directory, whose config.json refuses the family's own class.
+    stored = StoredConfig(json.loads(hybrid.config.to_json_string()))
+    assert stored.kinds == shape.kinds
+    assert DecoderShape.of(stored.of_transformers()) == shape
 
 
 def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
