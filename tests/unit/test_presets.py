@@ -197,7 +197,19 @@ def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: 
     request.resps = ["1", "$4$", "2", "3"]
     task.apply_filters()
     [(name, filtered)] = request.filtered_resps.items()
-    assert (name, request.repeats, filtered) == ("mean", 4, ["1", "$4$", "2", "3"])
+    assert (name, request.repeats, filtered) == ("none", 4, ["1", "$4$", "2", "3"])
+    # A task's own filters go before: the first number, the last number.
+    section = HarnessEvaluation(
+        tasks=["gsm8k"], data_dir=str(data), hub=False, settings={"gsm8k": {"repeats": 2}}
+    )
+    [task] = load_tasks(manager, "gsm8k", section).tasks.values()
+    task.build_all_requests(limit=1)
+    [request] = task.instances
+    request.resps = ["#### 5", "#### 4"]
+    task.apply_filters()
+    assert request.filtered_resps["strict-match"] == ["5", "4"]
+    filtered = request.filtered_resps["strict-match"]
+    assert task.process_results(task.eval_docs[0], [filtered])["exact_match"] == 0.5
 
 
 def test_what_the_model_writes_is_not_executed(manager: TaskManager) -> None:
