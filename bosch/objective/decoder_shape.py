@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from bosch.errors import UserError
 from bosch.model.configuration import is_hybrid
@@ -23,6 +24,7 @@ from bosch.model.families import (
 )
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
+from bosch.model.stored_config import StoredConfig
 from bosch.objective.flops import Flops, linear_flops
 from bosch.window import Window
 
@@ -149,9 +151,13 @@ def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
     if is_hybrid(config):
         config = full_attention_config(config)
+    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
+        config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, attn_implementation="eager")
+            model = auto_class(config).from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
@@ -125,7 +124,7 @@ class _Search:
         self.evaluator = evaluator
         self.shape = evaluator.shape
         self.num_units = self.shape[0] * self.shape[1]
-        self.full_units = self.num_units - swa_budget(self.num_units, settings.swa_ratio)
+        self.full_units = self.num_units - evaluator.budget
         self.budget = self.left = float(plus_budget(settings, self.shape[0]))
         self.gradients = 0
         # The dearest share's, so that no gradient costs more than was left for it.

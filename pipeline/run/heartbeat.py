@@ -108,7 +108,7 @@ class Heartbeat:
 
 def _launcher_store() -> Any:
     """A connection of its own: others wait in theirs."""
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
         os.environ["MASTER_ADDR"],

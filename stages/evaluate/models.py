@@ -83,8 +83,7 @@ def evaluate_models(
     """
     state = process_state(config.runtime)
     own = work_dir / "answers"
-    shared = config.shared / "answers" if config.shared is not None else None
-    folder = AnswerFolder(own, shared, state.process_index)
+    folder = AnswerFolder(own, config.shared, state.process_index)
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites: list[Suite] = []

@@ -10,7 +10,6 @@ from typing import Any
 from stages.context import StageConfig
 from stages.formats import format_path
 from stages.published import Manifest
-from stages.report import markup
 from stages.report.results import Results
 from stages.report.stage import ReportConfig
 
@@ -102,17 +101,3 @@ def _versions(results: Results) -> list[tuple[str, str]]:
         for name, version in manifest.packages.items():
             versions.setdefault(name, {})[version] = None
     return [(name, ", ".join(each)) for name, each in sorted(versions.items())]
-
-
-def provenance_section(provenance: Provenance) -> str:
-    """The page's last section."""
-    inner = markup.card(markup.facts(provenance.origin))
-    inner += markup.details("Resolved recipe", markup.facts(provenance.recipe))
-    inner += markup.details("Prepared data", markup.facts(provenance.statistics))
-    if provenance.versions:
-        inner += markup.details("Package versions", markup.facts(provenance.versions))
-    else:
-        inner += markup.absent("The stages recorded no package versions.")
-    return markup.section(
-        "Provenance", "Everything that is needed to reproduce these results.", inner
-    )

@@ -131,6 +131,17 @@ class Results:
         return self.checkpoint(name) if name is not None else None
 
     @property
+    def sample_count(self) -> int:
+        """Needle samples of each model."""
+        return next((one.suite.samples for one in [*(self.needle or []), *self.rivals]), 0)
+
+    @property
+    def document_count(self) -> int:
+        """Documents whose loss by position was measured."""
+        tables = self.scores.positions.values() if self.scores is not None else ()
+        return next((table.documents for table in tables), 0)
+
+    @property
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Wall time of each stage, in the order of the pipeline."""
         return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]

@@ -12,7 +12,6 @@ from typing import Any
 
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
-from bosch.files import write_text
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
@@ -30,8 +29,7 @@ from bosch.search.settings import SearchSettings
 from stages.context import StageConfig
 from stages.numerics import numerics
 from stages.prepare.stage import CALIBRATION
-from stages.report.results import Search
-from stages.report.search_figures import trace_files
+from stages.search.charts import write_traces
 from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group
 from stages.search.reuse import reuse_bytes
@@ -192,8 +190,7 @@ def _write(
     published.write(work_dir)
     file = mask_file(config, result.mask, result.evaluation.score)
     file.save(work_dir / HEAD_MASK)
-    for name, picture in trace_files(Search(file, published)).items():
-        write_text(work_dir / name, picture)
+    write_traces(published, file.mask.key, work_dir)
     (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
         "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "

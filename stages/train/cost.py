@@ -38,9 +38,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     trained = trained_parameters(shape, train)
     restart = float(restart_disk_bytes(shape.parameters, trained))
-    writing = restart_host_bytes(
-        shape.parameters, trained, runtime.sharding, processes, local, on_gpu
-    )
+    writing = restart_host_bytes(shape.parameters, trained, runtime.sharding, processes, local)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",

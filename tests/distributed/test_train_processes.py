@@ -83,7 +83,7 @@ def test_fsdp_goes_on_from_a_whole_point_with_more_processes(
         "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
     }
     assert train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes).returncode != 0
-    shard = next((tmp_path / "restart" / "step-6").glob("optimizer*/__1_0.distcp"))
+    shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
     done = train_in_processes(case, tmp_path, 4, **changes)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import free_memory, incremental_forward
+from bosch.objective import incremental_forward, memory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.incremental_forward import answer_attention
@@ -281,10 +281,10 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
 
 def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch):
     model = small_model()
-    needed = free_memory.activation_sizes(model).gradient(2, 64, WINDOW)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: 4 * needed + 100)
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
+    needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
 _UNLIMITED = 2**63 - 4096
@@ -351,9 +351,9 @@ def test_memory_and_cores_are_the_machines_or_its_containers(
 def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="does not say the MemTotal"):
         hardware.host_memory(tmp_path)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
+    monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
     with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
-        free_memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
+        memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

@@ -19,7 +19,7 @@ from pipeline.cli import main
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from stages.materialize.memory import device_bytes
+from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
@@ -146,7 +146,7 @@ def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "gib"), [("qwen3_14b", 16, 55), ("qwen3_30b_a3b", 8, 227)]
+    ("name", "gpus", "gib"), [("qwen3_14b", 16, 82), ("qwen3_30b_a3b", 8, 341)]
 )
 def test_the_plan_says_what_the_host_holds_while_restart_points_are_written(
     name: str, gpus: int, gib: int

@@ -22,9 +22,9 @@ from stages.recipe import ModelInfo
 from stages.shape import stored_shape
 from stages.train import run as training
 from stages.train.decisions import SpikeRule
+from stages.train.loop import Loop
 from stages.train.metrics import check_wandb, step_flops
 from stages.train.stage import TrainConfig
-from stages.train.trainer import PretrainingTrainer
 from stages.train.watch import NeedleWatch
 from tests.training_case import TRAIN, make_case, metrics, train_here, train_in_processes
 
@@ -103,13 +103,13 @@ def test_no_more_than_a_few_steps_are_left_out(
 
 def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the losses of some steps NaN."""
-    compute = PretrainingTrainer.compute_loss
+    loss_of = Loop.loss_of
 
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = compute(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step + 1 in steps else loss
+    def poisoned_loss(self: Loop, *args: Any) -> Any:
+        loss = loss_of(self, *args)
+        return loss * float("nan") if self.step in steps else loss
 
-    monkeypatch.setattr(PretrainingTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Loop, "loss_of", poisoned_loss)
 
 
 def test_a_bad_step_ends_training_or_is_left_out(
