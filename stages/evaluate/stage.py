@@ -226,8 +226,8 @@ class EvaluateConfig(Section):
     chat_template: Flag = Field(
         False,
         description=(
-            "Whether prompts are put into the tokenizer's chat template, as instruct models need "
-            "it; where the benchmark has a template of its own, as its authors do."
+            "Whether prompts are put into the tokenizer's chat template, which instruct models "
+            "need; LongBench's few-shot and code tasks stay raw, as its authors ask them."
         ),
     )
     needle: NeedleEvaluation | None = NeedleEvaluation()
