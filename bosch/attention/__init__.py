@@ -1,4 +1,4 @@
-"""Attention that mixes full and sliding heads in one layer, and the backends that compute it.
+"""Attention that mixes full heads and windows in one layer, and the backends that compute it.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 Every backend gives what `eager` gives, in outputs and gradients.
@@ -15,7 +15,7 @@ from torch import Tensor
 from bosch.attention.context import AttentionContext
 from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
 from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
@@ -23,6 +23,7 @@ __all__ = [
     "BACKENDS",
     "AttentionContext",
     "CachedStates",
+    "HeadGroup",
     "HeadLayout",
     "LogitTransform",
     "attention_weights",
@@ -99,7 +100,7 @@ def hybrid_attention(
     dropout: float = 0.0,
     backend: str = "sdpa",
 ) -> Tensor:
-    """Causal attention in which each KV head of `layout` is full or sliding (BOSCH §2.1, B.2).
+    """Causal attention in which each KV head of `layout` is full or has a window (BOSCH §2.1, B.2).
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, the queries being the last T
     slots, or what a HybridCache returned. `context` describes padding, documents and the past; by
@@ -119,8 +120,7 @@ def hybrid_attention(
         raise ValueError(
             f"the layout has {heads} KV heads, got {key_heads} with {query.shape[1]} query heads"
         )
-    if layout.sliding:
-        check_sinks(backend, layout.window.sinks)
+    check_sinks(backend, layout.sinks)
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits)

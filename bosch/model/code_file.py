@@ -44,6 +44,7 @@ MODULES = (
     "model/cache.py",
     "model/static_cache.py",
     "model/configuration.py",
+    "model/head_table.py",
     "model/deploy_mode.py",
 )
 

@@ -5,7 +5,7 @@ The model is built on the meta device: it has every parameter's shape and takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,24 +127,27 @@ class DecoderShape:
         return self.vocabulary * self.hidden
 
     def forward_flops(
-        self, tokens: float, length: int, swa_ratio: float = 0.0, window: Window | None = None
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
     ) -> float:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
-        A full head's query costs the t keys before it, a sliding head's the W keys it sees. A
-        multiplication and an addition are two operations; recurrences are left out.
+        A full head's query costs the t keys before it, a sliding head's the W keys it sees;
+        `shares` are those of the heads of each window. A multiplication and an addition are two
+        operations; recurrences are left out.
         """
-        keys = (length + 1) / 2
-        if window is not None:
-            keys += swa_ratio * (_visible_keys(window.most_keys, length) - keys)
+        full = keys = (length + 1) / 2
+        for window, share in (shares or {}).items():
+            keys += share * (_visible_keys(window.most_keys, length) - full)
         attention = self.full_layers * self.query_size * keys
         for own in self.kinds.windows.values():
             attention += self.own_query_size * _visible_keys(own, length)
         return tokens * (2 * self.active_parameters + 4 * attention)
 
-    def training_flops(self, tokens: float, length: int, swa_ratio: float, window: Window) -> float:
+    def training_flops(
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
+    ) -> float:
         """Operations of forward and backward, nothing recomputed: what MFU counts."""
-        return 3 * self.forward_flops(tokens, length, swa_ratio, window)
+        return 3 * self.forward_flops(tokens, length, shares)
 
 
 def _empty_model(config: Any) -> Any:

@@ -256,7 +256,7 @@ def load_evaluated(
     config.check_inputs()
     if mask is None:
         return loaded
-    hybrid = materialize(loaded, mask.mask, mask.window, take_weights=True)
+    hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)
     hybrid.set_attn_implementation(resolve_backend(config.runtime.attention))
     return hybrid
 

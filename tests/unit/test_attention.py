@@ -15,6 +15,7 @@ from bosch import backends
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
+    HeadGroup,
     HeadLayout,
     causal,
     hybrid_attention,
@@ -25,7 +26,7 @@ from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
 from bosch.model.code_file import MODULES
 from bosch.window import Window
-from tests.attention_case import Case, cases
+from tests.attention_case import Case, cases, full_first
 from tests.hybrid_case import sees
 
 _FAST = ["sdpa"]
@@ -85,7 +86,7 @@ def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
     query_order = (order[:, None] * 2 + torch.arange(2)).reshape(-1)
     deployed = hybrid_attention(
         query[:, query_order], key[:, order], value[:, order],
-        HeadLayout.deploy(2, 4, Window(16, 2)), case.context(),
+        full_first(2, 4, Window(16, 2)), case.context(),
     )  # fmt: skip
     assert torch.equal(searched[:, :, query_order], deployed)
 
@@ -174,11 +175,13 @@ def test_unknown_backend_is_refused_by_name() -> None:
 def test_heads_that_do_not_fit_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
-        hybrid_attention(query, key, value, HeadLayout.deploy(1, 3, Window(4)))
+        hybrid_attention(query, key, value, full_first(1, 3, Window(4)))
     with pytest.raises(ValueError, match="partition"):
-        HeadLayout((0,), (0, 1), Window(4))
+        HeadLayout((HeadGroup((0,)), HeadGroup((0, 1), Window(4))))
+    with pytest.raises(ValueError, match="differ in window and not in sinks"):
+        HeadLayout((HeadGroup((0,), Window(4, 1)), HeadGroup((1,), Window(5))))
     with pytest.raises(ValueError, match="window_size"):
-        HeadLayout.deploy(1, 2, Window(0))
+        full_first(1, 2, Window(0))
 
 
 def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
