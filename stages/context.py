@@ -104,6 +104,17 @@ class Runtime(Section):
     needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
         16, description="Samples of such a score: the share whose answer tokens are all right."
     )
+    heldout_every_steps: Count | None = Field(
+        None,
+        description=(
+            "Steps of training between losses on sequences that it does not read, by quarter of "
+            "the sequence, with the routers' entropy and load of a mixture of experts; default: "
+            "none."
+        ),
+    )
+    heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        16, description="Prepared sequences that are kept from training for it."
+    )
     wandb_project: Line | None = Field(
         None, description="Project at Weights & Biases to which training sends its metrics too."
     )
