@@ -86,6 +86,9 @@ class Runtime(Section):
         "none", description="How training shards the model over processes."
     )
     gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
+    compile: Flag = Field(
+        False, description="Compile the decoder's layers in training, each by itself."
+    )
     save_every_steps: int = Field(
         100, gt=0, le=MOST, description="Steps between the restart points of training."
     )
