@@ -93,12 +93,17 @@ def read_jsonl(
         UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
     try:
-        most_bytes = _most_bytes(path)
+        size = path.stat().st_size
+        most_bytes = _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
             at, empty_lines = start, 0
             if at:
                 file.seek(at - 1)
-                at += _skip_line(file) - 1
+                at -= 1
+                while block := file.readline(MOST_RECORD_BYTES):
+                    at += len(block)
+                    if block.endswith(b"\n"):
+                        break
             while at < stop or is_compressed(path):
                 line = file.readline(MOST_RECORD_BYTES + 1)
                 if not line:
@@ -118,21 +123,6 @@ def read_jsonl(
                     )
     except OSError as error:
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
-
-
-def _most_bytes(path: Path) -> float:
-    size = path.stat().st_size
-    return _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
-
-
-def _skip_line(file: io.BufferedIOBase) -> int:
-    """Read to the line's end; returns the number of bytes."""
-    skipped = 0
-    while block := file.readline(MOST_RECORD_BYTES):
-        skipped += len(block)
-        if block.endswith(b"\n"):
-            break
-    return skipped
 
 
 def _open_binary(path: Path) -> io.BufferedIOBase:
@@ -277,7 +267,8 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
             for index, scalar in enumerate(batch.column(field)):
                 if isinstance(scalar, pa.DictionaryScalar):
                     scalar = scalar.value
-                if _scalar_bytes(scalar) > MOST_RECORD_BYTES:
+                buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+                if buffer is not None and len(buffer) > MOST_RECORD_BYTES:
                     raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
                 value = scalar.as_py()
                 if not isinstance(value, str):
@@ -301,11 +292,6 @@ def _rows_per_batch(file: Any, group: int, field: str) -> int:
     return int(min(1000, max(1, _BATCH_BYTES // mean)))
 
 
-def _scalar_bytes(scalar: Any) -> int:
-    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
-    return 0 if buffer is None else len(buffer)
-
-
 def open_dataset(
     where: str, path: str, subset: str | None, split: str, revision: str | None
 ) -> Any:
@@ -316,8 +302,13 @@ def open_dataset(
         RunError: the hub cannot be reached.
     """
     from datasets import load_dataset
+    from fsspec.compression import compr, register_compression
 
-    _register_zstd()
+    # By fsspec datasets opens files; by itself it reads .zst only where one more package is there.
+    if "zstd" not in compr:
+        register_compression(
+            "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
+        )
     local = is_local(path)
     name = str(Path(path).expanduser()) if local else path
     commit = None if local else revision
@@ -325,19 +316,6 @@ def open_dataset(
         return load_dataset(name, subset, split=split, revision=commit, streaming=True)
     except Exception as error:
         raise _dataset_fault(f"{where}: dataset {path}", error) from None
-
-
-def _register_zstd() -> None:
-    """Have fsspec, by which datasets opens files, read .zst as a source of kind jsonl does.
-
-    By itself it does so only where one more package is installed.
-    """
-    from fsspec.compression import compr, register_compression
-
-    if "zstd" not in compr:
-        register_compression(
-            "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
-        )
 
 
 def read_dataset(

@@ -10,7 +10,7 @@ import itertools
 import logging
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -109,10 +109,6 @@ def _grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
     return [*parts, Part(tuple(group))] if group else parts
 
 
-def _text_parts(source: Source) -> list[Part]:
-    return _grouped(_source_files(source), PART_BYTES)
-
-
 def _read_text(part: Part, source: Source) -> Iterator[Document]:
     for path in part.paths:
         yield TextFile(path) if path.stat().st_size > WINDOW else read_utf8(path)
@@ -127,21 +123,12 @@ def _jsonl_parts(source: Source) -> list[Part]:
     return parts
 
 
-def _read_jsonl(part: Part, source: Source) -> Iterator[str | None]:
-    name, filters = source.text_field, source.filters
-    return records.read_jsonl(part.paths[0], part.start, part.stop, name, filters)
-
-
 def _parquet_parts(source: Source) -> list[Part]:
     return [
         Part((file,), group)
         for file in _source_files(source)
         for group in range(records.parquet_row_groups(file, source.text_field))
     ]
-
-
-def _read_parquet(part: Part, source: Source) -> Iterator[str | None]:
-    return records.read_parquet(part.paths[0], part.start, source.text_field, source.filters)
 
 
 def _mds_parts(source: Source) -> list[Part]:
@@ -162,24 +149,19 @@ def _read_mds(part: Part, source: Source) -> Iterator[str]:
     return mds.read_documents(part.paths[0], part.shard, tokenizer)
 
 
-def _huggingface_parts(source: Source) -> list[Part]:
-    return [Part((), shard) for shard in range(_dataset(source).num_shards)]
-
-
 def _read_huggingface(part: Part, source: Source) -> Iterator[str | None]:
     where = f"source {source.name}: dataset {source.path}, split {source.split}"
     name, filters = source.text_field, source.filters
     return records.read_dataset(where, _dataset(source), part.start, name, filters)
 
 
-@lru_cache(maxsize=4)
-def _opened(name: str, path: str, subset: str | None, split: str, revision: str | None) -> Any:
-    return records.open_dataset(f"source {name}", path, subset, split, revision)
+_open_dataset = lru_cache(maxsize=4)(records.open_dataset)
 
 
 def _dataset(source: Source) -> Any:
     assert source.path is not None
-    return _opened(source.name, source.path, source.subset, source.split, source.revision)
+    where = f"source {source.name}"
+    return _open_dataset(where, source.path, source.subset, source.split, source.revision)
 
 
 def _python_parts(source: Source) -> list[Part]:
@@ -218,18 +200,22 @@ def _read_retrieval(part: Part, source: Source) -> Iterator[str]:
     return itertools.islice(documents, _RETRIEVAL_DOCUMENTS)
 
 
-_PARTS = {
-    "text": _text_parts,
+_PARTS: dict[str, Callable[[Source], list[Part]]] = {
+    "text": lambda source: _grouped(_source_files(source), PART_BYTES),
     "jsonl": _jsonl_parts,
     "parquet": _parquet_parts,
     "mds": _mds_parts,
-    "huggingface": _huggingface_parts,
+    "huggingface": lambda source: [Part((), at) for at in range(_dataset(source).num_shards)],
     "python_docs": _python_parts,
 }
-_READERS = {
+_READERS: dict[str, Callable[[Part, Source], Iterator[Document | None]]] = {
     "text": _read_text,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
+    "jsonl": lambda part, source: records.read_jsonl(
+        part.paths[0], part.start, part.stop, source.text_field, source.filters
+    ),
+    "parquet": lambda part, source: records.read_parquet(
+        part.paths[0], part.start, source.text_field, source.filters
+    ),
     "mds": _read_mds,
     "huggingface": _read_huggingface,
     "python_docs": _read_python,

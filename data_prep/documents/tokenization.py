@@ -236,6 +236,14 @@ def _write_documents(
 
     Empty documents are passed over.
     """
+    text_bytes = 0
+
+    def counted(pieces: Iterable[str]) -> Iterator[str]:
+        nonlocal text_bytes
+        for piece in pieces:
+            text_bytes += _utf8_bytes(piece)
+            yield piece
+
     end = np.array([] if encoder.end is None else [encoder.end], np.int32)
     for group in _groups(documents, filters):
         if group is None:
@@ -249,30 +257,17 @@ def _write_documents(
                 else:
                     yield _LEFT_OUT
         else:
-            begin, pieces = sink.tell(), _Counted(group)
-            for ids in encoder.in_pieces(pieces):
+            begin, text_bytes = sink.tell(), 0
+            for ids in encoder.in_pieces(counted(group)):
                 sink.write(ids)
             tokens = (sink.tell() - begin) // end.itemsize
             if filters.allow_tokens(tokens):
                 sink.write(end)
-                yield tokens + len(end), pieces.text_bytes
+                yield tokens + len(end), text_bytes
             else:
                 sink.seek(begin)
                 sink.truncate()
                 yield _LEFT_OUT
-
-
-class _Counted:
-    """Pieces of a text, and the UTF-8 bytes of those that were read."""
-
-    def __init__(self, pieces: Iterable[str]) -> None:
-        self._pieces = pieces
-        self.text_bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for piece in self._pieces:
-            self.text_bytes += _utf8_bytes(piece)
-            yield piece
 
 
 def _utf8_bytes(text: str) -> int:
@@ -301,16 +296,13 @@ def _groups(
         elif isinstance(document, TextFile):
             yield document.pieces()
         elif is_long:
-            yield _slices(document)
+            text = document
+            yield (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
         else:
             group.append(document)
             size += len(document)
     if group:
         yield group
-
-
-def _slices(text: str) -> Iterator[str]:
-    return (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
 
 
 def _is_whole(path: Path) -> bool:

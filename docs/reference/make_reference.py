@@ -1,4 +1,4 @@
-"""Write docs/reference/recipe.md and commands.md from the types and parsers that the program uses.
+"""Write recipe.md, recipe.schema.json and commands.md from the program's own types and parsers.
 
     python docs/reference/make_reference.py
 
@@ -7,6 +7,7 @@ tests/unit/test_recipe_reference.py fails while the pages and the program differ
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -22,7 +24,13 @@ sys.path.insert(0, str(ROOT))
 from bosch.commands import command_parser  # noqa: E402
 from pipeline.cli import commands  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
-from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
+from stages.fields import (  # noqa: E402
+    Section,
+    parse_bytes,
+    parse_count,
+    parse_flag,
+    parse_number,
+)
 from stages.recipe import recipe_type  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -33,7 +41,9 @@ INTRODUCTION = """\
 <!-- Written by docs/reference/make_reference.py from the sections in
 stages/*/stage.py. -->
 
-A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
+A recipe is one YAML file. A key that is not listed here is refused.
+With `# yaml-language-server: $schema=…/docs/reference/recipe.schema.json` as its first line, an
+editor completes keys and checks values. The sections `train` and
 `evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
 the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
 
@@ -44,6 +54,18 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
 - *path*: a relative one starts at the folder of the recipe's file; in an override, at the current
   directory; a default, at the checkout.
 """
+
+# Texts that stand for other values, as patterns: editors run no code.
+_WRITTEN = {
+    parse_count: r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKmMbB]?\s*$",
+    parse_bytes: r"^\s*[0-9]+(\.[0-9]+)?\s*[kmgtKMGT]?i?[bB]?\s*$",
+    parse_number: r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$",
+    parse_flag: r"^(yes|on|true|no|off|false)$",
+}
+
+_BOUNDS = {
+    "ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum",
+}  # fmt: skip
 
 COMMANDS_INTRODUCTION = """\
 # Command reference
@@ -74,6 +96,35 @@ read as YAML.
 def recipe_reference() -> str:
     """Text of recipe.md."""
     return INTRODUCTION + "".join(_sections(recipe_type(STAGES), "", "The recipe"))
+
+
+class _RecipeSchema(GenerateJsonSchema):
+    """A schema that knows the texts which stand for counts, sizes, numbers and flags."""
+
+    def function_before_schema(self, schema: Any) -> dict[str, Any]:
+        inner = super().function_before_schema(schema)
+        pattern = _WRITTEN.get(schema["function"]["function"])
+        return {"anyOf": [inner, {"type": "string", "pattern": pattern}]} if pattern else inner
+
+
+def recipe_schema() -> str:
+    """Text of recipe.schema.json: what editors complete and check while a recipe is written."""
+    recipe = recipe_type(STAGES)
+    schema = _with_bounds(recipe.model_json_schema(schema_generator=_RecipeSchema))
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    # A default that the loader fills in.
+    filled = [name for name, f in recipe.model_fields.items() if "default:" in str(f.description)]
+    schema["required"] = [name for name in schema["required"] if name not in filled]
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _with_bounds(schema: Any) -> Any:
+    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser."""
+    if isinstance(schema, list):
+        return [_with_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
 
 
 def command_reference() -> str:
@@ -192,6 +243,10 @@ def _escape(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, text in (("recipe.md", recipe_reference()), ("commands.md", command_reference())):
+    for page, text in (
+        ("recipe.md", recipe_reference()),
+        ("recipe.schema.json", recipe_schema()),
+        ("commands.md", command_reference()),
+    ):
         (FOLDER / page).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{(FOLDER / page).relative_to(ROOT)} written\n")

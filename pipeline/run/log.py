@@ -64,7 +64,7 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
         record.setFormatter(_Formatter(_FORMAT))
         handlers.append(record)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
-    for noisy in ("filelock", "fsspec", "matplotlib", "PIL", "urllib3", "httpx", "h5py"):
+    for noisy in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if level != "debug":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

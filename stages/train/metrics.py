@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
+from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.hardware import device_named
 from bosch.journal import Journal
+from bosch.model.head_table import heads_by_window
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -210,13 +211,9 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> floa
     If it is `distilled`, the original's forward pass is part of it. A packed sequence counts as one
     document; under document masking there are fewer operations.
     """
-    shape = DecoderShape.of(config)
-    hybrid = config.hybrid_attention
-    full = sum(hybrid["full_kv_heads_per_layer"])
-    swa_ratio = 1 - full / (shape.full_layers * shape.key_value_heads)
+    shape, shares = DecoderShape.of(config), window_shares(heads_by_window(config))
     tokens, length = schedule.batch_tokens, schedule.sequence_length
-    window = Window(hybrid["window_size"], hybrid["sinks"])
-    flops = shape.training_flops(tokens, length, swa_ratio, window)
+    flops = shape.training_flops(tokens, length, shares)
     return flops + distilled * shape.forward_flops(tokens, length)
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from bosch.version import VERSION
 from pipeline.cli import commands, main
+from pipeline.recipe.load import load_recipe
+from stages.prepare.stage import PrepareConfig
 from tests.elsewhere import ROOT
 from tests.pipeline_case import Case
 
@@ -65,3 +67,45 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
         done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no/model"], "no/model: there is no directory no/model; expected a model directory"),
+        (["model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
+        (["model", "--data", "empty"], "--data empty: is an empty folder"),
+        (["model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
+        (["model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
+    ],
+)
+def test_new_says_what_no_run_could_use(
+    case: Case,
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "empty").mkdir()
+    if arguments[0] == "no/model":
+        (case.folder / "no").mkdir()
+    assert main(["new", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_new_writes_a_recipe_that_loads_beside_the_model(
+    case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "mine").mkdir()
+    (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+    assert main(["new", "model", "--data", "mine"]) == 0
+    assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
+    loaded = load_recipe("my_model.yaml", input_files=False, env={})
+    source = loaded.recipe[PrepareConfig].sources[0]
+    assert source.kind == {".txt": "text"}.get(Path(name).suffix, Path(name).suffix[1:])
+    assert source.path == str(case.folder / "mine")
+    assert loaded.recipe[PrepareConfig].sequence_length == 1024, "the model's positions"
+    assert loaded.output_root == case.folder / "runs"

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
         return 0
-    print(f"the figures are in {output}/efficiency.json, the plots beside it")
+    print(f"the figures are in {output}/efficiency.json, its page and plots beside it")
     return 0
 
 

@@ -1,10 +1,12 @@
-"""One table of results, drawn as Markdown and on the terminal."""
+"""One table of results, drawn on the terminal, as Markdown, as CSV and as HTML (pieces.html)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,21 +14,44 @@ from rich.measure import Measurement
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from stages.report.markup import link
+if TYPE_CHECKING:
+    from typing import Self
 
 _WIDEST = 100_000
-# Beginning and end of a marked text in Markdown, and its style on the terminal.
-_MARKS = {("**", "**"): "bold", ("<u>", "</u>"): "underline"}
+_BEST, _SECOND = 1, 2
+_MARKDOWN = {_BEST: "**{}**", _SECOND: "<u>{}</u>"}
+_TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 
 
-def best(text: str) -> str:
-    """A cell that is the best of its column."""
-    return f"**{text}**"
+class Cell(str):
+    """A cell's text, with what only some forms of a table show.
 
+    `rank`: 1 for the best of its column and 2 for the second best. `target`: where the text leads
+    on a page. `more`: small texts below it, each with its target. `share`: strength of its tint.
+    `task`, `length`: what the page's filter knows the first cell's row, or the header's column by.
+    """
 
-def second_best(text: str) -> str:
-    """A cell that is the second best of its column."""
-    return f"<u>{text}</u>"
+    rank: int
+    target: str
+    more: Sequence[tuple[str, str]]
+    share: float | None
+    task: str
+    length: str
+
+    def __new__(
+        cls,
+        text: str,
+        rank: int = 0,
+        target: str = "",
+        more: Sequence[tuple[str, str]] = (),
+        share: float | None = None,
+        task: str = "",
+        length: str = "",
+    ) -> Self:
+        cell = super().__new__(cls, text)
+        cell.rank, cell.target, cell.more, cell.share = rank, target, more, share
+        cell.task, cell.length = task, length
+        return cell
 
 
 @dataclass(frozen=True)
@@ -35,26 +60,33 @@ class Group:
 
     rows: Sequence[Sequence[str]]
     heading: str = ""
+    is_total: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title; cells are texts, which `best` and `second_best` may have marked.
+    """A table with its title; cells are texts, or `Cell`s.
 
     Columns after the first `text_columns` hold numbers and are aligned right; None: no column.
-    `targets` names places on a page that columns lead to.
+    `name` is its place on a page, `note` stands beside its title there.
     """
 
     title: str
     header: Sequence[str]
     groups: Sequence[Group]
     text_columns: int | None = None
-    targets: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    note: str = ""
 
     @classmethod
     def of_rows(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         """A table without groups whose columns hold texts."""
         return cls(title, header, (Group(rows),))
+
+    @property
+    def rows(self) -> list[Sequence[str]]:
+        """The rows of all groups."""
+        return [row for group in self.groups for row in group.rows]
 
     def markdown(self) -> str:
         """Heading and table."""
@@ -70,25 +102,11 @@ class Table:
             lines += [_line(row) for row in group.rows]
         return "\n".join(lines) + "\n"
 
-    def html(self) -> str:
-        """The table as markup; what `best` and `second_best` marked is bold and underlined."""
-        names = [link(self.targets.get(name, ""), name) for name in self.header]
-        head = "".join(f'<th scope="col">{name}</th>' for name in names)
-        rows = []
-        for group in self.groups:
-            if group.heading:
-                width = len(self.header)
-                rows.append(
-                    f'<tr class="total"><th scope="row" colspan="{width}">'
-                    f"{escape(group.heading)}</th></tr>"
-                )
-            for first, *rest in group.rows:
-                cells = "".join(f"<td>{marked_up(cell)}</td>" for cell in rest)
-                rows.append(f'<tr><th scope="row">{marked_up(first)}</th>{cells}</tr>')
-        return (
-            f'<div class="scroll"><table><caption>{escape(self.title)}</caption><thead><tr>{head}'
-            f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        )
+    def csv(self) -> str:
+        """Header and rows."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
+        return text.getvalue()
 
     def print(self) -> None:
         """Draw the table on the terminal, with a line between groups."""
@@ -105,7 +123,9 @@ class Table:
             if group.heading:
                 table.add_row(Text(group.heading, style="italic dim"))
             for row in group.rows:
-                table.add_row(*map(_styled, row))
+                table.add_row(
+                    *(Text(cell, style=_TERMINAL.get(as_cell(cell).rank, "")) for cell in row)
+                )
         console = Console()
         if not console.is_terminal:
             # In a log nothing is cut off; rich takes a file for 80 characters wide.
@@ -118,21 +138,11 @@ class Table:
         return self.text_columns is not None and column >= self.text_columns
 
 
+def as_cell(text: str) -> Cell:
+    """A text as a cell that knows no more than it."""
+    return text if isinstance(text, Cell) else Cell(text)
+
+
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def marked_up(text: str) -> str:
-    """A cell's text as markup."""
-    for (beginning, end), tag in zip(_MARKS, ("strong", "u"), strict=True):
-        if text.startswith(beginning) and text.endswith(end):
-            inner = text.removeprefix(beginning).removesuffix(end)
-            return f"<{tag}>{escape(inner)}</{tag}>"
-    return escape(text)
-
-
-def _styled(text: str) -> Text:
-    for (beginning, end), style in _MARKS.items():
-        if text.startswith(beginning) and text.endswith(end):
-            return Text(text.removeprefix(beginning).removesuffix(end), style=style)
-    return Text(text)
+    marked = (_MARKDOWN.get(as_cell(cell).rank, "{}").format(cell) for cell in cells)
+    return "| " + " | ".join(marked) + " |"
