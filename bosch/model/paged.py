@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.attention.layout import HeadLayout
+from bosch.attention.layout import HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers, text_config
 
-# transformers' names of the types of layers, by the kind of a layout's heads.
-_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
+
+def _type_of(group: HeadGroup) -> str:
+    """transformers' name of a layer's type, by the window of its heads."""
+    return "full_attention" if group.window is None else "sliding_attention"
+
+
 # Attention modules whose layer does not hand the pages of a pass on to them.
 _WITHOUT_PAGES = ("NemotronAttention", "PersimmonAttention", "StableLmAttention")
 
@@ -32,7 +36,7 @@ _WITHOUT_PAGES = ("NemotronAttention", "PersimmonAttention", "StableLmAttention"
 class PagedConfig:
     """A text configuration whose layers are the slices of a hybrid model's heads.
 
-    `slices` maps an attention module to the indices of its slices of each kind.
+    `slices` maps an attention module to the indices of the slices of each group of its heads.
     """
 
     def __init__(
@@ -41,19 +45,19 @@ class PagedConfig:
         self._text = text_config(config)
         self._attn_implementation = "sdpa"  # which makes transformers prepare masks
         self.sliding_window = _only_window(config, layouts, modules)
-        counts = [len(h) for one in layouts if one is not None for h in (one.full, one.sliding)]
-        self.num_key_value_heads = math.gcd(*counts)
+        groups = [group for layout in layouts if layout is not None for group in layout.groups]
+        self.num_key_value_heads = math.gcd(*(len(group.heads) for group in groups))
         self.head_dim = decoder_layers(config).head_dim
         self.layer_types: list[str] = []
-        self.slices: dict[nn.Module, dict[str, range]] = {}
+        self.slices: dict[nn.Module, list[range]] = {}
         for layout, module in zip(layouts, modules, strict=True):
             if layout is None or module is None:
                 continue
-            self.slices[module] = {}
-            for kind, heads in (("full", layout.full), ("sliding", layout.sliding)):
-                first, count = len(self.layer_types), len(heads) // self.num_key_value_heads
-                self.slices[module][kind] = range(first, first + count)
-                self.layer_types += [_TYPES[kind]] * count
+            self.slices[module] = []
+            for group in layout.groups:
+                first, count = len(self.layer_types), len(group.heads) // self.num_key_value_heads
+                self.slices[module].append(range(first, first + count))
+                self.layer_types += [_type_of(group)] * count
         self.num_hidden_layers = len(self.layer_types)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PagedConfig:
@@ -73,7 +77,7 @@ def _only_window(
     Raises UserError for a model that its pools cannot hold.
     """
     kinds = decoder_layers(config)
-    sliding = [layout.window for layout in layouts if layout is not None and layout.sliding]
+    sliding = [window for layout in layouts if layout is not None for window in layout.windows]
     sizes = sorted({window.size for window in sliding})
     if kinds.states:
         reason = "layers with states of a fixed size, for which transformers has no pages"
@@ -119,11 +123,10 @@ class PagedView:
         A row of padding sees nothing: it may see all, so that its softmax is a number.
         """
         visible = {}
-        for kind, name in _TYPES.items():
-            if name in attention_mask:
-                seen = attention_mask[name] == 0
-                visible[kind] = seen | ~seen.any(dim=-1, keepdim=True)
-        # A mask of four dimensions stays as it is on its way; attention takes the two kinds.
+        for name, mask in attention_mask.items():
+            seen = mask == 0
+            visible[name] = seen | ~seen.any(dim=-1, keepdim=True)
+        # A mask of four dimensions stays as it is on its way; attention takes that of each type.
         any_mask = next(iter(attention_mask.values()))
         return self._model(attention_mask=any_mask, visible=visible, **kwargs)
 
@@ -144,11 +147,9 @@ def paged_attention(
     """
     cache = options["cache"]
     size, q_per_kv = cache.config.num_key_value_heads, query.shape[1] // key.shape[1]
-    outputs = dict[str, Tensor]()
-    for kind, slices in cache.config.slices[module].items():
-        if not slices:
-            continue
-        new_keys, new_values = layout.heads_of(key, kind), layout.heads_of(value, kind)
+    outputs = []
+    for group, slices in zip(layout.groups, cache.config.slices[module], strict=True):
+        new_keys, new_values = layout.heads_of(key, group), layout.heads_of(value, group)
         states = [
             cache.update(
                 key_states=new_keys[:, i * size : (i + 1) * size],
@@ -159,12 +160,15 @@ def paged_attention(
             for i, index in enumerate(slices)
         ]
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-        queries, visible = layout.heads_of(query, kind, q_per_kv), options["visible"][kind]
+        queries = layout.heads_of(query, group, q_per_kv)
+        visible = options["visible"][_type_of(group)]
         if dense or not transform.is_plain:
-            of_kind = transform.of(layout, kind, q_per_kv)
-            outputs[kind] = dense_attention(queries, keys, values, visible, of_kind)
+            own_transform = transform.of(layout, group, q_per_kv)
+            outputs.append(dense_attention(queries, keys, values, visible, own_transform))
         else:
-            outputs[kind] = nn.functional.scaled_dot_product_attention(
-                queries, keys, values, visible, scale=transform.scaling, enable_gqa=q_per_kv > 1
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    queries, keys, values, visible, scale=transform.scaling, enable_gqa=q_per_kv > 1
+                )
             )
-    return layout.merge(outputs.get("full"), outputs.get("sliding"), q_per_kv)
+    return layout.merge(outputs, q_per_kv)

@@ -5,12 +5,13 @@ The model is built on the meta device: it has every parameter's shape and takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from bosch.errors import UserError
 from bosch.model.configuration import is_hybrid
@@ -23,6 +24,7 @@ from bosch.model.families import (
 )
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
+from bosch.model.stored_config import StoredConfig
 from bosch.objective.flops import Flops, linear_flops
 from bosch.window import Window
 
@@ -125,33 +127,40 @@ class DecoderShape:
         return self.vocabulary * self.hidden
 
     def forward_flops(
-        self, tokens: float, length: int, swa_ratio: float = 0.0, window: Window | None = None
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
     ) -> float:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
-        A full head's query costs the t keys before it, a sliding head's the W keys it sees. A
-        multiplication and an addition are two operations; recurrences are left out.
+        A full head's query costs the t keys before it, a sliding head's the W keys it sees;
+        `shares` are those of the heads of each window. A multiplication and an addition are two
+        operations; recurrences are left out.
         """
-        keys = (length + 1) / 2
-        if window is not None:
-            keys += swa_ratio * (_visible_keys(window.most_keys, length) - keys)
+        full = keys = (length + 1) / 2
+        for window, share in (shares or {}).items():
+            keys += share * (_visible_keys(window.most_keys, length) - full)
         attention = self.full_layers * self.query_size * keys
         for own in self.kinds.windows.values():
             attention += self.own_query_size * _visible_keys(own, length)
         return tokens * (2 * self.active_parameters + 4 * attention)
 
-    def training_flops(self, tokens: float, length: int, swa_ratio: float, window: Window) -> float:
+    def training_flops(
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
+    ) -> float:
         """Operations of forward and backward, nothing recomputed: what MFU counts."""
-        return 3 * self.forward_flops(tokens, length, swa_ratio, window)
+        return 3 * self.forward_flops(tokens, length, shares)
 
 
 def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
     if is_hybrid(config):
         config = full_attention_config(config)
+    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
+        config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, attn_implementation="eager")
+            model = auto_class(config).from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -102,17 +102,20 @@ def against_original(results: Results) -> list[Picture]:
 
 
 def head_mask(search: Search) -> Picture:
-    """Layers (x) by KV heads (y), dark where the head is full and light where it slides."""
-    sliding = search.mask.swa_kv_heads
+    """Layers (x) by KV heads (y), dark where the head is full and the lighter the less it sees."""
+    mask, menu = search.mask.mask, search.mask.windows
+    sliding = mask.swa_kv_heads
+    kinds = ["full", *(f"W = {window.size:,}" for window in menu)]
+    if len(menu) == 1:
+        kinds = ["full", "sliding"]
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
-        for layer, own in enumerate(sliding)
-        for head in range(search.mask.num_key_value_heads)
-        for kind in ["sliding" if head in own else "full"]
+        for layer, own in enumerate(mask.choices.tolist())
+        for head, kind in enumerate(kinds[choice] for choice in own)
     ]
     counts = [{"x": layer, "text": len(own)} for layer, own in enumerate(sliding)]
     x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
-    look = {"full": Style("full"), "sliding": Style("sliding")}
+    look = styles(kinds, {"full": Style("full"), "sliding": Style("sliding")})
     cells = alt.Chart(values(rows)).mark_rect(cornerRadius=2).encode(
         x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
         color=colour(look), tooltip="tip:N",
@@ -283,7 +286,8 @@ def _bins(label: str, edges: Sequence[int], bins: Sequence[BinLoss]) -> Iterable
 
 def cache_lengths(cache: CacheSize) -> list[int]:
     """Powers of two from below the window to 256 windows: the context lengths worth showing."""
-    first = max(1, cache.window.size // 4).bit_length() - 1
+    widest = max(window.size for window in cache.sliding)
+    first = max(1, widest // 4).bit_length() - 1
     return [2**power for power in range(first, first + 11)]
 
 
@@ -300,7 +304,10 @@ def cache_by_length(cache: CacheSize) -> Picture:
     powers = [2.0**power for power in range(math.ceil(low), math.floor(high) + 1, 2)]
     x = Axis("Context (tokens, log)", "length", log=True, values=lengths)
     y = Axis("KV cache (bytes, log)", "bytes", log=True, values=powers)
-    full = alt.Chart(values([{"x": max(cache.window.past, lengths[0]), "text": "window full"}]))
+    edges = [max(window.past, lengths[0]) for window in cache.sliding]
+    texts = ["window full"] + [""] * (len(edges) - 1)  # at the widest
+    ends = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
+    full = alt.Chart(values(ends))
     marks = full.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
     marks += full.mark_text(y="height", dy=-8, dx=6, align="left").encode(x="x:Q", text="text:N")
     look = {"original": LOOK["original"], "hybrid": LOOK["trained"]}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from bosch.model.cache_size import CacheSize
-from bosch.vllm.plan import CPU, LARGE_GPU, served_caches, served_tokens
+from bosch.vllm.plan import CPU, LARGE_GPU, engine_heads, served_caches, served_tokens
 from stages.evaluate.scores import ABOUT_MARKS, HYBRID, ORIGINAL, MeanScore, SuiteScores, mark
 from stages.formats import (
     format_bytes,
@@ -115,7 +115,8 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield Tile("Sliding KV heads (ρ)", format_share(search.sliding / search.total), heads)
     sinks = search.mask.sinks
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
-    yield Tile("Window (W)", f"{search.mask.window_size:,}", reach, "tokens")
+    several = "s" if len(search.mask.windows) > 1 else ""
+    yield Tile(f"Window{several} (W)", search.window_sizes, reach, "tokens")
 
 
 def _score_tile(name: str, model: str | None, results: Results, paint: str) -> Tile:
@@ -264,9 +265,7 @@ def served_table(results: Results) -> Table | str:
     rows = []
     for engine in (LARGE_GPU, CPU):
         for served in served_caches(
-            file.mask.full_kv_heads_per_layer,
-            heads,
-            [file.window.vllm] * file.num_layers,
+            engine_heads(file.mask.heads_per_layer(file.windows)),
             cache.bytes_per_head,
             [own.window for own in cache.own for _ in range(own.heads // heads)],
             engine=engine,

@@ -36,7 +36,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
             recipe[stage] = values
     search = results.search
     share = f"ρ = {search.sliding / search.total:.3g}"
-    subtitle = f"{model} made hybrid: {share}, W = {search.mask.window_size:,}"
+    subtitle = f"{model} made hybrid: {share}, W = {search.window_sizes}"
     subtitle += f", method {search.mask.method}"
     return Provenance(
         title=config.section.title or f"Hybrid {model}",

@@ -30,7 +30,7 @@ from stages.context import StageConfig
 from stages.numerics import numerics
 from stages.prepare.stage import CALIBRATION
 from stages.search.charts import write_traces
-from stages.search.live import BEST, LiveView, mask_file
+from stages.search.live import BEST, LiveView, mask_file, mask_windows
 from stages.search.processes import join_process_group
 from stages.search.reuse import reuse_bytes
 from stages.search.stage import EVALUATIONS, HEAD_MASK, STAGE, SearchConfig, SearchSummary
@@ -150,12 +150,13 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         model = load_model(config.model.path, device=ranks.device, **options)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
+    windows = mask_windows(section)
     return Objective(
         model,
         calibration,
-        section.window,
+        windows,
         batch_size=config.runtime.eval_batch_size,
-        reuse_bytes=reuse_bytes(config.runtime, model, section.window, calibration, ranks.shards),
+        reuse_bytes=reuse_bytes(config.runtime, model, windows, calibration, ranks.shards),
         ranks=ranks,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bosch.budget import window_shares
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
@@ -29,7 +30,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
     steps = train.optimizer_steps
     tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
-    flops = shape.training_flops(tokens, length, search.swa_ratio, search.window)
+    shares = window_shares(search.kv_heads(shape.full_layers, shape.key_value_heads))
+    flops = shape.training_flops(tokens, length, shares)
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
     number = BYTES[recipe[MaterializeConfig].dtype]
@@ -43,7 +45,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
         f"{format_flops(flops)} without recomputation: "
-        f"{flops / shape.training_flops(tokens, length, 0.0, search.window):.0%} of the original's",
+        f"{flops / shape.training_flops(tokens, length):.0%} of the original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
         "restart points are written",
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "

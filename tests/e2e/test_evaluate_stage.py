@@ -155,7 +155,7 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
         if name != "original"
     }
     # The materialized hybrid happens to have the rule's mask.
-    assert HeadMaskFile.load(work / "rivals" / "intr.json").swa_kv_heads == [[0, 1], [1]]
+    assert HeadMaskFile.load(work / "rivals" / "intr.json").mask.swa_kv_heads == [[0, 1], [1]]
     assert outputs["intr"] == outputs["hybrid"]
     # A window longer than the samples leaves the original model.
     answers = [r["output"] for r in read_samples(stages / "original")]

@@ -129,6 +129,13 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     assert DecoderShape.of(hybrid.config) == shape
 
 
+def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
+    config = small_config("qwen3")
+    own = type("OwnConfig", (type(config),), {})(**config.to_dict())
+    own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
+    assert DecoderShape.of(own) == DecoderShape.of(config)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "width"),
     [
@@ -169,8 +176,7 @@ def test_caches_hold_what_the_formula_says(family: str) -> None:
     model, ids = small_model(family), tokens(2, 20)
     mask, kinds = mask_of(model.config), decoder_layers(model.config)
     hybrid = materialize(model, mask, Window(WINDOW))
-    counts = mask.full_kv_heads_per_layer
-    size = CacheSize.of(counts, kinds, Window(WINDOW), 4, state_bytes(model))
+    size = CacheSize.of(mask.heads_per_layer(Window(WINDOW)), kinds, 4, state_bytes(model))
     assert (size.state_bytes > 0) == bool(kinds.states)
     assert len(size.own) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
@@ -202,7 +208,8 @@ def test_layers_that_slide_in_the_base_model_keep_their_own_window(family: str) 
     assert torch.equal(generated, text)
     for number, layer in enumerate(cache.hybrid_layers):
         held = window - 1 if number == own else ids.shape[1] + 5
-        assert (layer.recent_keys if number == own else layer.full_keys).shape[2] == held
+        (cached,) = layer.groups
+        assert cached.keys.shape[2] == held
     assert full.config.hybrid_attention["full_kv_heads_per_layer"] == [KV_HEADS] * len(kinds.full)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.decoder_shape import DecoderShape
@@ -19,7 +20,7 @@ from pipeline.cli import main
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from stages.materialize.memory import device_bytes
+from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
@@ -244,7 +245,7 @@ def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
     pairs = sum(min(t, 4) for t in range(1, length + 1))
     every = 4 * 3 * 8 * 16 * pairs
     linear = 2 * shape.active_parameters * length
-    assert shape.forward_flops(length, length, 1.0, window) == pytest.approx(linear + every)
+    assert shape.forward_flops(length, length, {window: 1.0}) == pytest.approx(linear + every)
     full = linear + 4 * 3 * 8 * 16 * length * (length + 1) / 2
     assert shape.forward_flops(length, length) == pytest.approx(full)
     more, fewer = (_shape(num_experts=n, num_experts_per_tok=2) for n in (8, 4))
@@ -344,7 +345,9 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
     assert "up to" not in lines(head_granularity=2)[1]
     assert "vLLM" in lines(sinks=4, head_granularity=1)[0]
     mask = tmp_path / "mask.json"
-    mask.write_text('{"swa_kv_heads": [[0]]}')
+    HeadMaskFile.of(
+        HeadMask.all_sliding(1, 1), Window(4), model="", method="rand", swa_ratio=1.0
+    ).save(mask)
     with pytest.raises(UserError, match="is no mask for"):
         lines(method="given", mask=str(mask), sinks=0)
 

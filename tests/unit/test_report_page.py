@@ -423,7 +423,7 @@ def test_damaged_inputs_are_named(tmp_path: Path, file: str, content: str | None
 
 
 def test_cache_follows_the_formula() -> None:
-    cache = CacheSize(full_heads=2, sliding_heads=6, window=Window(8, 3), bytes_per_head=100)
+    cache = CacheSize({None: 2, Window(8, 3): 6}, bytes_per_head=100)
     assert cache.original(50) == 100 * 8 * 50
     assert cache.dynamic(50) == 100 * (2 * 50 + 6 * 10)
     assert cache.dynamic(7) == cache.original(7)

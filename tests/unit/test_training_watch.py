@@ -170,7 +170,8 @@ def test_flops_are_those_that_plan_counts(case: Path) -> None:
     folder = case / "materialize" / "model"
     schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
     content = json.loads((folder / "config.json").read_text())
-    expected = stored_shape(ModelInfo(content)).training_flops(128, 32, 0.75, Window(6))
+    shape = stored_shape(ModelInfo(content))
+    expected = shape.training_flops(128, 32, {Window(6): 0.75})
     assert step_flops(AutoConfig.from_pretrained(folder), schedule) == pytest.approx(expected)
 
 

@@ -20,6 +20,7 @@ from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json, read_within, write_text
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import windows_text
 
 # DuoAttention's names within a folder of patterns.
 _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
@@ -27,6 +28,7 @@ _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
 
 def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
+    _check_one_window(file, "DuoAttention")
     path.mkdir(parents=True, exist_ok=True)
     rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
     write_text(path / _GATES, "\n".join(rows) + "\n")
@@ -68,6 +70,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
 
 def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
+    _check_one_window(file, "rtp-llm")
     per_head = _for_query_heads(file, query_heads)
     settings: dict[str, Any] = {
         "sink_token_num": file.sinks,
@@ -95,6 +98,14 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
     window = _size(settings, "swa_token_num", path, 0) + 1
     return mask, window, _size(settings, "sink_token_num", path, 0)
+
+
+def _check_one_window(file: HeadMaskFile, project: str) -> None:
+    if len(file.windows) > 1:
+        raise UserError(
+            f"--format: {project} takes one window for all sliding heads, the mask has windows of "
+            f"{windows_text(file.windows)}"
+        )
 
 
 def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:

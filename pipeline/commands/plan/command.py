@@ -8,25 +8,25 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from bosch.budget import swa_budget
 from bosch.commands import print_json
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, load_json
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.vllm.plan import (
     ServedCache,
     any_mask,
+    engine_heads,
     engine_on,
     layers_refusal,
     served_caches,
     served_tokens,
     worst_shared_mask,
 )
+from bosch.window import Window
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import missing_inputs
@@ -198,15 +198,13 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
         return
     heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     budget = rows * heads - swa_budget(rows * heads, search.swa_ratio)
-    given = _full_kv_heads(str(search.mask), info) if search.method == "given" else None
+    given = search.kv_heads(rows, heads) if search.method == "given" else None
     engine = engine_on(device, DEVICES[device].memory)
 
-    def caches_of(full_kv_heads_per_layer: list[int]) -> list[ServedCache]:
+    def caches_of(layers: Sequence[Mapping[Window | None, int]]) -> list[ServedCache]:
         return list(
             served_caches(
-                full_kv_heads_per_layer,
-                heads,
-                [search.window.vllm] * rows,
+                engine_heads(layers),
                 2 * info.kinds.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
                 list(info.kinds.windows.values()),
                 engine=engine,
@@ -214,8 +212,11 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
             )
         )
 
+    def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
+        return [{None: full, search.window: heads - full} for full in counts]
+
     for ranks, group in groupby(
-        caches_of(given or any_mask(budget, rows, heads)), key=lambda cache: cache.ranks
+        caches_of(given or with_full(any_mask(budget, rows, heads))), key=lambda cache: cache.ranks
     ):
         caches = list(group)
         figures = (
@@ -233,27 +234,10 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
             worst = worst_shared_mask(
                 budget // granularity, rows, heads // granularity, multiple // granularity
             )
-            last = [c for c in caches_of([granularity * n for n in worst]) if c.ranks == ranks][-1]
+            most = with_full([granularity * n for n in worst])
+            last = [cache for cache in caches_of(most) if cache.ranks == ranks][-1]
             text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
             if budget % multiple == 0:
                 text += f", which search.head_granularity={multiple} avoids"
         on = f"{ranks} rank{'s' * (ranks > 1)}"
         yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"
-
-
-def _full_kv_heads(path: str, info: ModelInfo) -> list[int]:
-    """Full KV heads of each layer by a mask file; not by HeadMaskFile, which needs numpy.
-
-    The search reads the file with all checks.
-    """
-    try:
-        rows = load_json(Path(path), CONFIG_LIMITS)["swa_kv_heads"]
-        full = [info.kinds.heads - len(heads) for heads in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"search.mask: {path} is no head mask ({error})") from None
-    layers = len(info.kinds.full)
-    if len(full) != layers or min(full) < 0:
-        raise UserError(
-            f"search.mask: {path} is no mask for {layers} layers of {info.kinds.heads} KV heads"
-        )
-    return full
