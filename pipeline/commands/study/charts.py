@@ -50,7 +50,7 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
     pictures = []
     for quantity, y in (("score", _SCORE), ("log_likelihood", likelihood)):
         for ratio in ratios:
-            rows = []
+            rows: list[dict[str, Any]] = []
             for point in points:
                 ends, passes = _ends(point.mean(quantity)), point.cost("full_forward_equivalents")
                 own = point.setting
@@ -110,7 +110,7 @@ def jaccard_maps(
         cells = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, legend=None))
         ink = alt.condition("datum.value < 0.6", alt.value("white"), alt.value("black"))
         texts = base.mark_text(fontSize=9).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
-        chart = alt.layer(cells, texts).properties(height=26 * len(methods))
+        chart = (cells + texts).properties(height=26 * len(methods))
         heading = f"ρ = {ratio:g}"
         text = f"Jaccard distances at {heading}, from {matrix.min():.2f} to {matrix.max():.2f}."
         pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading, True))

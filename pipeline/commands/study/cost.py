@@ -104,7 +104,7 @@ def _cost_to_reach(points: Sequence[Measured], ratios: Sequence[float]) -> Table
 
 
 def _median_score(point: Measured) -> float:
-    return median(point.results["score"].mean(axis=1).tolist())
+    return float(median(point.results["score"].mean(axis=1).tolist()))
 
 
 def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
