@@ -23,6 +23,18 @@ def _saved(folder: Path, sinks: int = 2) -> Path:
     return path
 
 
+@pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
+def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "head_mask.json"
+    HeadMaskFile.of(
+        HeadMask.of_choices([[0, 1, 2]]), [Window(4), Window(9)],
+        model="m", method="given", swa_ratio=2 / 3,
+    ).save(path)  # fmt: skip
+    file = HeadMaskFile.load(path)
+    with pytest.raises(UserError, match="takes one window for all .* windows of 4 and 9"):
+        WRITERS[form](file, tmp_path / "out", 6)
+
+
 @pytest.mark.parametrize(
     ("form", "export", "imports"),
     [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH)],

@@ -134,6 +134,23 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
     assert figures["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
 
 
+def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> None:
+    model = small_model("qwen3")
+    choices = np.tile([0, 1, 2, 2], (LAYERS, 1))
+    materialize(model, HeadMask.of_choices(choices), [Window(8), Window(4)]).save_pretrained(
+        tmp_path
+    )
+    config = load_config(str(tmp_path))
+    _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
+    assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
+    again = Variant(**own.model_dump(mode="json"))
+    assert again.kv_heads(KV_HEADS) == [{None: 1, Window(8): 1, Window(4): 2}] * LAYERS
+    measured = build_model(str(tmp_path), None, again, SETTINGS)
+    assert type(measured.new_cache()).__name__ == "HybridCache"
+    with pytest.raises(UserError, match="--windows: the model's heads have several windows"):
+        planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))
+
+
 def test_a_cache_that_is_not_the_formula_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

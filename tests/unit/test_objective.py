@@ -17,7 +17,7 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import free_memory, incremental_forward
+from bosch.objective import free_memory, gate_gradients, incremental_forward
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.incremental_forward import answer_attention
@@ -35,8 +35,12 @@ FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
 
 def plain_score(model, calibration, mask, sinks):
+    return plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
+
+
+def plain_score_of(model, calibration, mask, windows):
     """One example at a time, all logits, the definition word for word."""
-    apply_head_mask(model, mask, Window(WINDOW, sinks))
+    apply_head_mask(model, mask, windows)
     exact, log_likelihood = 0, 0.0
     for example in calibration.examples:
         ids = torch.tensor([example.input_ids])
@@ -355,6 +359,106 @@ def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(free_memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
     with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
         free_memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_masks_of_several_windows_are_scored_by_definition(sinks):
+    """With reuse and without, and with the operations of a plain pass as torch counts them."""
+    model, calibration = searchable()
+    windows = [Window(size, sinks) for size in (WINDOW, 2 * WINDOW, 3)]
+    reusing = Objective(model, calibration, windows, batch_size=4)
+    plain = Objective(model, calibration, windows, batch_size=4, reuse_bytes=0, answers_only=False)
+    generator = np.random.default_rng(sinks)
+    first = generator.integers(0, 4, (LAYERS, KV_HEADS))
+    scored = set()
+    for layer in [*range(LAYERS), *range(LAYERS)]:
+        first[layer] = generator.integers(0, 4, KV_HEADS)
+        mask = HeadMask.of_choices(first)
+        ours = reusing.evaluate(mask)
+        apply_head_mask(model, mask, windows)
+        plain.check_output_head(mask)
+        with counted_flops() as counter:
+            whole = plain.evaluate(mask)
+        assert ours.score == whole.score
+        assert ours.log_likelihood == pytest.approx(whole.log_likelihood, abs=1e-4)
+        full = plain.whole_pass_operations(FULL)
+        assert round(whole.full_forward_equivalents * full) == counter.get_total_flops()
+        exact, likelihood = plain_score_of(model, calibration, mask, windows)
+        assert ours.score == exact
+        assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
+        scored.add(ours.log_likelihood)
+    assert len(scored) == 2 * LAYERS and reusing.savings()["attention_of_both_kinds"]
+    assert reusing.context.window_size == [2 * WINDOW, WINDOW, 3]
+    # What one window gives is what it gives in a menu, to the bit.
+    one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
+    menu = Objective(model, calibration, windows[::2], batch_size=4)
+    assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
+
+
+def test_gradients_by_windows_are_the_slopes_of_blended_attention():
+    """Against differences of the log-likelihood between blends, head by head and choice by choice.
+
+    One gradient foretells the order of all single changes.
+    """
+    model, calibration = searchable()
+    model.double()
+    windows = [Window(size) for size in (WINDOW, 2 * WINDOW, 3)]
+    objective = Objective(model, calibration, windows, batch_size=6)
+    generator = np.random.default_rng(3)
+    choices = generator.integers(0, 4, (LAYERS, KV_HEADS))
+    mask = HeadMask.of_choices(choices)
+    changes = objective.window_gradient(mask)
+    assert changes.shape == (LAYERS, KV_HEADS, 4)
+    blend, step = gate_gradients._blend, 1e-4
+    for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
+        ends = []
+        for share in (step, -step):
+
+            def moved(gates, layouts, backend, share=share, layer=layer):
+                moved.layer += 1
+                if moved.layer == layer:
+                    gates = gates.detach().clone()
+                    for kind, amount in ((choice, share), (choices[layer, head], -share)):
+                        if kind < 3:
+                            gates[head, kind] += amount
+                return blend(gates, layouts, backend)
+
+            moved.layer = -1
+            ends.append(blended_likelihood(objective, mask, moved))
+        slope = (ends[0] - ends[1]) / (2 * step)
+        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
+    own = changes.gather(2, torch.tensor(choices)[..., None])
+    assert not own.any()
+    # A menu of one is today's gradient.
+    single = Objective(model, calibration, Window(WINDOW), batch_size=6)
+    alone = HeadMask(choices == 0)
+    slopes = torch.tensor(single.gate_gradient(alone).values)
+    expected = single.window_gradient(alone)
+    assert torch.equal(expected[..., 0][choices != 0], slopes[choices != 0])
+    assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
+
+
+def blended_likelihood(objective, mask, blend):
+    """Mean log-likelihood while each layer's attention is blended as `blend` says."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_gradients, "_blend", blend)
+        answers = gate_gradients.answer_logits
+
+        def kept(model, hidden):
+            logits = answers(model, hidden)
+            seen.append(logits.detach().double().log_softmax(-1))
+            return logits
+
+        patch.setattr(gate_gradients, "answer_logits", kept)
+        patch.setattr(torch.autograd, "grad", lambda value, gates: (torch.zeros_like(gates),))
+        objective.window_gradient(mask)
+    batches = objective._batches
+    total = sum(
+        float(logits.gather(1, batch.answers[:, None]).sum())
+        for logits, batch in zip(seen, batches, strict=True)
+    )
+    return total / len(objective.calibration)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
