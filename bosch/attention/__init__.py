@@ -6,20 +6,17 @@ Every backend gives what `eager` gives, in outputs and gradients.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bosch.attention.context import AttentionContext
-from bosch.attention.eager import eager_attention, eager_weights
-from bosch.attention.flash import flash_kernel_attention
-from bosch.attention.flex import flex_kernel_attention
+from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
-from bosch.attention.sdpa import sdpa_attention
-from bosch.attention.varlen import varlen_attention
 from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
 __all__ = [
@@ -52,14 +49,21 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
-# The function of each backend of `BACKENDS`.
-_FUNCTIONS: dict[str, AttentionFunction] = {
-    "eager": eager_attention,
-    "sdpa": sdpa_attention,
-    "flex": flex_kernel_attention,
-    "flash": flash_kernel_attention,
-    "varlen": varlen_attention,
-}
+_FUNCTIONS: dict[str, AttentionFunction] = {}
+
+
+def _function(backend: str) -> AttentionFunction:
+    """The function of a backend of `BACKENDS`."""
+    if backend not in _FUNCTIONS:
+        module, _, name = BACKENDS[backend].function.partition(":")
+        # The file that a saved model carries holds all of them.
+        own = globals().get(name)
+        _FUNCTIONS[backend] = own or getattr(importlib.import_module(module), name)
+    return _FUNCTIONS[backend]
+
+
+for _backend in BACKENDS:  # now, so that no compiled graph has to
+    _function(_backend)
 
 
 def fastest_backend(
@@ -122,7 +126,7 @@ def hybrid_attention(
     transform = LogitTransform(scale, softcap, head_logits)
     if not transform.is_plain:
         check_backend(backend, {"logits": "the model has"})
-    return _FUNCTIONS[backend](query, key, value, layout, context, transform, dropout)
+    return _function(backend)(query, key, value, layout, context, transform, dropout)
 
 
 def attention_weights(

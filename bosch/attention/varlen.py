@@ -19,7 +19,7 @@ from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
-from bosch.backends import VARLEN_MODULE
+from bosch.backends.varlen import VARLEN_MODULE
 
 _CAUSAL = (-1, 0)
 

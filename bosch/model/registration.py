@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.model.families import HYBRID_PREFIX
+from bosch.model.families import FAMILIES, HYBRID_PREFIX
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 
@@ -85,7 +85,6 @@ def register_model(model_type: str) -> None:
 
     from bosch.model.configuration import hybrid_config_class
     from bosch.model.deploy_mode import hybrid_decoder_class, hybrid_model_class
-    from bosch.model.families import FAMILIES
     from bosch.model.interface import register_attention
 
     register_attention()

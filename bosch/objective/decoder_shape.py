@@ -5,12 +5,14 @@ The model is built on the meta device: it has every parameter's shape and takes 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from bosch.errors import UserError
 from bosch.model.configuration import is_hybrid
@@ -23,6 +25,7 @@ from bosch.model.families import (
 )
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
+from bosch.model.stored_config import StoredConfig
 from bosch.objective.flops import Flops, linear_flops
 from bosch.window import Window
 
@@ -150,11 +153,16 @@ class DecoderShape:
 
 def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
+    config = copy.deepcopy(config)  # the model that is made writes its attention into it
     if is_hybrid(config):
         config = full_attention_config(config)
+    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
+        config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, attn_implementation="eager")
+            model = auto_class(config).from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -3,23 +3,25 @@
 The derivative of the answers' log-likelihood by a unit's gate says what it is worth, at one mask,
 to have that unit full. Each gradient is taken over another share of the calibration examples.
 
-1. Elimination. From every head full, the units of least worth slide in up to 8 steps, with a fresh
-   gradient before each: a unit whose substitutes are gone is worth more than it was.
-   Where the budget allows little else, exchanges follow before the mask is measured.
-2. Gates and corners. Where the budget is small but pays for a second start, gates are learned by
-   4 gradients at masks on budget (`bosch.search.gates`): where answers need heads composed, these
-   tell more than gradients where most heads are full. A larger budget has another start: it keeps
-   the units of greatest worth with every head full and with every head sliding, taken together.
-   The search goes on from the best start.
-3. Exchanges. From a mask, full units of little worth are exchanged for sliding ones of great worth,
-   in steps that halve, with a fresh gradient before each; the mask at the end is measured.
-4. Swaps and kicks. Single swaps from the best mask so far, the most promising first; or some units
-   of it exchanged at random, or added beyond the budget, then exchanges or elimination from there.
-   The kind of move that succeeded more often for its cost is tried more often.
+1. Gates. Where the budget pays for two starts, gates are learned by gradients at masks on budget
+   (`bosch.search.gates`): where heads hinder each other or answers need heads composed, these tell
+   more than gradients where most heads are full. A large budget learns from more of them.
+2. Elimination. From every head full, the units of least worth slide in up to 8 steps, with a fresh
+   gradient before each: a unit whose substitutes are gone is worth more than it was. Where the
+   budget allows little else, exchanges follow before the mask is measured. After gates two more
+   masks are measured, if enough is left: whole layers of greatest worth, and the units of greatest
+   mean worth. Without gates it is the units of greatest worth with every head full and with every
+   head sliding, taken together.
+3. Two tracks. The search goes on from both starts. From a track's mask, full units of little worth
+   are exchanged for sliding ones of great worth, in steps that halve, with a fresh gradient before
+   each; the mask at the end is measured.
+4. Moves of the better track, and of the other one when it has stalled. Single swaps from the best
+   mask so far, the most promising first; or some units of it exchanged at random, or added beyond
+   the budget, then exchanges or elimination from there; or gates that go on learning. The kind of
+   move that succeeded more often for its cost is tried more often.
 
-A mask replaces the best one when its score is higher, or equal with a higher log-likelihood; its
-evaluation ends as soon as it can no longer do so. A scorer without gradients is searched by swaps
-at random.
+A mask replaces a track's best one when its score is higher, or equal with a higher log-likelihood;
+its evaluation ends as soon as it can no longer do so.
 """
 
 from __future__ import annotations
@@ -50,9 +52,17 @@ _STEPS = 8
 _ELIMINATION_SHARE = 0.4
 # Gradients for exchanges that follow the elimination where the budget allows little else.
 _FIRST_EXCHANGES = 2
-# Gradients for learned gates, and the largest share of the budget for them and their mask.
+# Gradients that the exchanges of a track take.
+_EXCHANGES = 5
+# Gradients for learned gates of a small budget, and the largest share for them and their mask.
 _GATES = 4
 _GATES_SHARE = 0.55
+# Of a large budget: fewest and most of these gradients, and their share of what the other start,
+# its exchanges and three masks leave. No more than one for every four units.
+_FEWEST_GATES, _MOST_GATES = 6, 64
+_GATES_OF_SPARE = 0.7
+# Gradients of one move that goes on learning.
+_MORE_GATES = 8
 # Full units below which no gates are learned: masks of so few show hardly any of them together.
 _FEWEST_FULL = 4
 # Largest relative difference at which two gradients are taken to say the same of a unit.
@@ -60,6 +70,8 @@ _AGREEMENT = 0.5
 _FRUITLESS = 50
 # Swaps that fail in a row before moves are tried that need gradients of their own.
 _PATIENCE = 24
+# Masks in a row that bring a track nothing before the other one has its turn.
+_STALLED = 48
 # What a failed swap takes from the expected gain of others with one of its units.
 _FAILURE = 0.05
 
@@ -102,10 +114,14 @@ class _Incumbent:
 
 @dataclass
 class _Move:
-    """One way to a new mask, how often it won, and the passes that it took."""
+    """One way to a new mask, how often it won, and the passes that it took.
+
+    One that is `last` waits until swaps no longer win.
+    """
 
     name: str
-    propose: Callable[[], Bits | None]
+    propose: Callable[[_Track], Bits | None]
+    last: bool = True
     wins: int = 0
     passes: float = 0.0
 
@@ -115,10 +131,24 @@ class _Move:
         return (self.wins + 1.0) / (self.passes + 2.0)
 
 
-class _Search:
-    """State of one search: the best mask, what may still be spent, and what gradients said."""
+class _Track:
+    """The search from one start: its best mask, its moves, and how they fare."""
 
-    best: _Incumbent
+    def __init__(self, start: _Incumbent, units: int, moves: list[_Move]) -> None:
+        self.best, self.moves = start, moves
+        self.failed_swaps = np.zeros(units)
+        # Masks since a swap won, masks since any move won, and proposals in a row of nothing new.
+        self.failures = self.without_win = self.fruitless = 0
+
+    @property
+    def bits(self) -> Bits:
+        """The best mask so far, by unit."""
+        bits: Bits = self.best.mask.is_full.reshape(-1)
+        return bits
+
+
+class _Search:
+    """State of one search: its tracks, what may still be spent, and what gradients said."""
 
     def __init__(self, evaluator: Evaluator, settings: SearchSettings) -> None:
         self.evaluator = evaluator
@@ -133,42 +163,93 @@ class _Search:
             if evaluator.has_gradients
             else (0.0,)
         )
+        self.tracks: list[_Track] = []
         self._rng = np.random.default_rng(0)
         self._tried: set[bytes] = set()
         self._worth_at: dict[bytes, tuple[Worth, int]] = {}
-        self._failures = np.zeros(self.num_units)
+        self._total_worth = np.zeros(self.num_units)
+
+    @property
+    def best(self) -> _Incumbent:
+        """The best mask of all tracks."""
+        return max((track.best for track in self.tracks), key=lambda best: best.evaluation.rank)
 
     def start(self) -> None:
-        """Measure the masks of learned gates, of the elimination and of the corners."""
+        """Measure the masks of learned gates, of the elimination, and others that cost little."""
         logger.info(
             "bosch_plus: %d of %d units stay full, %.0f passes to spend",
             self.full_units, self.num_units, self.left,
         )  # fmt: skip
         everything = np.ones(self.num_units, dtype=np.bool_)
         at_full = self._gradient(everything)
-        self._measure_gates()
+        self._start_gates()
         bits = self._eliminated(everything, self._for_elimination)
         if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradient_cost:
             bits = self._exchanged(bits, max(1, self.full_units // 4))
-        self._measure(bits, "start")
-        if self.left >= 1 + self.gradient_cost:
-            at_sliding = self._gradient(~everything)
-            self._measure(self._largest(scaled(at_full) + scaled(at_sliding)), "start")
+        track = self._track(bits, "gradients", self._moves())
+        if track is None:
+            return
+        if len(self.tracks) == 1:
+            if self.left >= 1 + self.gradient_cost:
+                at_sliding = self._gradient(~everything)
+                self._measure(track, self._largest(scaled(at_full) + scaled(at_sliding)), "start")
+            return
+        of_layer = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
+        layers = np.zeros(self.num_units, dtype=np.bool_)
+        layers[np.lexsort((-at_full, -of_layer))[: self.full_units]] = True
+        for name, mask in (("layers", layers), ("mean", self._largest(self._total_worth))):
+            if self.left >= 2 + _EXCHANGES * self.gradient_cost:
+                self._measure(track, mask, "start", name)
 
-    def _measure_gates(self) -> None:
-        """Measure the mask of learned gates, where the budget is small but pays for both starts.
+    def _moves(self) -> list[_Move]:
+        return [
+            _Move("swap", self._swap, last=False),
+            _Move("kick", self._kick),
+            _Move("regrowth", self._regrowth),
+        ]
 
-        A budget of two whole eliminations or more is better spent on the moves that follow one.
-        """
-        cost = self.gradient_cost
-        too_small = _GATES_SHARE * self.left < 1 + _GATES * cost
-        is_large = self.left >= 2 * (1 + _STEPS * cost)
-        if too_small or is_large or self.full_units < _FEWEST_FULL:
+    def _start_gates(self) -> None:
+        """Learn gates and measure their mask, where the budget pays for both starts."""
+        count = self._gates_to_learn()
+        if not count:
             return
         gates = Gates(self.num_units, self.full_units, self._rng)
-        for _ in range(_GATES):
-            gates.learn(self._gradient(gates.drawn()))
-        self._measure(gates.mask(), "start", "gates")
+
+        def learn(gradients: int) -> Bits:
+            for _ in range(gradients):
+                gates.learn(self._gradient(gates.drawn()))
+            return gates.mask()
+
+        def go_on(track: _Track) -> Bits | None:
+            affordable = self.left >= 1 + _MORE_GATES * self.gradient_cost
+            return learn(_MORE_GATES) if affordable else None
+
+        self._track(learn(count), "gates", [*self._moves(), _Move("gates", go_on, last=False)])
+
+    def _gates_to_learn(self) -> int:
+        """How many gradients learned gates get; none where one start has use for all of them."""
+        cost = self.gradient_cost
+        if self.full_units < _FEWEST_FULL:
+            return 0
+        if self.left < 2 * (1 + _STEPS * cost):
+            return _GATES if _GATES_SHARE * self.left >= 1 + _GATES * cost else 0
+        spare = self.left - 3 - (_STEPS + _EXCHANGES) * cost
+        most = min(_MOST_GATES, max(_FEWEST_GATES, self.num_units // 4))
+        count = int(min(most, _GATES_OF_SPARE * spare / cost)) if cost > 0 else most
+        return count if count >= _FEWEST_GATES else 0
+
+    def _track(self, bits: Bits, name: str, moves: list[_Move]) -> _Track | None:
+        """A new track from a mask that is measured; None where another track has that mask."""
+        if bits.tobytes() in self._tried:
+            return None
+        self._tried.add(bits.tobytes())
+        mask = self._mask(bits)
+        self.left -= 1
+        start = _Incumbent(mask, self.evaluator.evaluate(mask, "start", name))
+        track = _Track(start, self.num_units, moves)
+        self.tracks.append(track)
+        self._tell(name, track)
+        return track
 
     @property
     def _for_elimination(self) -> float:
@@ -180,38 +261,49 @@ class _Search:
         return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradient_cost))
 
     def improve(self) -> None:
-        """Moves from the best mask until the budget is spent or nothing new is proposed."""
-        if self.left > 1 + 2 * self.gradient_cost:
-            self._measure(self._exchanged(self._bits, max(1, self.full_units // 4)), "swaps")
-        moves = [
-            _Move("swap", self._swap),
-            _Move("kick", self._kick),
-            _Move("regrowth", self._regrowth),
-        ]
-        fruitless = failures = 0
-        while self._can_swap and fruitless < _FRUITLESS:
-            before = self.left
-            may_kick = failures >= _PATIENCE and self.left > 1 + 3 * self.gradient_cost
-            move = max(moves if may_kick else moves[:1], key=lambda m: m.promise)
-            bits = move.propose()
-            if bits is None or bits.tobytes() in self._tried:
-                failures += _PATIENCE if bits is None else 0
-                move.passes += max(before - self.left, 1.0)
-                fruitless += 1
-                continue
-            fruitless = 0
-            won = self._measure(bits, "swaps", move.name)
-            failures = 0 if won and move.name == "swap" else failures + 1
-            move.wins += won
-            move.passes += before - self.left
+        """Exchanges in each track, then moves until nothing is left to spend or to propose."""
+        for track in sorted(self.tracks, key=lambda t: t.best.evaluation.rank, reverse=True):
+            if self.left > 1 + 2 * self.gradient_cost:
+                bits = self._exchanged(track.bits, max(1, self.full_units // 4))
+                self._measure(track, bits, "swaps")
+
+        def turn(track: _Track) -> tuple[int, float, float]:
+            score, log_likelihood = track.best.evaluation.rank
+            return track.without_win // _STALLED, -score, -log_likelihood
+
+        while True:
+            tracks = [t for t in self.tracks if t.fruitless < _FRUITLESS and self._can_swap(t)]
+            if not tracks:
+                return
+            self._move(min(tracks, key=turn))
+
+    def _move(self, track: _Track) -> None:
+        """The move of a track that promises most of those it may make."""
+        before = self.left
+        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.gradient_cost
+        moves = [move for move in track.moves if may_kick or not move.last]
+        move = max(moves, key=lambda m: m.promise)
+        bits = move.propose(track)
+        if bits is None or bits.tobytes() in self._tried:
+            track.failures += _PATIENCE if bits is None else 0
+            move.passes += max(before - self.left, 1.0)
+            track.fruitless += 1
+            return
+        track.fruitless = 0
+        won = self._measure(track, bits, "swaps", move.name)
+        track.failures = 0 if won and move.name == "swap" else track.failures + 1
+        track.without_win = 0 if won else track.without_win + 1
+        move.wins += won
+        move.passes += before - self.left
 
     def swap_at_random(self) -> None:
         """The (1+1) algorithm over the whole mask, for a scorer without gradients."""
         logger.info("bosch_plus: no gradients, %.0f evaluations of random swaps", self.left)
-        self._measure(self._largest(self._rng.random(self.num_units)), "start")
+        track = self._track(self._largest(self._rng.random(self.num_units)), "random", [])
+        assert track is not None
         fruitless = 0
         while self.left >= 1 and fruitless < _FRUITLESS:
-            bits = self._bits
+            bits = track.bits
             most = min(self.full_units, self.num_units - self.full_units)
             if most == 0:
                 return
@@ -225,19 +317,12 @@ class _Search:
                 fruitless += 1
                 continue
             fruitless = 0
-            self._measure(child, "swaps")
+            self._measure(track, child, "swaps")
 
-    @property
-    def _can_swap(self) -> bool:
+    def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""
-        has_gradient = self._bits.tobytes() in self._worth_at
+        has_gradient = track.bits.tobytes() in self._worth_at
         return self.left >= 1 + (0.0 if has_gradient else self.gradient_cost)
-
-    @property
-    def _bits(self) -> Bits:
-        """The best mask so far, by unit."""
-        bits: Bits = self.best.mask.is_full.reshape(-1)
-        return bits
 
     def _mask(self, bits: Bits) -> HeadMask:
         return HeadMask(bits.reshape(self.shape))
@@ -255,6 +340,7 @@ class _Search:
         values = np.array(result.values, dtype=np.float64).reshape(-1)
         updated: Worth = (mean * count + values) / (count + 1)
         self._worth_at[bits.tobytes()] = updated, count + 1
+        self._total_worth += values
         return updated
 
     def _worth(self, bits: Bits, shares: int = 1) -> Worth:
@@ -268,31 +354,31 @@ class _Search:
         """The mask that keeps the units of greatest worth full."""
         return largest(worth, self.full_units)
 
-    def _measure(self, bits: Bits, phase: Phase, subproblem: str = "gradients") -> bool:
-        """Whether the mask is the best so far, and keep it if it is."""
+    def _measure(
+        self, track: _Track, bits: Bits, phase: Phase, subproblem: str = "gradients"
+    ) -> bool:
+        """Whether the mask is the track's best so far, and keep it if it is."""
         if bits.tobytes() in self._tried:
             return False
         self._tried.add(bits.tobytes())
-        mask = self._mask(bits)
+        mask, best = self._mask(bits), track.best
         self.left -= 1
-        if not hasattr(self, "best"):
-            self.best = _Incumbent(mask, self.evaluator.evaluate(mask, phase, subproblem))
-            won = True
-        else:
-            evaluation = self.evaluator.evaluate(
-                mask, phase, subproblem, can_win=self.best.beaten_by
-            )
-            won = not evaluation.is_bound and self.best.beaten_by(*evaluation.rank)
-            if won:
-                self.best = _Incumbent(mask, evaluation)
+        evaluation = self.evaluator.evaluate(mask, phase, subproblem, can_win=best.beaten_by)
+        won = not evaluation.is_bound and best.beaten_by(*evaluation.rank)
         if won:
-            self._failures[:] = 0
+            track.best = _Incumbent(mask, evaluation)
+            track.failed_swaps[:] = 0
+            self._tell(subproblem, track)
+        return won
+
+    def _tell(self, name: str, track: _Track) -> None:
+        """Log the new best mask of a track where it is the best of all."""
+        if self.best is track.best:
             logger.info(
                 "bosch_plus: %s: best mask so far, score %.4f, log-likelihood %.4f, "
                 "%.1f passes left",
-                subproblem, *self.best.evaluation.rank, max(0.0, self.left),
+                name, *track.best.evaluation.rank, max(0.0, self.left),
             )  # fmt: skip
-        return won
 
     def _eliminated(self, bits: Bits, passes: float) -> Bits:
         """Slide the units of least worth down to the budget, with fresh gradients before each step.
@@ -344,30 +430,30 @@ class _Search:
             losses[np.lexsort((self._rng.permutation(len(losses)), worth[losses]))],
         )
 
-    def _swap(self) -> Bits | None:
+    def _swap(self, track: _Track) -> Bits | None:
         """The most promising swap of two units of the best mask, among those not tried."""
-        bits = self._bits
+        bits = track.bits
         worth = self._worth(bits)
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         if not len(gains) or not len(losses):
             return None
         penalty = _FAILURE * float(np.abs(worth[losses]).mean())
-        expected = (worth - penalty * self._failures)[gains][:, None]
-        expected = expected - (worth + penalty * self._failures)[losses]
+        expected = (worth - penalty * track.failed_swaps)[gains][:, None]
+        expected = expected - (worth + penalty * track.failed_swaps)[losses]
         order = np.argsort(-expected, axis=None, kind="stable")
         for index in order:
             gain, loss = divmod(int(index), len(losses))
             pair = losses[loss : loss + 1], gains[gain : gain + 1]
             child = _exchange(bits, *pair)
             if child.tobytes() not in self._tried:
-                self._failures[pair[0]] += 1
-                self._failures[pair[1]] += 1
+                track.failed_swaps[pair[0]] += 1
+                track.failed_swaps[pair[1]] += 1
                 return child
         return None
 
-    def _kick(self) -> Bits | None:
+    def _kick(self, track: _Track) -> Bits | None:
         """Some units exchanged at random, then exchanges that gradients propose."""
-        bits = self._bits
+        bits = track.bits
         most = min(self.full_units, self.num_units - self.full_units)
         if most < 2:
             return None
@@ -376,13 +462,13 @@ class _Search:
         gains = self._rng.choice(np.flatnonzero(~bits), count, replace=False)
         return self._exchanged(_exchange(bits, losses, gains), max(1, count))
 
-    def _regrowth(self) -> Bits | None:
+    def _regrowth(self, track: _Track) -> Bits | None:
         """Sliding units added at random beyond the budget, then elimination back to it."""
-        sliding = np.flatnonzero(~self._bits)
+        sliding = np.flatnonzero(~track.bits)
         if len(sliding) == 0 or self.full_units == 0:
             return None
         count = math.ceil(len(sliding) * self._rng.choice([0.125, 0.25, 0.5]))
-        bits = self._bits.copy()
+        bits = track.bits.copy()
         bits[self._rng.choice(sliding, count, replace=False)] = True
         return self._eliminated(bits, min(4 * self.gradient_cost, self.left - 1))
 

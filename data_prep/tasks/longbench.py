@@ -48,6 +48,8 @@ TASKS = {
     "repobench-p": LongBenchTask("code_sim_score", 64, _CODE),
 }
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+# The benchmark asks these without a chat template: they continue a text.
+NO_CHAT = FIRST_LINE_ONLY | {"lcc", "repobench-p"}
 # Where the harness's prompts (lm-eval 0.4.13) are not the benchmark's.
 _PROMPT_ENDS = {
     "triviaqa": ("\n{{question}}", "\n\n{{question}}"),

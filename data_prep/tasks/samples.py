@@ -30,7 +30,7 @@ from data_prep.tasks.words import sentences_identity, words_identity
 logger = logging.getLogger(__name__)
 
 # To be raised when a task's samples change.
-GENERATOR = 1
+GENERATOR = 2
 _TAIL_CHARACTERS = 300
 
 
@@ -38,7 +38,8 @@ _TAIL_CHARACTERS = 300
 class StoredSample:
     """A prompt to continue, its correct answers, and what is hidden in it.
 
-    `prompt_sha256` is of the text without the beginning of the answer; `tail` is the text's end.
+    The prompt ends with `prefix`, the beginning of the answer; `prompt_sha256` is of the text
+    without it. `tail` is the text's end.
     """
 
     task: str
@@ -46,6 +47,7 @@ class StoredSample:
     ids: np.ndarray  # [T] int32
     answers: list[str]
     tail: str
+    prefix: str
     needles: list[Needle]
     prompt_sha256: str
 
@@ -137,6 +139,7 @@ class SampleFolder:
                 own_ids,
                 record["answers"],
                 record["tail"],
+                record["prefix"],
                 [(key, value) for key, value in record["needles"]],
                 record["prompt_sha256"],
             )
@@ -190,6 +193,7 @@ def _record(index: int, sample: Sample) -> dict[str, Any]:
         "sizes": sample.sizes,
         "answers": draft.answers,
         "tail": draft.text[-_TAIL_CHARACTERS:],
+        "prefix": draft.prefix,
         "needles": draft.needles,
         "prompt_sha256": hashlib.sha256(draft.prompt.encode()).hexdigest(),
     }

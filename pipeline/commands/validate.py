@@ -22,11 +22,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Say that the recipe, which has been loaded, is valid, and what a run would fetch."""
+    """Say that the recipe, which has been loaded, is valid, and what a run would fetch.
+
+    1 where a run would go on without a part of what the recipe asks for.
+    """
     faults = [fault for stage in loaded.stages for fault in stage.slow_faults(loaded)]
     if faults:
         raise UserError(listing(str(loaded.file), faults))
     names = [stage.name for stage in loaded.present]
+    gaps = [gap for stage in loaded.stages for gap in stage.known_gaps(loaded)]
     if options.json:
         print_json(
             {
@@ -34,13 +38,16 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
                 "file": str(loaded.file),
                 "stages": names,
                 "fetches": list(downloads(loaded)),
+                "gaps": gaps,
             }
         )
-        return 0
+        return 1 if gaps else 0
     print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
     for download in downloads(loaded):
         print(f"a run fetches {download}")
-    return 0
+    for gap in gaps:
+        print(f"a run goes on without {gap.removeprefix('evaluate.presets: ')}")
+    return 1 if gaps else 0
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:

@@ -108,9 +108,9 @@ class Heartbeat:
 
 def _launcher_store() -> Any:
     """A connection of its own: others wait in theirs."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    import torch.distributed as dist
 
-    return TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,

@@ -20,7 +20,7 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
-from stages.materialize.memory import FLOAT32_PARAMETERS
+from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.search.stage import HEAD_MASK

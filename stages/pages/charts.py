@@ -6,9 +6,9 @@ Colours are variables of the pages' style sheet, so one chart serves light, dark
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,9 @@ _FORMATS = {
 }
 # Wheel and drag belong to the page; a pinch on a trackpad is a wheel with ctrl.
 _ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
+
+# Selections of charts side by side must differ in name.
+_NUMBERS = itertools.count()
 
 Row = Mapping[str, Any]
 Chart = alt.Chart | alt.LayerChart
@@ -164,9 +167,15 @@ def _legend(look: Mapping[str, Style]) -> alt.Legend | None:
     return alt.Legend(symbolOpacity=1) if len(look) > 1 else None
 
 
+def picker() -> alt.Parameter:
+    """The series that the legend shows: a click picks one more, or no longer."""
+    name = f"picked_{next(_NUMBERS)}"
+    return alt.selection_point(name=name, fields=["series"], bind="legend", toggle="true")
+
+
 def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> alt.LayerChart:
     """Charts over each other, to be zoomed; `picked` are the series that the legend shows."""
-    zoom = alt.selection_interval(**_ZOOM)
+    zoom = alt.selection_interval(name=f"zoom_{next(_NUMBERS)}", **_ZOOM)
     params = [zoom] if picked is None else [zoom, picked]
     return alt.layer(charts[0].add_params(*params), *charts[1:]).properties(height=height)
 
@@ -186,7 +195,7 @@ def curves(
     `reference` is a dashed level with its label. A click in the legend picks series.
     """
     look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
-    picked = alt.selection_point(fields=["series"], bind="legend", toggle="true")
+    picked = picker()
     faded = alt.condition(picked, alt.value(1.0), alt.value(0.07))
     base = alt.Chart(values(rows)).encode(
         x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), color=colour(look), opacity=faded
@@ -279,9 +288,7 @@ def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> 
         color="shared", shape="shared", strokeDash="shared"
     )
     for path in paths:
-        with warnings.catch_warnings():  # in a file nothing is picked or zoomed
-            warnings.filterwarnings("ignore", "Automatically deduplicated selection")
-            save(chart, path, "; ".join(one.description for one in pictures))
+        save(chart, path, "; ".join(one.description for one in pictures))
 
 
 def _escaped(text: str) -> str:

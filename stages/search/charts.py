@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 
 from bosch.search.evaluator import search_of
-from stages.pages.charts import Axis, Picture, Style, colour, layers, save, shape, values
+from stages.pages.charts import Axis, Picture, Style, colour, layers, picker, save, shape, values
 from stages.search.stage import TRACES, SearchSummary, TracePoint
 
 # Name of a phase above the picture, its evaluations in the legend, and their look.
@@ -57,7 +57,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     best = list(_best(points)) if quantity == "score" else []
     named = {row["series"] for row in [*rows, *best]}
     look = {label: style for label, style in look.items() if label in named}
-    picked = alt.selection_point(fields=["series"], bind="legend", toggle="true")
+    picked = picker()
     # The zoom is bound to the first layer's scales, so that has the axes.
     ends = points[0].step - 0.5, points[-1].step + 0.5
     x = Axis("Evaluation", "whole", domain=ends).of(alt.X, "x")

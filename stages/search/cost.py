@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bosch.objective.calibration import MAX_ROUNDS
+from bosch.objective.batches import examples_by_round
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
@@ -68,7 +68,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
     """Batches of each round over the calibration set."""
     examples, batch = recipe[PrepareConfig].calibration.examples, recipe.runtime.eval_batch_size
-    return tuple(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
+    return tuple(math.ceil(len(indices) / batch) for indices in examples_by_round(examples))
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
@@ -78,11 +78,6 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
         recipe[SearchConfig].race and "race" in METHODS[method].settings
     )
     return batches if in_rounds else (sum(batches),)
-
-
-def _split(count: int, rounds: int) -> list[int]:
-    """Sizes of so many rounds of equal size, or nearly so."""
-    return [count // rounds + (number < count % rounds) for number in range(rounds)]
 
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:

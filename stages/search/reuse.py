@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.free_memory import reuse_room
+from bosch.objective.memory import reuse_room
 from bosch.window import Windows
 from stages.context import Runtime
 

@@ -28,7 +28,7 @@ from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
 from stages.train.decisions import Decision, RestartTimer, SpikeRule
 from stages.train.loss import IGNORED
-from stages.train.metrics import MetricsLog, Speed, Stopwatch, peak_flops, peak_memory, step_flops
+from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
@@ -61,14 +61,13 @@ class Loop:
     checkpoint_writer: CheckpointWriter
     metrics_log: MetricsLog | None
     needles: NeedleWatch | None
+    flops: float  # of a step
     step: int = 0
 
     def __post_init__(self) -> None:
         self.spikes = SpikeRule(self.train, self.schedule.steps)
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
-        config, distilled = self.unwrapped.config, self.train.teacher != "none"
-        self._flops = step_flops(config, self.schedule, distilled)
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
@@ -187,19 +186,20 @@ class Loop:
             return
         checkpoints = spent.get("checkpoint", 0.0)
         seconds = max(seconds - checkpoints - spent.get("needles", 0.0), 1e-9)
-        speed = Speed(
-            tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
-            mfu=self._flops / seconds / self._peak_flops if self._peak_flops else None,
-            memory=peak_memory(),
-            data_seconds=round(spent.get("data", 0.0), 3),
-            checkpoint_seconds=round(checkpoints, 3),
-        )
-        rate = self.optimizer.param_groups[0]["lr"]
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
-                self.step, loss, rate, norm,
-                skipped=skipped, needle_score=needle_score, speed=speed,
-            )  # fmt: skip
+                self.step,
+                loss,
+                norm,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+                skipped=skipped or None,
+                needle_score=needle_score,
+                tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
+                mfu=self.flops / seconds / self._peak_flops if self._peak_flops else None,
+                memory=peak_memory(),
+                data_seconds=round(spent.get("data", 0.0), 3),
+                checkpoint_seconds=round(checkpoints, 3),
+            )
 
     def save(self, decision: Decision) -> None:
         """Write the checkpoints of this step, then, if one is due, begin a restart point.

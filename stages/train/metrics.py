@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,17 +82,6 @@ def check_wandb(runtime: Runtime) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What a step took: see `TrainingStep` for the units."""
-
-    tokens_per_second: float
-    mfu: float | None
-    memory: int
-    data_seconds: float
-    checkpoint_seconds: float
-
-
 class MetricsLog:
     """One record per step on disk, on the boards and in the log.
 
@@ -132,32 +120,16 @@ class MetricsLog:
         """Seconds of training, those before a restart included."""
         return self._seconds_before + time.monotonic() - self._started
 
-    def write(
-        self,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        grad_norm: float,
-        *,
-        skipped: bool = False,
-        needle_score: float | None = None,
-        speed: Speed | None = None,
-    ) -> None:
-        """Record step `step` (from 1)."""
+    def write(self, step: int, loss: float, grad_norm: float, **values: float | None) -> None:
+        """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {
             "step": step,
             "tokens": step * self._schedule.batch_tokens,
             "loss": _finite(loss),
-            "learning_rate": learning_rate,
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
+            **{name: value for name, value in values.items() if value is not None},
         }
-        if skipped:
-            record["skipped"] = True
-        if needle_score is not None:
-            record["needle_score"] = needle_score
-        if speed is not None:
-            record |= {name: value for name, value in asdict(speed).items() if value is not None}
         self.records.append(record)
         self._journal.append(record)
         drawn = {

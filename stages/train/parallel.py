@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -31,10 +28,6 @@ from bosch.errors import RunError, UserError
 from stages.context import Runtime
 from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
-
-_LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-FSDP_CONFIG = _LAUNCH / "accelerate" / "fsdp2.yaml"
-DEEPSPEED_CONFIG = _LAUNCH / "deepspeed" / "zero3.json"
 
 
 def world_size() -> int:
@@ -100,28 +93,40 @@ def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -
 
 
 def _fsdp_plugin(train: TrainConfig) -> FullyShardedDataParallelPlugin:
-    config = yaml.safe_load(FSDP_CONFIG.read_text(encoding="utf-8"))["fsdp_config"]
-    options = {name.removeprefix("fsdp_"): value for name, value in config.items()}
     policy = None
     if train.mixed_precision == "bf16":
         # Sums in float32. No output_dtype: it would apply to every layer, whose inputs are what
         # gradient checkpointing keeps. The loss is computed in float32 as it is.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(
-        fsdp_version=options.pop("version"), mixed_precision_policy=policy, **options
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=policy,
     )
 
 
 def _deepspeed_plugin(train: TrainConfig, schedule: Schedule) -> DeepSpeedPlugin:
-    config = json.loads(DEEPSPEED_CONFIG.read_text(encoding="utf-8"))
-    config |= {
-        "train_batch_size": schedule.sequences,
-        "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
-        "gradient_accumulation_steps": schedule.accumulation,
-        "gradient_clipping": train.max_grad_norm,
-        "bf16": {"enabled": train.mixed_precision == "bf16"},
-    }
-    return DeepSpeedPlugin(hf_ds_config=config)
+    return DeepSpeedPlugin(
+        hf_ds_config={
+            "train_batch_size": schedule.sequences,
+            "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
+            "gradient_accumulation_steps": schedule.accumulation,
+            "gradient_clipping": train.max_grad_norm,
+            "bf16": {"enabled": train.mixed_precision == "bf16"},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                # accelerate computes them from the hidden size.
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+            },
+        }
+    )
 
 
 def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:

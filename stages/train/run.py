@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from bosch.errors import RunError, StoppedError
 from bosch.files import file_hashes
+from bosch.model.loading import load_config
 from bosch.ranks import limit_collectives, partners_alive
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig
@@ -23,7 +24,7 @@ from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.loop import Loop
-from stages.train.metrics import MetricsLog, check_wandb
+from stages.train.metrics import MetricsLog, check_wandb, step_flops
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
 from stages.train.parallel import (
     check_sharding_possible,
@@ -107,6 +108,10 @@ def build_loop(
         train, runtime, data.sequence_length, world_size(), torch.cuda.is_available()
     )
     data.arrange(schedule, config.seed)
+    model_dir = inputs["materialize"] / MODEL
+    # Before DeepSpeed, which would shard the empty model that is counted.
+    model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
+    flops = step_flops(model_config, schedule, distilled=train.teacher != "none")
     accelerator = make_accelerator(train, runtime, schedule)
     if accelerator.is_main_process:
         (work_dir / TrainingSummary.FILE).unlink(missing_ok=True)
@@ -114,7 +119,6 @@ def build_loop(
     with partners_alive():
         accelerator.wait_for_everyone()
         point = restarts.latest()
-    model_dir = inputs["materialize"] / MODEL
     model, optimizer = _prepared_model(config, model_dir, accelerator)
     log = None
     if accelerator.is_main_process:
@@ -139,6 +143,7 @@ def build_loop(
         ),
         metrics_log=log,
         needles=make_needle_watch(config, inputs["prepare"]),
+        flops=flops,
     )
     if point is not None:
         logger.info("resuming from %s", point.name)

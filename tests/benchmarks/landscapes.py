@@ -2,7 +2,7 @@
 
 A landscape stands in for a model: it has a score in steps of 1/64, a log-likelihood, and gradients
 of the gates, each share of the examples with noise of its own. Most are sums over groups of units,
-w_g phi(number of full units in g); `rugged` has random pairwise interactions.
+w_g phi_g(which units of g are full); `rugged` has random pairwise interactions.
 
     additive    groups of one unit
     redundant   any one unit of a group is enough
@@ -12,6 +12,14 @@ w_g phi(number of full units in g); `rugged` has random pairwise interactions.
     traps       all four units are best, but one to three are worse than none
     mixed       redundant groups, pairs and single units together
     rugged      a_i z_i + J_ij z_i z_j, six random J for each unit, half of them negative
+    thresholds  three of six units are needed, and enough
+    one_of_two  exactly one unit of a pair, beside single units
+    xor         an odd number of three units
+    either      one of two chains of two units
+    layers      a whole layer is best, but a part of it is worse than none
+    heavy       single units; each share of the examples weighs them by heavy-tailed factors
+    by_layer    graded within a layer, whose factor its units share, in weights and in noise
+    anew        groups of one to five units, each with a random table that is 0 with none full
 
 N units, F of them full. Gradients are differences by one flip, the slopes of the score's
 multilinear form.
@@ -45,8 +53,19 @@ _SHAPES: dict[str, list[list[float]]] = {
     "chains": [[0, 0, 0, 0, 1]],
     "traps": [[0.6, 0.4, 0.2, 0, 1]],
     "mixed": [[0, 1, 1, 1, 1], [0, 0, 1], [0, 1]],
+    "rugged": [],
+    "thresholds": [[0, 0, 0, 1, 1, 1, 1]],
+    "one_of_two": [[0, 1, 0], [0, 1]],
+    "xor": [[0, 1, 0, 1]],
+    "either": [],
+    "layers": [[0.6 - 0.6 * full / 7 for full in range(8)] + [1]],
+    "heavy": [[0, 1]],
+    "by_layer": [[0, 0.25, 0.45, 0.6, 0.72, 0.82, 0.9, 0.96, 1]],
+    "anew": [],
 }
-NAMES = (*_SHAPES, "rugged")
+NAMES = tuple(_SHAPES)
+_BY_LAYER = ("layers", "by_layer")
+_EITHER = [float(a & b | c & d) for d in (0, 1) for c in (0, 1) for b in (0, 1) for a in (0, 1)]
 
 
 class Landscape:
@@ -58,9 +77,11 @@ class Landscape:
         self.full_units = units - swa_budget(units, RATIO)
         rng = np.random.default_rng([seed, units, NAMES.index(name)])
         self._form = (
-            _Pairwise(units, rng) if name == "rugged" else _Groups(_SHAPES[name], units, rng)
+            _Pairwise(units, rng)
+            if name == "rugged"
+            else _Groups(_tables(name, units, rng), units, rng, in_order=name in _BY_LAYER)
         )
-        self._noise = np.random.default_rng(seed + 1).normal(size=(8, units)) * _NOISE
+        self._noise = _noise_of_shares(name, units, np.random.default_rng(seed + 1))
         ends = [np.zeros(units, dtype=np.bool_), np.ones(units, dtype=np.bool_)]
         self._low, self._high = (self._form.value(end) for end in ends)
         self.best = self._form.optimum(self.full_units)
@@ -87,7 +108,7 @@ class Landscape:
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Flips at `mask`, each off by a factor that depends on unit and share."""
         flips = self._form.flips(mask.is_full.reshape(-1)) / (self._high - self._low)
-        flips = flips * (1 + self._noise[share % 8])
+        flips = flips * self._noise[share % 8]
         return GateGradient(
             flips.reshape(mask.is_full.shape).tolist(), 0.0, self.gradient_passes(share, shares)
         )
@@ -96,48 +117,86 @@ class Landscape:
         return _GRADIENT_PASSES / min(shares, 8)
 
 
+def _tables(name: str, units: int, rng: np.random.Generator) -> list[Values]:
+    """Value of each set of full units of a group, by the bits of its index; one table a group."""
+    tables, covered = [], 0
+    if name == "anew":
+        rng = np.random.default_rng(rng.integers(2**31))
+    while covered < units:
+        if name == "either":
+            table = np.array(_EITHER)
+        elif name == "anew":
+            table = rng.normal(size=2 ** int(rng.integers(1, 6))) ** 2
+            table[0], table[-1] = 0.0, 1 + table[-1]
+        else:
+            shapes = _SHAPES[name]
+            shape = np.array(shapes[len(tables) % len(shapes)], dtype=np.float64)
+            table = shape[[number.bit_count() for number in range(2 ** (len(shape) - 1))]]
+        # The last group has the units that are left.
+        tables.append(table[: 2 ** (units - covered)])
+        covered += _size(tables[-1])
+    return tables
+
+
+def _size(table: Values) -> int:
+    return len(table).bit_length() - 1
+
+
+def _noise_of_shares(name: str, units: int, rng: np.random.Generator) -> Values:
+    """Factor [8, N] of each unit's slope in each share of the examples."""
+    if name == "heavy":
+        # The mean over eight examples of factors whose mean over all is 1.
+        factors = rng.lognormal(-2, 2, size=(8, 8, units)).mean(axis=1)
+        return np.asarray(factors / factors.mean(axis=0))
+    noise: Values = 1 + rng.normal(size=(8, units)) * _NOISE
+    if name == "by_layer":
+        noise += np.repeat(rng.normal(size=(8, units // HEADS)) * _NOISE, HEADS, axis=1)
+    return noise
+
+
 class _Groups:
-    """Sum over groups of w_g phi(c_g), c_g the full units of group g."""
+    """Sum over groups of w_g phi_g(full units of g)."""
 
-    def __init__(self, shapes: list[list[float]], units: int, rng: np.random.Generator) -> None:
-        order, start, number = rng.permutation(units), 0, 0
-        self.members: list[npt.NDArray[np.int64]] = []
-        self.shapes: list[Values] = []
-        while start < units:
-            shape = np.array(shapes[number % len(shapes)][: units - start + 1], dtype=np.float64)
-            self.members.append(order[start : start + len(shape) - 1])
-            self.shapes.append(shape)
-            start, number = start + len(shape) - 1, number + 1
-        self.weights = rng.exponential(size=len(self.members)) + 0.2
+    def __init__(
+        self, tables: list[Values], units: int, rng: np.random.Generator, in_order: bool
+    ) -> None:
+        order = np.arange(units) if in_order else rng.permutation(units)
+        sizes = [_size(table) for table in tables]
         self.group_of = np.empty(units, dtype=np.int64)
-        widest = max(len(shape) for shape in self.shapes)
-        self.phi = np.zeros((len(self.shapes), widest + 1))
-        for number, (members, shape) in enumerate(zip(self.members, self.shapes, strict=True)):
-            self.group_of[members] = number
-            self.phi[number, : len(shape)] = shape * self.weights[number]
+        self.group_of[order] = np.repeat(np.arange(len(tables)), sizes)
+        self.bit_of = np.empty(units, dtype=np.int64)
+        self.bit_of[order] = np.concatenate([1 << np.arange(size) for size in sizes])
+        self.weights = rng.exponential(size=len(tables)) + 0.2
+        self.phi = np.zeros((len(tables), max(len(table) for table in tables)))
+        self.tables = tables
+        for row, weight, table in zip(self.phi, self.weights, tables, strict=True):
+            row[: len(table)] = table * weight
 
-    def _counts(self, full: Bits) -> npt.NDArray[np.int64]:
-        return np.bincount(self.group_of, weights=full, minlength=len(self.members)).astype(
-            np.int64
-        )
+    def _codes(self, full: Bits) -> npt.NDArray[np.int64]:
+        """The set of full units of each group, as a number."""
+        weights = np.where(full, self.bit_of, 0)
+        return np.bincount(self.group_of, weights=weights).astype(np.int64)
 
     def value(self, full: Bits) -> float:
-        counts = self._counts(full)
-        return float(self.phi[np.arange(len(counts)), counts].sum())
+        codes = self._codes(full)
+        return float(self.phi[np.arange(len(codes)), codes].sum())
 
     def flips(self, full: Bits) -> Values:
-        others = self._counts(full)[self.group_of] - full
-        difference: Values = self.phi[self.group_of, others + 1] - self.phi[self.group_of, others]
+        group, bit = self.group_of, self.bit_of
+        others = self._codes(full)[group] & ~bit
+        difference: Values = self.phi[group, others | bit] - self.phi[group, others]
         return difference
 
     def optimum(self, budget: int) -> float:
         """Knapsack over the groups: how many full units each gets."""
         best = np.full(budget + 1, -np.inf)
         best[0] = 0.0
-        for weight, shape in zip(self.weights, self.shapes, strict=True):
+        for weight, table in zip(self.weights, self.tables, strict=True):
+            by_count = np.full(_size(table) + 1, -np.inf)
+            np.maximum.at(by_count, [n.bit_count() for n in range(len(table))], table)
             following = np.full(budget + 1, -np.inf)
-            for count in range(min(len(shape), budget + 1)):
-                gained = best[: budget + 1 - count] + weight * shape[count]
+            for count in range(min(len(by_count), budget + 1)):
+                gained = best[: budget + 1 - count] + weight * by_count[count]
                 following[count:] = np.maximum(following[count:], gained)
             best = following
         return float(best[budget])

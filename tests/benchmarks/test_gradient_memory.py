@@ -21,9 +21,9 @@ from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import batch_of
 from bosch.objective.calibration import CalibrationExample
-from bosch.objective.free_memory import activation_sizes
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
+from bosch.objective.memory import activation_sizes
 from bosch.window import Window
 from tests.peak_memory import PeakMemory
 

@@ -180,15 +180,16 @@ def test_damaged_work_is_made_good(
         assert metrics(tmp_path) == metrics(undisturbed)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
-    case: Path, undisturbed: Path, tmp_path: Path
+    case: Path, undisturbed: Path, tmp_path: Path, name: str
 ) -> None:
     """Though its files are as they were written."""
     train_in_processes(case, tmp_path, kill_at_step=5)
     point = tmp_path / "restart" / "step-4"
-    (point / "__0_0.distcp").write_bytes(b"no state of an optimiser")
+    (point / name).write_bytes(b"no state of an optimiser")
     record = json.loads((point / "whole.json").read_text())
-    record["sha256"]["__0_0.distcp"] = file_digest(point / "__0_0.distcp")
+    record["sha256"][name] = file_digest(point / name)
     (point / "whole.json").write_text(json.dumps(record))
     with pytest.raises(DamagedWorkError, match="step-4 cannot be loaded"):
         train_here(case, tmp_path)

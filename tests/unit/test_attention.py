@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
+from bosch import backends
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
@@ -21,6 +24,7 @@ from bosch.attention import (
 from bosch.attention.bands import bands
 from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
+from bosch.model.code_file import MODULES
 from bosch.window import Window
 from tests.attention_case import Case, cases, full_first
 from tests.hybrid_case import sees
@@ -178,6 +182,35 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         HeadLayout((HeadGroup((0,), Window(4, 1)), HeadGroup((1,), Window(5))))
     with pytest.raises(ValueError, match="window_size"):
         full_first(1, 2, Window(0))
+
+
+def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else names it: here one that stands in the tests."""
+    folder = str(Path(__file__).parents[1] / "own_backend")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, folder])
+    known = dict(BACKENDS)
+    try:
+        backends.register_all([folder])
+        assert list(BACKENDS) == [*known, "plain"]
+        assert resolve_backend("plain") == "plain"
+        (sentence,) = lacking("plain", {"sinks": "the layout has 2"})
+        assert sentence == "plain has no sinks, the layout has 2; choose sdpa or flex"
+        states = Case(5, 9, 0, (True, False)).tensors()
+        layout = HeadLayout.deploy(1, 2, Window(4))
+        expected = hybrid_attention(*states, layout, backend="eager")
+        assert torch.equal(hybrid_attention(*states, layout, backend="plain"), expected)
+        with pytest.raises(UserError, match="plain has no sinks"):
+            hybrid_attention(*states, HeadLayout.deploy(1, 2, Window(4, 1)), backend="plain")
+    finally:
+        BACKENDS.clear()
+        BACKENDS.update(known)
+        sys.modules.pop("bosch.backends.plain", None)
+
+
+def test_every_file_of_a_backend_is_found_and_goes_with_a_saved_model() -> None:
+    files = {path.stem for path in Path(backends.__file__).parent.glob("[a-z]*.py")}
+    assert files == set(BACKENDS)
+    assert {f"backends/{name}.py" for name in files} <= set(MODULES)
 
 
 def test_every_backend_that_a_recipe_may_name_has_an_entry_and_nothing_lacks_sdpa() -> None:

@@ -170,7 +170,12 @@ def test_a_model_without_scores_is_said(
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     monkeypatch.setattr(compare, "run_comparison", lambda *_: result)
-    assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
+    assert (
+        compare.run(
+            load_recipe(case.file, env={}), parser.parse_args([], argparse.Namespace(json=False))
+        )
+        == 1
+    )
     assert sentence in capsys.readouterr().out
 
 
@@ -194,7 +199,13 @@ def test_a_refused_combination_leaves_the_others_their_scores(
     compare.add_options(parser)
     with monkeypatch.context() as patch:
         patch.setattr(compare, "run_comparison", lambda *_: result)
-        assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
+        assert (
+            compare.run(
+                load_recipe(case.file, env={}),
+                parser.parse_args([], argparse.Namespace(json=False)),
+            )
+            == 1
+        )
     assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
     # What is mended goes on from there.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")

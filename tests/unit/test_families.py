@@ -130,6 +130,13 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     assert DecoderShape.of(hybrid.config) == shape
 
 
+def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
+    config = small_config("qwen3")
+    own = type("OwnConfig", (type(config),), {})(**config.to_dict())
+    own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
+    assert DecoderShape.of(own) == DecoderShape.of(config)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "width"),
     [

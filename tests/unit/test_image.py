@@ -1,7 +1,6 @@
-"""The Dockerfile, without a builder: its steps name what is in the repository, and run as
-they are.
+"""The Dockerfile, without a builder: its steps name what is in the repository, and run as they are.
 
-`DOCKER_ROOT=folder pytest tests/unit/test_image.py` runs them in a clean folder (minutes).
+With `DOCKER_ROOT=FOLDER` in the environment they are run in that folder, which takes minutes.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ _TRANSFORMERS = "`import bosch` loads neither torch nor transformers, only waits
 LAZY = {
     "bosch.model.registration imports bosch.model.configuration": _TRANSFORMERS,
     "bosch.model.registration imports bosch.model.deploy_mode": _TRANSFORMERS,
-    "bosch.model.registration imports bosch.model.families": _TRANSFORMERS,
     "bosch.model.registration imports bosch.model.interface": _TRANSFORMERS,
 }
 

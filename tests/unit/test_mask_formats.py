@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bosch.commands.mask.formats import WRITERS
+from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
 from pipeline.cli import main
@@ -31,7 +33,7 @@ def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None
         model="m", method="given", swa_ratio=2 / 3,
     ).save(path)  # fmt: skip
     file = HeadMaskFile.load(path)
-    with pytest.raises(UserError, match="takes one window for all .* windows of 4 and 9"):
+    with pytest.raises(UserError, match=r"takes one window for all .* windows of 4 and 9"):
         WRITERS[form](file, tmp_path / "out", 6)
 
 

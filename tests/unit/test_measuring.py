@@ -24,10 +24,10 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.commands.measure import measurement, memory, process
 from pipeline.commands.measure import run as run_module
+from pipeline.commands.measure.charts import draw_figures
 from pipeline.commands.measure.command import default_output
 from pipeline.commands.measure.kernels import check_kernels
-from pipeline.commands.measure.measured_model import chosen_device
-from pipeline.commands.measure.plots import draw_figures
+from pipeline.commands.measure.measured_model import build_model, chosen_device
 from pipeline.commands.measure.results import point_of, set_against_original
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.commands.measure.variants import (
@@ -137,9 +137,8 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
 def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> None:
     model = small_model("qwen3")
     choices = np.tile([0, 1, 2, 2], (LAYERS, 1))
-    materialize(model, HeadMask.of_choices(choices), [Window(8), Window(4)]).save_pretrained(
-        tmp_path
-    )
+    hybrid = materialize(model, HeadMask.of_choices(choices), [Window(8), Window(4)])
+    hybrid.save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
     _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
     assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
@@ -307,7 +306,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
         point_of(ORIGINAL, 2048, 1, [{"out_of_memory": "no room"}]),
         point_of(HYBRID, 2048, 1, [run(3.0)]),
     ]
-    files = draw_figures(points, tmp_path, "tiny")
+    files = draw_figures(points, tmp_path)
     assert {file.name for file in files} == {
         f"figure_{name}.{kind}" for name in ("5_ratios", "6_windows") for kind in ("png", "svg")
     }
@@ -315,7 +314,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
     ratios, windows = (
         (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
     )
-    assert ratios.count("out of memory") == windows.count("out of memory") == 3  # one per panel
+    assert ratios.count("✕ out of memory") == windows.count("✕ out of memory") == 3  # one per panel
     assert "ρ = 0.5" in ratios
     assert "W = 8" in windows
 

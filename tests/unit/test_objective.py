@@ -17,7 +17,7 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import free_memory, gate_gradients, incremental_forward
+from bosch.objective import gate_gradients, incremental_forward, memory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.incremental_forward import answer_attention
@@ -286,10 +286,10 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
 
 def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch):
     model = small_model()
-    needed = free_memory.activation_sizes(model).gradient(2, 64, WINDOW)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: 4 * needed + 100)
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
+    needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
 _UNLIMITED = 2**63 - 4096
@@ -356,9 +356,9 @@ def test_memory_and_cores_are_the_machines_or_its_containers(
 def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="does not say the MemTotal"):
         hardware.host_memory(tmp_path)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
+    monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
     with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
-        free_memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
+        memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -409,23 +409,16 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
     mask = HeadMask.of_choices(choices)
     changes = objective.window_gradient(mask)
     assert changes.shape == (LAYERS, KV_HEADS, 4)
-    blend, step = gate_gradients._blend, 1e-4
+    step = 1e-4
     for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
-        ends = []
-        for share in (step, -step):
-
-            def moved(gates, layouts, backend, share=share, layer=layer):
-                moved.layer += 1
-                if moved.layer == layer:
-                    gates = gates.detach().clone()
-                    for kind, amount in ((choice, share), (choices[layer, head], -share)):
-                        if kind < 3:
-                            gates[head, kind] += amount
-                return blend(gates, layouts, backend)
-
-            moved.layer = -1
-            ends.append(blended_likelihood(objective, mask, moved))
-        slope = (ends[0] - ends[1]) / (2 * step)
+        ends = [
+            blended_likelihood(
+                objective, mask, (layer, head), {choice: share, choices[layer, head]: -share}
+            )
+            for share in (step, -step)
+            if choice != choices[layer, head]
+        ]
+        slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
         assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
     own = changes.gather(2, torch.tensor(choices)[..., None])
     assert not own.any()
@@ -438,27 +431,31 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
     assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
 
 
-def blended_likelihood(objective, mask, blend):
-    """Mean log-likelihood while each layer's attention is blended as `blend` says."""
-    seen = []
+def blended_likelihood(objective, mask, place, shares):
+    """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
+    blend, answers, layers, logits = gate_gradients._blend, gate_gradients.answer_logits, [], []
+
+    def moved(gates, layouts, backend):
+        layers.append(backend)
+        if len(layers) - 1 == place[0]:
+            gates = gates.detach().clone()
+            for choice, share in shares.items():
+                if choice < gates.shape[1]:  # the narrowest has what the others leave
+                    gates[place[1], choice] += share
+        return blend(gates, layouts, backend)
+
+    def kept(model, hidden):
+        logits.append(answers(model, hidden))
+        return logits[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate_gradients, "_blend", blend)
-        answers = gate_gradients.answer_logits
-
-        def kept(model, hidden):
-            logits = answers(model, hidden)
-            seen.append(logits.detach().double().log_softmax(-1))
-            return logits
-
+        patch.setattr(gate_gradients, "_blend", moved)
         patch.setattr(gate_gradients, "answer_logits", kept)
         patch.setattr(torch.autograd, "grad", lambda value, gates: (torch.zeros_like(gates),))
         objective.window_gradient(mask)
-    batches = objective._batches
-    total = sum(
-        float(logits.gather(1, batch.answers[:, None]).sum())
-        for logits, batch in zip(seen, batches, strict=True)
-    )
-    return total / len(objective.calibration)
+    (batch,), (states,) = objective._batches, logits
+    likelihoods = states.detach().double().log_softmax(-1).gather(1, batch.answers[:, None])
+    return float(likelihoods.sum()) / len(objective.calibration)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

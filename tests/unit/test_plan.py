@@ -20,7 +20,7 @@ from pipeline.cli import main
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from stages.materialize.memory import device_bytes
+from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget

@@ -109,7 +109,7 @@ def _predictions_file(comparison: Comparison, combination: Combination) -> str:
 
 def page(comparison: Comparison) -> str:
     """The self-contained HTML page: a picture for each ratio, the tables, and costs."""
-    rows = [row for models in (*_KINDS, "original") for _, row in comparison.rows(models)]  # type: ignore[arg-type]
+    rows = [row for result in comparison.results.values() for row in result.rows]
     lengths = sorted({row.length for row in rows if row.length})
     return render(
         _PAGE,

@@ -89,6 +89,7 @@ def _panel(
             )
             for series in dict.fromkeys(row["series"] for row in missing)
         ]
-        chart = alt.layer(*chart.layer, *crosses).properties(height=220)
+        for one in crosses:
+            chart += one
     text = f"{heading}: " + "; ".join(row["tip"] for row in [*rows, *missing]) + "."
     return Picture(name, chart, text, heading, is_half=True)

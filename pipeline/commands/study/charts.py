@@ -36,9 +36,8 @@ def landscapes(
         y = Axis("− log-likelihood (nats)", log=True, reverse=True)
         chart = curves(rows, x, y, styles(standings), has_lines=False)
         line = alt.Chart(values(everything)).mark_line(color="var(--soft)", opacity=0.5)
-        chart = alt.layer(line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y")), *chart.layer)
+        chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
         heading = f"ρ = {ratio:g}, {len(nats):,} masks"
-        chart = chart.properties(height=300)
         pictures.append(Picture(f"landscape-{ratio:g}", chart, f"{heading}.", heading, True))
     return pictures
 

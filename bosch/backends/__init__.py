@@ -1,19 +1,17 @@
 """What each attention backend can compute, and what to say where it cannot. Needs no torch.
 
-A new backend is a file in `bosch/attention/` with its function, and its entry here.
+A backend is a file in this folder that registers its entry. Its function stands there too, with
+torch imported inside it, or in a file of its own.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bosch.errors import UserError
-
-BackendName = Literal["auto", "eager", "sdpa", "flex", "flash", "varlen"]
 
 # What a backend may lack: how a sentence goes on after its name.
 _LACKS = {
@@ -25,24 +23,10 @@ _LACKS = {
     "cpu": "runs on a GPU alone",
 }
 
-VARLEN_MODULE = "torch.nn.attention.varlen"
-_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # later than the function itself
-
 
 def has_gpu() -> bool:
     """Whether torch sees a CUDA GPU; imports torch."""
     return bool(importlib.import_module("torch").cuda.is_available())
-
-
-def _has_flash() -> bool:
-    return has_gpu() and importlib.util.find_spec("flash_attn") is not None
-
-
-def _has_varlen() -> bool:
-    if not has_gpu() or importlib.util.find_spec(VARLEN_MODULE) is None:
-        return False
-    function = importlib.import_module(VARLEN_MODULE).varlen_attn
-    return set(inspect.signature(function).parameters) >= _VARLEN_OPTIONS
 
 
 def _always() -> bool:
@@ -52,44 +36,44 @@ def _always() -> bool:
 class BackendEntry(NamedTuple):
     """What a backend is.
 
+    `function`: `module:name` of what computes one layer's attention, an `AttentionFunction`.
     `kernel`: part of the name of an operation it cannot do without. `aliases`: what transformers
     calls it. `usable`: whether it can be used here, and `needs` what that takes. `lacks`: names of
-    `_LACKS`.
+    `_LACKS`. `rank`: its place among the others, the fastest of those for a GPU first.
     """
 
+    function: str
     kernel: str
+    rank: int
     aliases: tuple[str, ...] = ()
     usable: Callable[[], bool] = _always
     needs: str = ""
     lacks: tuple[str, ...] = ()
 
 
-BACKENDS: dict[str, BackendEntry] = {
-    "eager": BackendEntry("softmax"),
-    "sdpa": BackendEntry("_scaled_dot_product_"),
-    # Those for whole sequences on a GPU, the fastest first.
-    "flash": BackendEntry(
-        "flash_attn",
-        ("flash_attention_2",),
-        _has_flash,
-        "a GPU and the flash-attn package",
-        lacks=("sinks", "float32", "logits", "cpu"),
-    ),
-    "varlen": BackendEntry(
-        "varlen_attn",
-        (),
-        _has_varlen,
-        "a GPU and a torch with windows in torch.nn.attention.varlen",
-        lacks=("sinks", "float32", "dropout", "logits", "cache", "cpu"),
-    ),
-    "flex": BackendEntry(
-        "flex_attention",
-        ("flex_attention",),
-        has_gpu,
-        "a GPU",
-        lacks=("dropout", "logits", "cache", "cpu"),
-    ),
-}
+BACKENDS: dict[str, BackendEntry] = {}
+
+
+def register(name: str, entry: BackendEntry) -> None:
+    """Add a backend, in the order of ranks."""
+    entries = sorted({**BACKENDS, name: entry}.items(), key=lambda item: item[1].rank)
+    BACKENDS.clear()
+    BACKENDS.update(entries)
+
+
+def register_all(folders: Iterable[str]) -> None:
+    """Import every file of these folders of the package: each registers its backend."""
+    for module in pkgutil.iter_modules(folders):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+# The file that a saved model carries holds the entries one after another, and no folder.
+register_all(globals().get("__path__", ()))
+
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal["auto", *BACKENDS]
 
 
 def resolve_backend(name: str = "auto") -> str:
