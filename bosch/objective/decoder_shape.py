@@ -5,6 +5,7 @@ The model is built on the meta device: it has every parameter's shape and takes 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -158,8 +159,9 @@ def _empty_model(config: Any) -> Any:
         config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
+            # A copy: transformers writes the attention it is given into the configuration.
             model = auto_class(config).from_config(
-                config, attn_implementation="eager", trust_remote_code=False
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )
     except Exception as error:
         reason = " ".join(str(error).split())

@@ -288,6 +288,14 @@ def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch)
     assert memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
+def test_sizing_a_loaded_model_leaves_its_attention_alone():
+    model = small_model()
+    prepare_for_search(model)
+    attention = model.config._attn_implementation
+    memory.activation_sizes(model)
+    assert model.config._attn_implementation == attention
+
+
 _UNLIMITED = 2**63 - 4096
 
 
