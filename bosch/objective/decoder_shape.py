@@ -153,13 +153,14 @@ class DecoderShape:
 
 def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
+    config = copy.deepcopy(config)  # the model that is made writes its attention into it
     if is_hybrid(config):
         config = full_attention_config(config)
     elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
         config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
-            # A copy: transformers writes the attention it is given into the configuration.
+            # A copy: from_config writes the attention into the configuration of a model in use.
             model = auto_class(config).from_config(
                 copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.budget import heads_of_mask_file
 from bosch.errors import UserError
 from bosch.model.yarn import original_positions, yarn_fault
 from bosch.search.methods import METHODS, MethodName
@@ -22,6 +23,7 @@ from stages.evaluate.presets import PresetName, benchmarks, task_settings
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.recipe import LoadedRecipe, position_faults
+from stages.search.stage import SearchConfig
 from stages.stage import Stage
 from stages.versions import installed_versions
 
@@ -285,6 +287,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if not any(evaluate.suites.values()):
         names = ", ".join(evaluate.suites)
         yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
+    yield from _one_window(loaded)
     if evaluate.needle is not None:
         yield from _needle(loaded, evaluate.needle)
     if evaluate.harness is not None:
@@ -292,6 +295,23 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate.positions is not None:
         length = evaluate.positions.length
         yield from position_faults(loaded, "evaluate.positions.length", length)
+
+
+def _one_window(loaded: LoadedRecipe) -> Iterator[str]:
+    """Rivals have one window, and a mask of several has no other one to be scored at."""
+    search, evaluate = loaded.recipe[SearchConfig], loaded.recipe.get(EvaluateConfig)
+    if evaluate is None or search.method != "given" or not Path(str(search.mask)).is_file():
+        return
+    try:
+        windows = sum(window is not None for window in heads_of_mask_file(str(search.mask))[0])
+    except UserError:  # said of the mask already
+        return
+    for field in ("rivals", "windows"):
+        if windows > 1 and getattr(evaluate, field):
+            yield (
+                f"evaluate.{field}: {search.mask} has {windows} windows, and masks of one window "
+                "cannot be set beside it; leave the field out"
+            )
 
 
 def _needle(loaded: LoadedRecipe, needle: NeedleEvaluation) -> Iterator[str]:

@@ -63,6 +63,9 @@ def load_for_training(
     install_loss(loaded, liger=train.liger, distillation=distillation)
     if runtime.gradient_checkpointing:
         recompute_activations(loaded)
+    if runtime.compile:  # one by one: layers of one form share a graph, and FSDP stays outside
+        for layer in loaded.get_decoder().layers:
+            layer.compile()
     return loaded
 
 
