@@ -119,6 +119,7 @@ def test_relative_paths_start_where_they_were_written(
         ("train.batch_tokens=500", "train.batch_tokens: 500 is no multiple of prepare.sequence"),
         ("train.batch_tokens=4096", "train.total_tokens: 2,048 is less than one batch"),
         ("train.total_tokens=8192", "prepare.train_tokens: 4,096 is less than the 8,192 tokens"),
+        ("runtime.heldout_every_steps=5", "runtime.heldout_every_steps: 16 sequences that training"),
         ("train.checkpoint_tokens=[600,700]", "600 and 700 are reached by the same step"),
         ("train.checkpoint_tokens=[9000]", "train.checkpoint_tokens: ends at 9,000"),
         ("runtime.micro_batch_size=3", "train.batch_tokens: a batch of 4 sequences cannot be"),
