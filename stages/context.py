@@ -55,9 +55,8 @@ class Runtime(Section):
     attention: BackendName = Field(
         "auto",
         description=(
-            "Attention backend. auto: sdpa, but in training on a GPU the first of flash "
-            "(flash-attn), varlen (torch's own) and flex that is installed and has what the model "
-            "needs; the log says which."
+            "Attention backend. auto: sdpa, but in training on a GPU the fastest that is installed "
+            "and has what the model needs; the log says which."
         ),
     )
     processes: ProcessesOrAuto = Field(
