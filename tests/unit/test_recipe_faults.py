@@ -33,6 +33,15 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
 
 
+def test_held_out_sequences_need_tokens_beside_those_of_training(case: Case) -> None:
+    """The recipe prepares 4,096 tokens and reads half of them: 16 sequences of 128 are left."""
+    watched = ["runtime.heldout_every_steps=5"]
+    load_recipe(case.file, watched, env={})
+    message = r"runtime\.heldout_every_steps: 17 sequences .* need prepare\.train_tokens = 4,224"
+    with pytest.raises(UserError, match=message):
+        load_recipe(case.file, [*watched, "runtime.heldout_sequences=17"], env={})
+
+
 def test_relative_paths_start_where_they_were_written(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +132,6 @@ def test_relative_paths_start_where_they_were_written(
         ("train.batch_tokens=500", "train.batch_tokens: 500 is no multiple of prepare.sequence"),
         ("train.batch_tokens=4096", "train.total_tokens: 2,048 is less than one batch"),
         ("train.total_tokens=8192", "prepare.train_tokens: 4,096 is less than the 8,192 tokens"),
-        ("runtime.heldout_every_steps=5", "runtime.heldout_every_steps: 16 sequences that training"),
         ("train.checkpoint_tokens=[600,700]", "600 and 700 are reached by the same step"),
         ("train.checkpoint_tokens=[9000]", "train.checkpoint_tokens: ends at 9,000"),
         ("runtime.micro_batch_size=3", "train.batch_tokens: a batch of 4 sequences cannot be"),
