@@ -88,7 +88,7 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
     family = known_family(config)
     if module and module == family.fused and module not in family.per_head:
         text = text_config(config)
-        q_per_kv = text.num_attention_heads // text.num_key_value_heads
+        q_per_kv: int = text.num_attention_heads // text.num_key_value_heads
         return len(weight) // (q_per_kv + 2) * (q_per_kv + 1)
     return 0
 
