@@ -107,6 +107,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     page = (output / "report/index.html").read_text()
     assert "<svg" in page
     assert "http-equiv" in page
+    assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
     began = time.monotonic()
     assert "nothing to do" in finish(undisturbed)
     assert time.monotonic() - began < 10
