@@ -160,8 +160,9 @@ def _empty_model(config: Any) -> Any:
         config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
+            # A copy: from_config writes the attention into the configuration of a model in use.
             model = auto_class(config).from_config(
-                config, attn_implementation="eager", trust_remote_code=False
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )
     except Exception as error:
         reason = " ".join(str(error).split())
