@@ -45,8 +45,8 @@ class SearchConfig(Section):
     window_size: Count = Field(
         1024,
         description=(
-            "Keys a sliding head sees, itself included (W); of a given mask with several windows the "
-            "widest."
+            "Keys a sliding head sees, itself included (W); of a given mask with several windows "
+            "the widest."
         ),
     )
     sinks: int = Field(

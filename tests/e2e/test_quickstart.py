@@ -191,7 +191,7 @@ def test_the_searchs_two_heads_retrieve_and_the_rules_do_not() -> None:
     """
     recipe = load_recipe(ROOT / RECIPE, fetch=False).recipe
     file = HeadMaskFile.load(ROOT / "recipes/masks/quickstart/bosch_plus-0.958.json")
-    assert (file.swa_ratio, file.window) == (recipe.search.swa_ratio, recipe.search.window)
+    assert (file.swa_ratio, *file.windows) == (recipe.search.swa_ratio, recipe.search.window)
     model = load_model(ROOT / recipe.model.path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
