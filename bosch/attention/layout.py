@@ -36,11 +36,19 @@ class HeadGroup:
 class HeadLayout:
     """The heads of one layer in groups: full ones first, then from the widest window down.
 
+    `windows` are those that some heads have, in this order, and `sinks` those of the heads that
+    slide, 0 where none does. The layout is contiguous where each group is one slice, in any order.
     Raises ValueError when the groups are no partition of the heads, two have the same window, or
     their sinks differ.
     """
 
     groups: tuple[HeadGroup, ...]
+    # Worked out once, for every pass of every layer asks.
+    num_key_value_heads: int = field(init=False, compare=False, repr=False)
+    windows: tuple[Window, ...] = field(init=False, compare=False, repr=False)
+    sinks: int = field(init=False, compare=False, repr=False)
+    has_full: bool = field(init=False, compare=False, repr=False)
+    is_contiguous: bool = field(init=False, compare=False, repr=False)
     _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -53,6 +61,15 @@ class HeadLayout:
         windows = [group.window for group in self.groups]
         if len(set(windows)) < len(windows) or len({w.sinks for w in windows if w}) > 1:
             raise ValueError(f"groups of heads must differ in window and not in sinks: {windows}")
+        of_sliding = tuple(window for window in windows if window is not None)
+        for name, value in {
+            "num_key_value_heads": len(heads),
+            "windows": of_sliding,
+            "sinks": of_sliding[0].sinks if of_sliding else 0,
+            "has_full": len(of_sliding) < len(windows),
+            "is_contiguous": all(group.is_slice for group in self.groups),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def search(cls, windows: Sequence[Window | None]) -> HeadLayout:
@@ -76,30 +93,6 @@ class HeadLayout:
                 if count
             )
         )
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return sum(len(group.heads) for group in self.groups)
-
-    @property
-    def windows(self) -> list[Window]:
-        """The windows that some heads have, from the widest down."""
-        return [group.window for group in self.groups if group.window is not None]
-
-    @property
-    def has_full(self) -> bool:
-        """Whether some heads are full."""
-        return any(group.window is None for group in self.groups)
-
-    @property
-    def sinks(self) -> int:
-        """Sinks of the heads that slide; 0 where none does."""
-        return self.windows[0].sinks if self.windows else 0
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether each group of heads is one slice, in any order."""
-        return all(group.is_slice for group in self.groups)
 
     def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
         """The heads of `group` of `states` [B, HKV * q_per_kv, T, D].

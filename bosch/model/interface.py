@@ -147,7 +147,7 @@ def attention_forward(
     if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         dense = state.backend == "eager"
         return paged_attention(module, query, key, value, layout, transform, dense, kwargs), None
-    if own is not None and (layout.has_full or layout.windows != [Window(own)]):
+    if own is not None and (layout.has_full or layout.windows != (Window(own),)):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if attention_mask is not None and not isinstance(attention_mask, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")

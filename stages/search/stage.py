@@ -42,7 +42,13 @@ class SearchConfig(Section):
         + ".",
     )
     swa_ratio: Ratio = Field(description="Share of KV heads that become sliding (rho).")
-    window_size: Count = Field(1024, description="Keys a sliding head sees, itself included (W).")
+    window_size: Count = Field(
+        1024,
+        description=(
+            "Keys a sliding head sees, itself included (W); of a given mask with several windows "
+            "the widest."
+        ),
+    )
     sinks: int = Field(
         0, ge=0, le=MOST, description="First tokens a sliding head always sees besides."
     )

@@ -142,7 +142,7 @@ def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> N
     config = load_config(str(tmp_path))
     _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
     assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
-    again = Variant(**own.model_dump(mode="json"))
+    again = Variant.model_validate_json(own.model_dump_json())
     assert again.kv_heads(KV_HEADS) == [{None: 1, Window(8): 1, Window(4): 2}] * LAYERS
     measured = build_model(str(tmp_path), None, again, SETTINGS)
     assert type(measured.new_cache()).__name__ == "HybridCache"

@@ -409,7 +409,7 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
     mask = HeadMask.of_choices(choices)
     changes = objective.window_gradient(mask)
     assert changes.shape == (LAYERS, KV_HEADS, 4)
-    step = 1e-4
+    step = 2**-10  # gates are float32
     for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
         ends = [
             blended_likelihood(
@@ -437,7 +437,7 @@ def blended_likelihood(objective, mask, place, shares):
 
     def moved(gates, layouts, backend):
         layers.append(backend)
-        if len(layers) - 1 == place[0]:
+        if (len(layers) - 1) % LAYERS == place[0]:
             gates = gates.detach().clone()
             for choice, share in shares.items():
                 if choice < gates.shape[1]:  # the narrowest has what the others leave
@@ -453,9 +453,11 @@ def blended_likelihood(objective, mask, place, shares):
         patch.setattr(gate_gradients, "answer_logits", kept)
         patch.setattr(torch.autograd, "grad", lambda value, gates: (torch.zeros_like(gates),))
         objective.window_gradient(mask)
-    (batch,), (states,) = objective._batches, logits
-    likelihoods = states.detach().double().log_softmax(-1).gather(1, batch.answers[:, None])
-    return float(likelihoods.sum()) / len(objective.calibration)
+    likelihoods = [
+        states.detach().double().log_softmax(-1).gather(1, batch.answers[:, None]).sum()
+        for batch, states in zip(objective._batches, logits, strict=True)
+    ]
+    return float(sum(likelihoods)) / len(objective.calibration)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

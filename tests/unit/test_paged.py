@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
-from bosch.model.interface import layouts_of
+from bosch.model.head_table import heads_by_window
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from tests.hybrid_case import OWN_WINDOW, mask_of, small_model, tokens
@@ -67,9 +67,7 @@ def test_requests_hold_the_pages_that_the_formula_says() -> None:
         hybrid.dtype,
     )
     kinds = decoder_layers(hybrid.config)
-    layouts = layouts_of(hybrid)
-    full = [len(layout.full) for row in kinds.full if (layout := layouts[row]) is not None]
-    size = CacheSize.of(full, kinds, Window(WINDOW), hybrid.dtype.itemsize)
+    size = CacheSize.of(heads_by_window(hybrid.config), kinds, hybrid.dtype.itemsize)
     for length in (1, PAGE, WINDOW, WINDOW + 1, 30):
         name = f"of {length}"
         for allocator in cache.cache_allocators.values():

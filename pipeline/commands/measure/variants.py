@@ -77,7 +77,11 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
                     "these; leave the option out"
                 )
             own = _hybrid(counts, heads, table["window_sizes"][-1], table["sinks"])
-            variants.append(Variant(**{**own.model_dump(), **table}))
+            several = {
+                "window_sizes": tuple(table["window_sizes"]),
+                "swa_kv_heads_per_layer": tuple(map(tuple, table["swa_kv_heads_per_layer"])),
+            }
+            variants.append(own.model_copy(update=several))
         else:
             for window in settings.windows or (table["window_size"],):
                 variants.append(_hybrid(counts, heads, window, table["sinks"]))
