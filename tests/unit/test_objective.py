@@ -425,7 +425,7 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
     # A menu of one is today's gradient.
     single = Objective(model, calibration, Window(WINDOW), batch_size=6)
     alone = HeadMask(choices == 0)
-    slopes = torch.tensor(single.gate_gradient(alone).values)
+    slopes = torch.tensor(single.gate_gradient(alone).values, dtype=torch.float64)
     expected = single.window_gradient(alone)
     assert torch.equal(expected[..., 0][choices != 0], slopes[choices != 0])
     assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
