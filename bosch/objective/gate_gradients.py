@@ -31,10 +31,13 @@ def gate_gradients(
     mask: HeadMask,
     all_full: HeadLayout,
     all_sliding: HeadLayout,
+    *,
+    recompute: bool = True,
 ) -> Tensor:
     """Gradient [L, HKV] of the answers' summed log-probability, on the CPU in float64.
 
-    The model is in search mode. No parameter gets a gradient.
+    The model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
+    computes each layer a second time instead of keeping its activations: to the same bits.
     """
     device = model.device
     gates = torch.tensor(mask.is_full, dtype=torch.float32, device=device, requires_grad=True)
@@ -46,7 +49,8 @@ def gate_gradients(
             blend = _blend(own_row(model, gate), all_full, all_sliding, state.backend)
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
-        stack.enter_context(recompute_layers(model))
+        if recompute:
+            stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
         hidden = final_states(model.get_decoder(), batch, device)
         hidden = hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)]

@@ -64,6 +64,8 @@ _FEWEST_GATES, _MOST_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that goes on learning.
 _MORE_GATES = 8
+# Without gradients: evaluations for each unit at which every unit is measured alone.
+_EACH_ALONE = 1.1
 # Full units below which no gates are learned: masks of so few show hardly any of them together.
 _FEWEST_FULL = 4
 # Largest relative difference at which two gradients are taken to say the same of a unit.
@@ -298,10 +300,16 @@ class _Search:
         move.passes += before - self.left
 
     def swap_at_random(self) -> None:
-        """The (1+1) algorithm over the whole mask, for a scorer without gradients."""
+        """The (1+1) algorithm over the whole mask, for a scorer without gradients.
+
+        Where the budget pays for it, every unit slides alone first: the swaps then start from the
+        mask of those that are missed most, if it is better than one drawn at random.
+        """
         logger.info("bosch_plus: no gradients, %.0f evaluations of random swaps", self.left)
         track = self._track(self._largest(self._rng.random(self.num_units)), "random", [])
         assert track is not None
+        if self.left >= _EACH_ALONE * self.num_units + 1:
+            self._measure(track, self._largest(self._worth_alone()), "start", "each alone")
         fruitless = 0
         while self.left >= 1 and fruitless < _FRUITLESS:
             bits = track.bits
@@ -320,6 +328,19 @@ class _Search:
             fruitless = 0
             self._measure(track, child, "swaps")
 
+    def _worth_alone(self) -> Worth:
+        """How much log-likelihood each unit costs that slides while all others are full."""
+        worth = np.empty(self.num_units)
+        for unit in range(self.num_units):
+            bits = np.ones(self.num_units, dtype=np.bool_)
+            bits[unit] = False
+            mask = self._mask(bits)
+            layer = unit // self.shape[1]
+            alone = self.evaluator.evaluate(mask, "ablation", f"layer {layer}", layer)
+            worth[unit] = -alone.log_likelihood
+        self.left -= self.num_units
+        return worth
+
     def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""
         has_gradient = track.bits.tobytes() in self._worth_at
@@ -330,9 +351,10 @@ class _Search:
 
     def _gradient(self, bits: Bits) -> Worth:
         """Worth of each unit at a mask: the mean of the gradients that were taken there."""
-        result = self.evaluator.gate_gradient(self._mask(bits), self.gradients % SHARES, SHARES)
+        share = self.gradients % SHARES
+        result = self.evaluator.gate_gradient(self._mask(bits), share, SHARES)
         self.gradients += 1
-        self.left -= result.full_forward_equivalents
+        self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
             self.gradients, bits.sum(), max(0.0, self.left),
