@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bosch.errors import UserError
+from bosch.files import CONFIG_LIMITS, load_json
+from bosch.window import Window, rising_menu
+
+LayerHeads = Mapping[Window | None, int]  # KV heads of a layer by window, None of full ones
 
 
 def swa_budget(n_units: int, ratio: float) -> int:
@@ -53,3 +59,35 @@ def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
     budget = swa_budget(layers * heads, ratio)
     shares = [budget * (n + 1) // layers - budget * n // layers for n in range(layers)]
     return tuple(heads - sliding for sliding in shares)
+
+
+def window_shares(rows: Sequence[LayerHeads]) -> dict[Window, float]:
+    """Share of all KV heads that has each window."""
+    total = sum(count for row in rows for count in row.values())
+    return {
+        window: sum(row.get(window, 0) for row in rows) / total
+        for window in rows[0]
+        if window is not None
+    }
+
+
+def heads_of_mask_file(path: str) -> list[LayerHeads]:
+    """KV heads of each layer by window, from a file that `HeadMaskFile` reads with all checks.
+
+    Raises UserError where it is no head mask.
+    """
+    try:
+        content = load_json(Path(path), CONFIG_LIMITS)
+        several = content["format"] == 2
+        sizes = content["window_sizes"] if several else [content["window_size"]]
+        menu, heads = rising_menu(sizes, content["sinks"]), content["num_key_value_heads"]
+        rows: list[LayerHeads] = []
+        for row in content["swa_kv_heads"]:
+            counts = [len(part) for part in (row if several else [row])]
+            sliding = zip(menu, reversed(counts), strict=True)
+            rows.append({None: heads - sum(counts), **dict(sliding)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"search.mask: {path} is no head mask ({error})") from None
+    if not rows or min(min(row.values()) for row in rows) < 0:
+        raise UserError(f"search.mask: {path} is no head mask")
+    return rows

@@ -1,4 +1,4 @@
-"""The head mask: which KV heads keep full attention and which become sliding-window attention.
+"""The head mask: which KV heads keep full attention, and which see a window and how wide a one.
 
 L layers, HKV key/value heads per layer. With grouped-query attention the unit of decision is the
 KV head together with the query heads that share it (BOSCH §2.1). Needs numpy only, so that a
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import numpy.typing as npt
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json, write_json
-from bosch.window import Window
+from bosch.window import Window, Windows, rising_menu, window_menu
 
-_FORMAT = 1
+FORMATS = (1, 2)
+MOST_WINDOWS = 15  # of one mask, so that a digit names each
 _MOST_HEADS = 10_000  # a layer; no model is near it
 
 
@@ -30,11 +32,14 @@ _MOST_HEADS = 10_000  # a layer; no model is near it
 class HeadMask:
     """z of the paper: `is_full[l, h]` is True where KV head h of layer l keeps full attention.
 
-    The array is copied and made read-only; masks compare and hash by their content.
+    `choices[l, h]` says more where sliding heads may have one of several windows: 0 is full, k the
+    k-th window of the menu from the widest down; with one window it is 1 where a head slides. The
+    arrays are copied and made read-only; masks compare and hash by their content.
     Raises ValueError when `is_full` is not a non-empty boolean matrix.
     """
 
     is_full: npt.NDArray[np.bool_]  # [L, HKV]
+    choices: npt.NDArray[np.uint8] = field(init=False)  # [L, HKV]
 
     def __post_init__(self) -> None:
         bits = np.array(self.is_full, copy=True)
@@ -44,8 +49,22 @@ class HeadMask:
             if not np.isin(bits, (0, 1)).all():
                 raise ValueError("a head mask holds True/False or 1/0 only")
             bits = bits.astype(np.bool_)
-        bits.setflags(write=False)
-        object.__setattr__(self, "is_full", bits)
+        self._set(bits, (~bits).astype(np.uint8))
+
+    def _set(self, is_full: npt.NDArray[np.bool_], choices: npt.NDArray[np.uint8]) -> None:
+        for name, array in (("is_full", is_full), ("choices", choices)):
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @classmethod
+    def of_choices(cls, choices: npt.ArrayLike) -> HeadMask:
+        """From the choice of each head [L, HKV]; raises ValueError outside 0 .. 15."""
+        array = np.array(choices)
+        if array.dtype.kind not in "iu" or not ((array >= 0) & (array <= MOST_WINDOWS)).all():
+            raise ValueError(f"a choice is full (0) or one of at most {MOST_WINDOWS} windows")
+        mask = cls(array == 0)
+        mask._set(array == 0, array.astype(np.uint8))
+        return mask
 
     @classmethod
     def all_full(cls, num_layers: int, num_key_value_heads: int) -> HeadMask:
@@ -98,6 +117,11 @@ class HeadMask:
         return int((~self.is_full).sum())
 
     @property
+    def num_windows(self) -> int:
+        """The fewest windows that a menu for this mask has."""
+        return int(self.choices.max())
+
+    @property
     def full_kv_heads_per_layer(self) -> list[int]:
         """Number of full KV heads of each layer."""
         return [int(n) for n in self.is_full.sum(axis=1)]
@@ -107,21 +131,58 @@ class HeadMask:
         """rho(z): share of sliding KV heads."""
         return float(1.0 - self.is_full.mean())
 
+    def windows_per_layer(self, windows: Windows) -> list[list[Window | None]]:
+        """The window of each head of each layer, None of a full one.
+
+        Raises ValueError where the mask has more windows than the menu.
+        """
+        menu = window_menu(windows)
+        if self.num_windows > len(menu):
+            raise ValueError(f"the mask has {self.num_windows} windows, the menu {len(menu)}")
+        kinds = (None, *menu)
+        return [[kinds[choice] for choice in row] for row in self.choices.tolist()]
+
+    def heads_per_layer(self, windows: Windows) -> list[dict[Window | None, int]]:
+        """How many heads of each layer are full (None) and have each window, the widest first."""
+        kinds = (None, *window_menu(windows))
+        rows = self.windows_per_layer(windows)
+        return [{kind: row.count(kind) for kind in kinds} for row in rows]
+
+    def kv_slots(self, windows: Windows, tokens: int) -> int:
+        """Heads x tokens in a cache after `tokens` tokens: what a budget of KV slots counts."""
+        return sum(
+            count * (tokens if window is None else window.held(tokens))
+            for row in self.heads_per_layer(windows)
+            for window, count in row.items()
+        )
+
     @cached_property
     def key(self) -> str:
-        """Short name of the mask, the same in every process: shape and bits, `6x8:ff00...`."""
+        """Short name of the mask, the same in every process: shape and bits, `6x8:ff00...`.
+
+        With several windows shape, number of windows and a digit for each head: `6x8/3:0120...`.
+        """
+        shape = f"{self.num_layers}x{self.num_key_value_heads}"
+        if self.num_windows > 1:
+            digits = "".join(f"{choice:x}" for choice in self.choices.reshape(-1))
+            return f"{shape}/{self.num_windows}:{digits}"
         bits = np.packbits(self.is_full.reshape(-1)).tobytes().hex()
-        return f"{self.num_layers}x{self.num_key_value_heads}:{bits}"
+        return f"{shape}:{bits}"
 
     @classmethod
     def from_key(cls, key: str) -> HeadMask:
         """The mask whose `key` this is; raises ValueError when it is not one."""
         try:
-            shape, _, bits = key.partition(":")
+            shape, _, digits = key.partition(":")
+            shape, several, _ = shape.partition("/")
             num_layers, heads = (int(n) for n in shape.split("x"))
-            packed = np.frombuffer(bytes.fromhex(bits), dtype=np.uint8)
-            flat = np.unpackbits(packed)[: num_layers * heads]
-            mask = cls(flat.reshape(num_layers, heads).astype(np.bool_))
+            if several:
+                choices = np.array([int(digit, 16) for digit in digits])
+                mask = cls.of_choices(choices.reshape(num_layers, heads))
+            else:
+                packed = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8)
+                flat = np.unpackbits(packed)[: num_layers * heads]
+                mask = cls(flat.reshape(num_layers, heads).astype(np.bool_))
         except ValueError:
             raise ValueError(f"'{key}' is not the key of a head mask") from None
         if mask.key != key:
@@ -146,25 +207,24 @@ class HeadMask:
 
 @dataclass(frozen=True)
 class HeadMaskFile:
-    """`head_mask.json`: a head mask with its model, window and search."""
+    """`head_mask.json`: a head mask with its model, windows and search.
+
+    It is written in format 1 where all sliding heads have one window, else in format 2.
+    """
 
     model: str
     method: str
     swa_ratio: float
-    window_size: int
-    sinks: int
-    num_layers: int
-    num_key_value_heads: int
-    swa_kv_heads: list[list[int]]
+    mask: HeadMask
+    windows: tuple[Window, ...]
     score: float | None = None
     seed: int | None = None
-    format: int = field(default=_FORMAT)
 
     @classmethod
     def of(
         cls,
         mask: HeadMask,
-        window: Window,
+        windows: Windows,
         *,
         model: str,
         method: str,
@@ -173,32 +233,55 @@ class HeadMaskFile:
         seed: int | None = None,
     ) -> HeadMaskFile:
         """The file of `mask`, with the model and the search that it comes from."""
-        return cls(
-            model,
-            method,
-            swa_ratio,
-            window.size,
-            window.sinks,
-            mask.num_layers,
-            mask.num_key_value_heads,
-            mask.swa_kv_heads,
-            score,
-            seed,
-        )
+        return cls(model, method, swa_ratio, mask, window_menu(windows), score, seed)
 
     @property
-    def window(self) -> Window:
-        return Window(self.window_size, self.sinks)
+    def window_size(self) -> int:
+        """Keys that a head of the widest window sees, sinks aside."""
+        return self.windows[0].size
 
     @property
-    def mask(self) -> HeadMask:
-        return HeadMask.from_swa_kv_heads(self.swa_kv_heads, self.num_key_value_heads)
+    def sinks(self) -> int:
+        return self.windows[0].sinks
+
+    @property
+    def num_layers(self) -> int:
+        return self.mask.num_layers
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.mask.num_key_value_heads
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The JSON object."""
+        mask, several = self.mask, len(self.windows) > 1
+        sizes: dict[str, Any] = {"window_size": self.window_size}
+        heads: list[Any] = mask.swa_kv_heads
+        if several:
+            sizes = {"window_sizes": [window.size for window in self.windows[::-1]]}
+            choices = range(len(self.windows), 0, -1)
+            heads = [
+                [np.flatnonzero(row == choice).tolist() for choice in choices]
+                for row in mask.choices
+            ]
+        return {
+            "format": 2 if several else 1,
+            "model": self.model,
+            "method": self.method,
+            "swa_ratio": self.swa_ratio,
+            **sizes,
+            "sinks": self.sinks,
+            "num_layers": mask.num_layers,
+            "num_key_value_heads": mask.num_key_value_heads,
+            "swa_kv_heads": heads,
+            "score": self.score,
+            "seed": self.seed,
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, complete or not at all."""
-        fields = asdict(self)
-        content = {"format": fields.pop("format"), **fields}
-        write_json(Path(path), content)
+        write_json(Path(path), self.content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
@@ -217,15 +300,17 @@ class HeadMaskFile:
 def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object with a head mask")
-    if content.get("format") != _FORMAT:
+    number = content.get("format")
+    if number not in FORMATS or type(number) is not int:
         raise UserError(
-            f"{path}: format is {content.get('format')!r}, this version reads format {_FORMAT}"
+            f"{path}: format is {number!r}, this version reads formats "
+            f"{' and '.join(str(known) for known in FORMATS)}"
         )
     types: dict[str, type | tuple[type, ...]] = {
         "model": str,
         "method": str,
         "swa_ratio": (int, float),
-        "window_size": int,
+        **({"window_size": int} if number == 1 else {"window_sizes": list}),
         "sinks": int,
         "num_layers": int,
         "num_key_value_heads": int,
@@ -248,16 +333,35 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
     if not 1 <= heads <= _MOST_HEADS:
         raise UserError(f"{path}: num_key_value_heads is {heads}; that is no model")
     rows = content["swa_kv_heads"]
-    if not all(isinstance(row, list) and all(type(h) is int for h in row) for row in rows):
-        raise UserError(f"{path}: swa_kv_heads must hold one list of head indices per layer")
+    if number == 1:
+        rows, sizes = [[row] for row in rows], [content["window_size"]]
+    else:
+        sizes = content["window_sizes"]
+    per_layer = "one list of head indices per layer"
+    if number == 2:
+        per_layer = f"for each layer a list of head indices for each of {len(sizes)} windows"
+    if not all(
+        isinstance(row, list)
+        and len(row) == len(sizes)
+        and all(isinstance(part, list) and all(type(h) is int for h in part) for part in row)
+        for row in rows
+    ):
+        raise UserError(f"{path}: swa_kv_heads must hold {per_layer}")
     if len(rows) != content["num_layers"]:
         raise UserError(
             f"{path}: swa_kv_heads has {len(rows)} layers, num_layers says {content['num_layers']}"
         )
-    fields: dict[str, Any] = {name: content.get(name) for name in types}
-    loaded = HeadMaskFile(**fields)
     try:
-        _ = loaded.mask, loaded.window
+        menu = rising_menu(sizes, content["sinks"])
+        sliding = HeadMask.from_swa_kv_heads([chain(*row) for row in rows], heads)
+        choices = (~sliding.is_full).astype(np.uint8)
+        for layer, row in enumerate(rows):
+            for choice, part in zip(range(len(menu), 0, -1), row, strict=True):
+                choices[layer, part] = choice
+        mask = HeadMask.of_choices(choices)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    return loaded
+    return HeadMaskFile(
+        content["model"], content["method"], ratio, mask, menu,
+        content.get("score"), content.get("seed"),
+    )  # fmt: skip

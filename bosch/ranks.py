@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bosch.errors import LostRankError
+from bosch.this_process import name_processes
 
 T = TypeVar("T")
 
@@ -160,8 +161,4 @@ def _silent_partners() -> str:
         return "node 0, or its launcher," if per_node and rank >= per_node else unknown
     if not silent:
         return unknown
-    numbers = ", ".join(map(str, silent))
-    if not per_node or size == per_node:
-        return f"process {numbers}"
-    nodes = ", ".join(str(node) for node in sorted({other // per_node for other in silent}))
-    return f"node {nodes} (process {numbers})"
+    return name_processes(silent)

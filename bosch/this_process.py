@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 _MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
@@ -61,6 +62,16 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def name_processes(ranks: Sequence[int]) -> str:
+    """Processes of this run for the user, with their nodes where there are several."""
+    numbers = ", ".join(map(str, ranks))
+    size, per_node = (int(os.environ.get(n, "0")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not per_node or size == per_node:
+        return f"process {numbers}"
+    nodes = ", ".join(str(node) for node in sorted({rank // per_node for rank in ranks}))
+    return f"node {nodes} (process {numbers})"
 
 
 def die_with_parent(parent: int | None = None) -> None:

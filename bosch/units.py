@@ -45,10 +45,10 @@ class Units:
 
     def head_mask(self, mask: HeadMask) -> HeadMask:
         """The mask of heads [L, H] that a mask of units [L, H / g] means."""
-        is_full = np.empty((len(self.heads), self.heads[0].size), dtype=np.bool_)
-        rows = np.arange(len(is_full))[:, None, None]
-        is_full[rows, self.heads] = mask.is_full[:, :, None]
-        return HeadMask(is_full)
+        choices = np.empty((len(self.heads), self.heads[0].size), dtype=np.uint8)
+        rows = np.arange(len(choices))[:, None, None]
+        choices[rows, self.heads] = mask.choices[:, :, None]
+        return HeadMask.of_choices(choices)
 
     def of_heads(self, values: Values) -> Values:
         """Values [L, H] of heads by unit, [L, H / g, g]."""

@@ -7,7 +7,10 @@ converted anywhere else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 # Longer blocks compute more pairs outside the window, shorter ones keep a kernel less busy.
 _MAX_BLOCK = 128
@@ -54,10 +57,53 @@ class Window:
         """Past keys the next query can still see, sinks aside: W - 1."""
         return self.size - 1
 
+    def held(self, tokens: int) -> int:
+        """Tokens that a cache holds of a head after `tokens` tokens: W - 1 of them, and its sinks.
+
+        Every token until there are more than W - 1, then the sinks too, even where they are still
+        among those.
+        """
+        return tokens if tokens <= self.past else self.past + self.sinks
+
     @property
     def most_keys(self) -> int:
         """Most keys a query sees; longer texts are where a sliding head differs from a full one."""
         return self.size + self.sinks
+
+
+# Windows that a sliding head may have. One alone is a menu of one.
+Windows: TypeAlias = Window | Sequence[Window]
+
+
+def window_menu(windows: Windows) -> tuple[Window, ...]:
+    """The windows of a menu, the widest first.
+
+    Raises ValueError where there is none, or two are of one size, or their sinks differ.
+    """
+    menu = (windows,) if isinstance(windows, Window) else tuple(windows)
+    sizes = sorted({window.size for window in menu}, reverse=True)
+    if not menu or len(sizes) < len(menu) or len({window.sinks for window in menu}) > 1:
+        raise ValueError(
+            "the windows of sliding heads must differ in size and have the same sinks, found "
+            f"{', '.join(str(window) for window in menu) or 'none'}"
+        )
+    return tuple(Window(size, menu[0].sinks) for size in sizes)
+
+
+def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
+    """The menu of windows listed from the smallest to the widest; raises ValueError otherwise."""
+    menu = [Window(size, sinks) for size in sizes]
+    if not menu or any(a.size >= b.size for a, b in pairwise(menu)):
+        raise ValueError(f"window_sizes must rise from each to the next, found {list(sizes)}")
+    return window_menu(menu)
+
+
+def windows_text(windows: Windows) -> str:
+    """The sizes of a menu for people: `128`, or `128, 512 and 2,048 with 4 sinks`."""
+    menu = window_menu(windows)[::-1]
+    *others, widest = (f"{window.size:,}" for window in menu)
+    sizes = f"{', '.join(others)} and {widest}" if others else widest
+    return f"{sizes} with {menu[0].sinks} sinks" if menu[0].sinks else sizes
 
 
 def block_size(window: int) -> int:

@@ -1,1 +1,1 @@
-"""Training data and needle tasks: sources, tokenising, mixture, packing, retrieval samples."""
+"""Training documents and samples of tasks."""

@@ -11,7 +11,7 @@ if [ ! -e "$root/.venv" ]; then
 import sys
 sys.path[:] = filter(None, sys.path)  # without the current directory
 import importlib.util as util
-needed = "torch transformers accelerate datasets pydantic yaml PyNomad matplotlib rich lm_eval".split()
+needed = "torch transformers accelerate datasets pydantic yaml PyNomad altair vl_convert rich lm_eval".split()
 sys.exit(any(util.find_spec(name) is None for name in needed))
 CHECK
             python=$candidate

@@ -112,7 +112,7 @@ sys.exit(m.version('torch').split('+')[0] != '$torch')" >/dev/null 2>&1 && retur
 }
 if [ "$versions" = newest ]; then
     # PyTorch's index has CPU builds of the newest; a version with +cpu comes before one without.
-    if [ "$mode" = gpu ]; then install --upgrade torch; else install --upgrade "$pytorch_index" torch; fi
+    if [ "$mode" = gpu ]; then install --upgrade torch; else install --retries 1 --upgrade "$pytorch_index" torch; fi
 elif [ "$mode" = cpu ]; then
     echo "  installing torch $torch (CPU build)"
     install_cpu_build

@@ -1,6 +1,7 @@
-"""Command line: `python -m pipeline COMMAND …`, with the table of commands.
+"""Command line: `bosch COMMAND …`, or `python -m pipeline COMMAND …`.
 
-A command is a module with `add_options(parser)` and `run`, which is imported when it is chosen.
+Commands are found where they stand, in `bosch/commands` and here in `commands`; the module of one
+is imported when it is chosen.
 
 Exit status: 0 done, 2 the user's fault, 1 a failure, 76 a process of a stage was killed or lost,
 130 stopped by Ctrl-C. SIGTERM and SIGUSR1 end with 75 when training has written a restart point,
@@ -11,19 +12,22 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bosch.commands
+import pipeline.commands
+from bosch.commands import PROGRAM, all_commands, command_parser, find_command, listing
 from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
+from bosch.version import VERSION
+from pipeline.commands import RecipeCommand
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from pipeline.run import log
@@ -39,69 +43,12 @@ from pipeline.run.failures import (
 )
 from stages.stage import Stage
 
-_PROGRAM = "python -m pipeline"
+_PACKAGES = (bosch.commands, pipeline.commands)
 
 
-@dataclass(frozen=True)
-class Command:
-    """One row of the table of commands.
-
-    `run(loaded, options)` of its module works on a recipe, `run(options)` on none; both
-    return the exit status. `fetch` allows looking the recipe's model up over the network; without
-    `input_files` its data need not be there, without `model_files` neither weights nor tokenizer.
-    """
-
-    help: str
-    module: str
-    recipe: bool = True
-    fetch: bool = True
-    input_files: bool = True
-    model_files: bool = True
-
-
-COMMANDS = {
-    "run": Command("bring the stages of a recipe up to date", "pipeline.commands.run"),
-    "status": Command(
-        "say for each stage whether it is cached, to run, running or failed, and why",
-        "pipeline.commands.status",
-        fetch=False,
-    ),
-    "validate": Command(
-        "check a recipe, its model and its input files",
-        "pipeline.commands.validate",
-        fetch=False,
-    ),
-    "plan": Command(
-        "say what a run needs and costs before it starts",
-        "pipeline.commands.plan.command",
-        fetch=False,
-        input_files=False,
-        model_files=False,
-    ),
-    "compare": Command(
-        "run methods at several ratios and print the paper's tables",
-        "pipeline.commands.compare.command",
-    ),
-    "study": Command(
-        "compare the search's methods on a recipe's model, see docs/notes/study.md",
-        "pipeline.commands.study.command",
-        input_files=False,
-    ),
-    "evaluate": Command(
-        "score checkpoints, of a running training too, or any model directory",
-        "pipeline.commands.evaluate",
-    ),
-    "measure": Command(
-        "measure speed and memory of a model beside its hybrids",
-        "pipeline.commands.measure.command",
-        recipe=False,
-    ),
-    "mask": Command(
-        "write a head mask for another project, or read one, see docs/reference/format.md",
-        "pipeline.commands.mask.command",
-        recipe=False,
-    ),
-}
+def commands() -> Mapping[str, ModuleType]:
+    """Every command by name; imports all of them."""
+    return dict(all_commands(_PACKAGES))
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = STAGES) -> int:
@@ -112,20 +59,23 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     root: Path | None = None
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        command = COMMANDS[options.command]
-        if not command.recipe:
-            return _done(_module(command).run(options))
+        module = options.module
+        command = module.COMMAND
+        if not isinstance(command, RecipeCommand):
+            return _done(module.run(options))
+        log.show_steps(options.verbose)
         loaded = load_recipe(
             options.recipe,
             options.overrides,
             fetch=command.fetch,
             input_files=command.input_files,
             model_files=command.model_files,
+            model_family=command.model_family,
             stages=stages,
         )
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
-        return _done(_module(command).run(loaded, options))
+        return _done(module.run(loaded, options))
     except UserError as fault:
         return _say(f"error: {fault}", 2)
     except LostRankError as lost:
@@ -183,38 +133,20 @@ def _log_file(root: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="bosch-")) / name
 
 
-def _module(command: Command) -> ModuleType:
-    return importlib.import_module(command.module)
-
-
-def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of one command."""
-    command = COMMANDS[name]
-    parser = argparse.ArgumentParser(f"{_PROGRAM} {name}", description=command.help)
-    _module(command).add_options(parser)
-    if command.recipe:
-        parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
-        parser.add_argument(
-            "overrides",
-            metavar="key.path=value",
-            nargs="*",
-            help="replaces a value of the recipe, like search.swa_ratio=0.5",
-        )
-    return parser
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command and its options; overrides may stand before, between and after options."""
     name = arguments[0] if arguments else ""
-    if name in COMMANDS:
-        options = argparse.Namespace(command=name, arguments=list(arguments))
-        return parser_of(name).parse_intermixed_args(arguments[1:], options)
+    module = None if name.startswith("-") else find_command(name, _PACKAGES)
+    if module is not None:
+        options = argparse.Namespace(module=module, arguments=list(arguments))
+        return command_parser(name, module).parse_intermixed_args(arguments[1:], options)
     parser = argparse.ArgumentParser(
-        _PROGRAM,
+        PROGRAM,
         description="Makes a hybrid of full and sliding attention heads out of a language model.",
-        epilog="\n".join(f"{name:<10}{command.help}" for name, command in COMMANDS.items()),
+        epilog=listing(commands().items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, help="what to do; each has its own --help")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {VERSION}")
+    parser.add_argument("command", choices=commands(), help="what to do; each has its own --help")
     parser.add_argument("arguments", nargs="...", metavar="RECIPE [key.path=value ...] [options]")
     return parser.parse_args(arguments)

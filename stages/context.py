@@ -111,16 +111,17 @@ class Runtime(Section):
         360,
         gt=0,
         description=(
-            "Longest wait of a process for work that others do by themselves: loading, saving, "
-            "samples of the evaluation."
+            "Longest wait of a process for work that others, which show signs of life, do by "
+            "themselves: loading, saving, samples of the evaluation."
         ),
     )
     collective_timeout_minutes: Number = Field(
         15,
         gt=0,
         description=(
-            "Longest wait of a process for the others in a step of training or a pass of the "
-            "search, which all of them do; after it, one that hangs counts as lost."
+            "Longest time in which a process of a stage shows no sign of life, whatever it does, "
+            "and longest wait for the others in a step of training or a pass of the search, which "
+            "all of them do; after it, one that is frozen or hangs counts as lost."
         ),
     )
     log_level: Literal["debug", "info", "warning"] = Field(

@@ -15,6 +15,12 @@ def format_score(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
+def signed(value: float, digits: int) -> str:
+    """A difference with its sign, a real minus included; none for 0."""
+    text = f"{value:+.{digits}f}"
+    return text[1:] if not float(text) else text.replace("-", "−")
+
+
 def format_share(value: float) -> str:
     """A share in [0, 1] as a percentage, without a decimal where it is whole."""
     return f"{100 * value:.1f}".removesuffix(".0") + " %"

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from bosch.errors import UserError
 from bosch.files import canonical_json
-from data_prep.source_files import files_below
+from data_prep.documents.source_files import files_below
 from stages.fields import Section
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -51,16 +51,39 @@ class Input:
     is_name: Callable[[Any, str, Path], bool] | None = None
 
 
-def absolute(section: _Section, root: Path) -> _Section:
-    """The section with its paths absolute, relative ones taken from `root`."""
+@dataclass(frozen=True)
+class Origins:
+    """The folders at which relative paths start, by who wrote them.
+
+    `overridden` are the dotted paths, split, of what the command line replaced.
+    """
+
+    file: Path
+    command: Path
+    defaults: Path
+    overridden: frozenset[tuple[str, ...]] = frozenset()
+
+    def of(self, place: tuple[str, ...], is_default: bool = False) -> Path:
+        """Where a path of the field at `place` starts."""
+        if any(place[:length] in self.overridden for length in range(1, len(place) + 1)):
+            return self.command
+        return self.defaults if is_default else self.file
+
+
+def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -> _Section:
+    """The section at `place` of a recipe with its paths absolute."""
     changes: dict[str, Any] = {}
     for name, value in section:
-        mark = _mark(section, name)
+        mark, here = _mark(section, name), (*place, name)
         if isinstance(value, Section):
-            changes[name] = absolute(value, root)
+            changes[name] = absolute(value, origins, here)
         elif isinstance(value, list):
-            changes[name] = [absolute(x, root) if isinstance(x, Section) else x for x in value]
+            changes[name] = [
+                absolute(x, origins, (*here, str(i))) if isinstance(x, Section) else x
+                for i, x in enumerate(value)
+            ]
         elif mark is not None and isinstance(value, str):
+            root = origins.of(here, is_default=name not in section.model_fields_set)
             path = os.path.normpath(root / Path(value).expanduser())
             is_name = mark.is_name is not None and not os.path.exists(path)
             is_name = is_name and mark.is_name is not None and mark.is_name(section, value, root)

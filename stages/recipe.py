@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
-from bosch.errors import UserError
-from bosch.model.decoder_shape import DecoderShape
 from bosch.model.stored_config import StoredConfig
 from stages.context import ModelConfig, Runtime
 from stages.fields import Section
@@ -104,9 +102,9 @@ class World:
         return self.nodes * min(self.processes_per_node, self.gpus)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelInfo(StoredConfig):
-    """Shape of a decoder, and where its files are.
+    """A model's config.json, and where its files are.
 
     `directory` is None for a hub model; `commit` is the revision its config.json belongs to, None
     where it comes from recipes/shapes.
@@ -128,16 +126,6 @@ class LoadedRecipe:
     info: ModelInfo | None
     world: World
     stages: tuple[Stage[Any], ...]
-
-    @property
-    def shape(self) -> DecoderShape:
-        """Sizes of the decoder. Raises UserError where they are not known here."""
-        if self.info is None:
-            raise UserError(
-                f"model.path: the shape of {self.recipe.model.path} is not known here; put its "
-                "config.json into a folder of its own and plan with model.path=FOLDER"
-            )
-        return self.info.decoder
 
     @property
     def present(self) -> list[Stage[Any]]:

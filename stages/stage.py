@@ -48,7 +48,8 @@ class Stage(Generic[OwnSection]):
 
     `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
     the inputs that the section names and that is not there: one sentence each that begins with a
-    dotted path. `slow_checks` names a function of the kind that only `validate` calls.
+    dotted path. `slow_checks` names a function of the kind that only `validate` calls, `gaps` one
+    that says what a run will go on without.
 
     `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
     raises UserError before anything runs where the stage is certain not to fit on this machine.
@@ -71,6 +72,7 @@ class Stage(Generic[OwnSection]):
     checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults
     missing: Callable[[LoadedRecipe], Iterator[str]] = no_faults
     slow_checks: str = ""
+    gaps: str = ""
     cost: str = ""
     refusal: str = ""
 
@@ -82,6 +84,11 @@ class Stage(Generic[OwnSection]):
         """Faults that take seconds to find."""
         if self.slow_checks:
             yield from _named(self.slow_checks)(loaded)
+
+    def known_gaps(self, loaded: LoadedRecipe) -> Iterator[str]:
+        """What a run of the stage will go on without; takes seconds to find."""
+        if self.gaps:
+            yield from _named(self.gaps)(loaded)
 
     def planned_cost(self, loaded: LoadedRecipe, devices: Devices) -> Cost:
         """What the stage costs on these devices, as if nothing was cached."""

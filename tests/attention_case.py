@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from hypothesis import strategies as st
@@ -10,10 +12,26 @@ from hypothesis import strategies as st
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.window import Window
 
+# Of one window, and of several in any order.
+WIDTHS = [(1,), (1,), (1, 3), (2, 1, 5)]
+
+
+def full_first(full: int, heads: int, window: Window) -> HeadLayout:
+    """`heads` KV heads of which the first `full` are full."""
+    return HeadLayout.deploy({None: full, window: heads - full})
+
+
+def by_rows(is_full: Sequence[bool], window: Window) -> HeadLayout:
+    """KV heads in any order, full or with one window."""
+    return HeadLayout.search([None if full else window for full in is_full])
+
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; `past` tokens precede the queries."""
+    """One attention problem; `past` tokens precede the queries.
+
+    The sliding heads among `rows` have in turn a window of `window` times each of `widths`.
+    """
 
     length: int
     window: int
@@ -24,6 +42,7 @@ class Case:
     past: int = 0
     padding: str = "none"
     seed: int = 0
+    widths: tuple[int, ...] = (1,)
 
     def context(self) -> AttentionContext:
         total = self.past + self.length
@@ -51,8 +70,13 @@ class Case:
         options = {"dtype": dtype, "requires_grad": True}
         return [torch.randn(self.batch, *shape, 4, **options) for shape in shapes]
 
+    def windows(self) -> list[Window | None]:
+        """The window of each head, None of a full one."""
+        sizes = cycle(width * self.window for width in self.widths)
+        return [None if full else Window(next(sizes), self.sinks) for full in self.rows]
+
     def layout(self) -> HeadLayout:
-        return HeadLayout.search(self.rows, Window(self.window, self.sinks))
+        return HeadLayout.search(self.windows())
 
 
 @st.composite
@@ -67,10 +91,11 @@ def cases(draw: st.DrawFn) -> Case:
         length,
         window,
         draw(st.sampled_from([0, 1, 4])),
-        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4))),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=5))),
         draw(st.sampled_from([1, 2, 3])),
         draw(st.sampled_from([1, 2])),
         past,
         padding,
         draw(st.integers(0, 9)),
+        draw(st.sampled_from(WIDTHS)),
     )

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.trainer import PretrainingTrainer
+from stages.train.loop import Loop
 from tests.training_case import main
 
 
-def checked_checkpoint(self: PretrainingTrainer, tokens: int, averaged: list[int]) -> None:
+def checked_checkpoint(self: Loop, tokens: int, averaged: list[int]) -> None:
     """Both, and the counts."""
-    if self.is_deepspeed_enabled:
-        state = self.model_wrapped._zero3_consolidated_16bit_state_dict()
+    if self.runtime.sharding == "deepspeed":
+        state = self.model._zero3_consolidated_16bit_state_dict()
     else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
-    work_dir = self._restarts.directory.parent
-    if self.args.should_save:
+    work_dir = self.restarts.directory.parent
+    if self.accelerator.is_main_process:
         state.pop("lm_head.weight")  # tied
-        self.model.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
+        self.unwrapped.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
     written.clear()
     write(self, tokens, averaged)
     (work_dir / f"files-{tokens}.{dist.get_rank()}").write_text(str(len(written)))
@@ -41,7 +41,7 @@ def counted_group(self: CheckpointWriter, *args: Any) -> None:
 
 if __name__ == "__main__":
     written: list[Any] = []
-    write, group = PretrainingTrainer.write_checkpoint, CheckpointWriter.write_group
-    PretrainingTrainer.write_checkpoint = checked_checkpoint  # type: ignore[method-assign]
+    write, group = Loop.write_checkpoint, CheckpointWriter.write_group
+    Loop.write_checkpoint = checked_checkpoint  # type: ignore[method-assign]
     CheckpointWriter.write_group = counted_group  # type: ignore[method-assign]
     main()

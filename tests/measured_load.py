@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from pipeline.commands.measure.memory import memory_meter
 from stages.train import run
-from stages.train.sharded_load import shard_and_fill
 from stages.train.storage import RestartPoints
-from stages.train.trainable import saved_name
 from tests.training_case import stage_config
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -44,12 +43,11 @@ if __name__ == "__main__":
 
     meter, before = memory_meter(torch.device("cpu")), 0
     run.load_for_training = load_from_here  # type: ignore[assignment]
-    trainer, _ = run.build_trainer(
-        config, inputs, work_dir, RestartPoints(work_dir, config.section)
-    )
-    if config.runtime.sharding == "fsdp":
-        shard_and_fill(trainer.accelerator, trainer.model, trainer.read_weights(), saved_name)
+    # DeepSpeed's copies for its optimizer are no part of loading.
+    Accelerator.prepare = lambda self, *parts: parts
+    run.check_sharding_runs = lambda *parts: None  # type: ignore[assignment]
+    loop = run.build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section))
     gc.collect()
     held = {"peak": meter.peak() - before, "kept": meter.now() - before}
-    held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
+    held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())
     (work_dir / f"load.{os.environ['RANK']}.json").write_text(json.dumps(held))

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from stages.train.trainer import PretrainingTrainer
+from stages.train.loop import Loop
 from tests.training_case import train_here
 
 _COLLECTED: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
@@ -53,16 +54,14 @@ def _note_output(layer: Any, args: Any, output: torch.Tensor) -> None:
 
 
 def _record_steps() -> None:
-    step, loss = PretrainingTrainer.training_step, PretrainingTrainer.compute_loss
+    loss_of, backward = Loop.loss_of, Accelerator.backward
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
+    def measured_backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        backward(self, *args, **kwargs)
         _COLLECTED["gradients"].append(gradient_bytes())
-        return result
 
-    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = self.accelerator.unwrap_model(self.model).config.hidden_size
-        shape = (*inputs["input_ids"].shape, hidden)
+    def measured_loss(self: Loop, batch: Any, predicted: int) -> Any:
+        shape = (*batch["input_ids"].shape, self.unwrapped.config.hidden_size)
         saved: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,17 +69,17 @@ def _record_steps() -> None:
                 saved.append(tensor)
             return tensor
 
-        layers = self.accelerator.unwrap_model(self.model).get_decoder().layers
+        layers = self.unwrapped.get_decoder().layers
         hooks = [layer.register_forward_hook(_note_output) for layer in layers]
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = loss(self, model, inputs, *args, **kwargs)
+            result = loss_of(self, batch, predicted)
         for hook in hooks:
             hook.remove()
         _COLLECTED["layer_inputs"].append(_bytes(saved))
         return result
 
-    PretrainingTrainer.training_step = training_step  # type: ignore[method-assign]
-    PretrainingTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+    Accelerator.backward = measured_backward
+    Loop.loss_of = measured_loss  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

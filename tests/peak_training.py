@@ -11,21 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.train.trainer import PretrainingTrainer
+from stages.train.loop import Loop
 from tests.peak_memory import TensorBytes
 from tests.training_case import train_here
 
 if __name__ == "__main__":
     counted: list[TensorBytes] = []
-    step = PretrainingTrainer.training_step
+    passes = Loop.forward_backward
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_backward(self: Loop, *args: Any) -> float:
         if not counted:
             counted.append(TensorBytes())
             counted[0].__enter__()
-        return step(self, *args, **kwargs)
+        return passes(self, *args)
 
-    PretrainingTrainer.training_step = training_step  # type: ignore[method-assign]
+    Loop.forward_backward = forward_backward  # type: ignore[method-assign]
     work_dir = Path(sys.argv[2])
     train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
     counted[0].__exit__(None, None, None)

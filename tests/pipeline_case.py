@@ -27,6 +27,7 @@ def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
         replace(
             stage,
             function="tests.fake_stages:run",
+            refusal="",
             distributed=distributed and stage.name == "train",
         )
         for stage in STAGES
@@ -62,6 +63,7 @@ class Case:
             "vocab_size": 256,
             "tie_word_embeddings": True,
             "max_position_embeddings": 1024,
+            "layer_types": ["full_attention"] * 4,
         }
         (self.model / "config.json").write_text(json.dumps(config))
         (self.model / "tokenizer.json").write_text("{}")

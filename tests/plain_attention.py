@@ -40,14 +40,13 @@ def plain_attention(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
-    is_full: Sequence[bool],
-    window: tuple[int, int],
+    windows: Sequence[tuple[int, int] | None],
     valid: np.ndarray,
     document: np.ndarray,
 ) -> np.ndarray:
     """[B, T, HQ, D] of query [B, HQ, T, D], the last slots of key and value [B, HKV, Tk, D].
 
-    `is_full` [HKV]; valid and document [B, Tk].
+    `windows` [HKV]: (W, S) of a sliding head, None of a full one; valid and document [B, Tk].
     """
     batch, heads, length, dim = query.shape
     past, q_per_kv = key.shape[2] - length, heads // key.shape[1]
@@ -57,12 +56,11 @@ def plain_attention(
         places = places_in_document(*marks)
         for step in range(length):
             visible = {
-                full: visible_keys(past + step, *marks, places, None if full else window)
-                for full in set(is_full)
+                window: visible_keys(past + step, *marks, places, window) for window in set(windows)
             }
             for head in range(heads):
                 group = head // q_per_kv
-                keys = visible[is_full[group]]
+                keys = visible[windows[group]]
                 logits = key[row, group, keys] @ query[row, head, step] / math.sqrt(dim)
                 weights = np.exp(logits - logits.max())
                 output[row, step, head] = weights @ value[row, group, keys] / weights.sum()

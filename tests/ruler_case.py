@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from data_prep.words import ADJECTIVES, NOUNS
+from data_prep.tasks.words import ADJECTIVES, NOUNS
 
 TOKENIZER = Path(__file__).parent.parent / "recipes/quickstart/base_model"
 

@@ -47,7 +47,7 @@ def recipe(folder: Path, runs: Path, processes: int) -> dict[str, Any]:
     """All stages on the quickstart's model, as little of each as there can be."""
     return {
         "name": NAME,
-        "model": {"path": "recipes/quickstart/base_model", "dtype": "float32"},
+        "model": {"path": str(ROOT / "recipes" / "quickstart" / "base_model"), "dtype": "float32"},
         "prepare": {
             "sequence_length": 64,
             "train_tokens": 4096,

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from data_prep.essays import pydoc_topics
+from data_prep.text import pydoc_topics
 
 
 @lru_cache

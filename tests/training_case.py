@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,14 @@ from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize.model_card import UNTRAINED
 from stages.materialize.stage import MaterializeConfig
-from stages.train.metrics import Speed
+from stages.train.loop import Loop
 from stages.train.run import run
 from stages.train.stage import TrainConfig
-from stages.train.trainer import PretrainingTrainer
 from tests.rank_processes import run_module
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 64, 32, 40
+SPEED = ("tokens_per_second", "mfu", "memory", "data_seconds", "checkpoint_seconds")
 TRAIN = {
     "total_tokens": 10 * 4 * SEQUENCE_LENGTH,
     "batch_tokens": 4 * SEQUENCE_LENGTH,
@@ -127,21 +126,22 @@ def metrics(work_dir: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in lines]
     for record in records:
         assert record.pop("seconds") >= 0
-        for name in (*(field.name for field in fields(Speed)), "crc32"):
+        for name in (*SPEED, "crc32"):
             record.pop(name, None)
     return records
 
 
 def _kill_self_at(step: int) -> None:
-    """Die as by `kill -9` right after the record of `step`, before anything else is saved."""
-    log = PretrainingTrainer.log
+    """Die as by `kill -9` after the record of `step`, once the restart point before is written."""
+    log = Loop.log
 
-    def log_and_die(self: PretrainingTrainer, *args: Any, **options: Any) -> None:
-        log(self, *args, **options)
-        if self.state.global_step == step:
+    def log_and_die(self: Loop, *args: Any) -> None:
+        log(self, *args)
+        if self.step == step:
+            self.restarts.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    PretrainingTrainer.log = log_and_die  # type: ignore[method-assign]
+    Loop.log = log_and_die  # type: ignore[method-assign]
 
 
 def main() -> None:

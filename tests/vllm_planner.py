@@ -48,12 +48,19 @@ def cases() -> list[dict[str, Any]]:
     return drawn
 
 
+def two_kinds(counts: list[int], heads: int, windows: list[int]) -> list[dict[int | None, int]]:
+    """Heads by window of layers with so many full ones of `heads`; the others have one window."""
+    return [
+        {None: full, window: heads - full} for full, window in zip(counts, windows, strict=True)
+    ]
+
+
 def plan_of(case: dict[str, Any], grouping: Grouping = "engine") -> ModulePlan:
     """The plan for a case."""
-    return module_plan(
-        case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"],
-        case["ranks"], grouping,
-    )  # fmt: skip
+    layers = two_kinds(
+        case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"]
+    )
+    return module_plan(layers, case["ranks"], grouping)
 
 
 def by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Attention that mixes full and sliding heads in one layer, and the backends that compute it.
+"""Attention that mixes full heads and windows in one layer, and the backends that compute it.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 Every backend gives what `eager` gives, in outputs and gradients.
@@ -6,26 +6,24 @@ Every backend gives what `eager` gives, in outputs and gradients.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bosch.attention.context import AttentionContext
-from bosch.attention.eager import eager_attention, eager_weights
-from bosch.attention.flash import flash_kernel_attention
-from bosch.attention.flex import flex_kernel_attention
+from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
-from bosch.attention.sdpa import sdpa_attention
-from bosch.attention.varlen import varlen_attention
 from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
 __all__ = [
     "BACKENDS",
     "AttentionContext",
     "CachedStates",
+    "HeadGroup",
     "HeadLayout",
     "LogitTransform",
     "attention_weights",
@@ -51,14 +49,21 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
-# The function of each backend of `BACKENDS`.
-_FUNCTIONS: dict[str, AttentionFunction] = {
-    "eager": eager_attention,
-    "sdpa": sdpa_attention,
-    "flex": flex_kernel_attention,
-    "flash": flash_kernel_attention,
-    "varlen": varlen_attention,
-}
+_FUNCTIONS: dict[str, AttentionFunction] = {}
+
+
+def _function(backend: str) -> AttentionFunction:
+    """The function of a backend of `BACKENDS`."""
+    if backend not in _FUNCTIONS:
+        module, _, name = BACKENDS[backend].function.partition(":")
+        # The file that a saved model carries holds all of them.
+        own = globals().get(name)
+        _FUNCTIONS[backend] = own or getattr(importlib.import_module(module), name)
+    return _FUNCTIONS[backend]
+
+
+for _backend in BACKENDS:  # now, so that no compiled graph has to
+    _function(_backend)
 
 
 def fastest_backend(
@@ -95,7 +100,7 @@ def hybrid_attention(
     dropout: float = 0.0,
     backend: str = "sdpa",
 ) -> Tensor:
-    """Causal attention in which each KV head of `layout` is full or sliding (BOSCH §2.1, B.2).
+    """Causal attention in which each KV head of `layout` is full or has a window (BOSCH §2.1, B.2).
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, the queries being the last T
     slots, or what a HybridCache returned. `context` describes padding, documents and the past; by
@@ -115,14 +120,13 @@ def hybrid_attention(
         raise ValueError(
             f"the layout has {heads} KV heads, got {key_heads} with {query.shape[1]} query heads"
         )
-    if layout.sliding:
-        check_sinks(backend, layout.window.sinks)
+    check_sinks(backend, layout.sinks)
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits)
     if not transform.is_plain:
         check_backend(backend, {"logits": "the model has"})
-    return _FUNCTIONS[backend](query, key, value, layout, context, transform, dropout)
+    return _function(backend)(query, key, value, layout, context, transform, dropout)
 
 
 def attention_weights(

@@ -1,4 +1,4 @@
-"""Positions, padding and documents of one forward pass, the same for both kinds of heads.
+"""Positions, padding and documents of one forward pass, the same for all heads of a layer.
 
 Shapes: B batch, T query tokens of the pass, Tk = q_offset + T key slots. A slot is a place in the
 padded sequence; key slots run from 0, whether or not a cache still holds them.

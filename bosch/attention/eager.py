@@ -1,4 +1,4 @@
-"""The reference backend: dense attention with one mask for each kind of head.
+"""The reference backend: dense attention with one mask for each group of heads.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
@@ -22,27 +22,20 @@ def eager_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of both kinds of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
+    """Attention of all groups of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    full, sliding = split_states(key, value, layout)
     queries = context.query_slots(query.device)
-    out_full = out_sliding = None
-    if full is not None:
-        keys = torch.arange(full.key.shape[2], device=query.device)[None]
-        out_full = dense_attention(
-            layout.heads_of(query, "full", q_per_kv), full.key, full.value,
-            context.visible(queries, keys)[:, None], transform.of(layout, "full", q_per_kv),
-            dropout,
+    outputs = []
+    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
+        keys, values, slots = states.with_slots(context)
+        outputs.append(
+            dense_attention(
+                layout.heads_of(query, group, q_per_kv), keys, values,
+                context.visible(queries, slots, group.window)[:, None],
+                transform.of(layout, group, q_per_kv), dropout,
+            )
         )  # fmt: skip
-    if sliding is not None:
-        key, value, keys = sliding.with_slots(context)
-        visible = context.visible(queries, keys, layout.window)
-        query = layout.heads_of(query, "sliding", q_per_kv)
-        sliding_transform = transform.of(layout, "sliding", q_per_kv)
-        out_sliding = dense_attention(
-            query, key, value, visible[:, None], sliding_transform, dropout
-        )
-    return layout.merge(out_full, out_sliding, q_per_kv)
+    return layout.merge(outputs, q_per_kv)
 
 
 def eager_weights(
@@ -57,26 +50,18 @@ def eager_weights(
     0 where a head does not see a slot, whether or not a cache still holds it.
     """
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    full, sliding = split_states(key, key, layout)
     queries, length = context.query_slots(query.device), context.kv_length
-    of_full = of_sliding = None
-    if full is not None:
-        keys = torch.arange(full.key.shape[2], device=query.device)[None]
-        visible = context.visible(queries, keys)[:, None]
-        of_full = dense_weights(
-            layout.heads_of(query, "full", q_per_kv), full.key, visible,
-            transform.of(layout, "full", q_per_kv),
-        )  # fmt: skip
-    if sliding is not None:
-        states, _, keys = sliding.with_slots(context)
-        visible = context.visible(queries, keys, layout.window)[:, None]
+    outputs = []
+    for group, states in zip(layout.groups, split_states(key, key, layout), strict=True):
+        keys, _, slots = states.with_slots(context)
         near = dense_weights(
-            layout.heads_of(query, "sliding", q_per_kv), states, visible,
-            transform.of(layout, "sliding", q_per_kv),
+            layout.heads_of(query, group, q_per_kv), keys,
+            context.visible(queries, slots, group.window)[:, None],
+            transform.of(layout, group, q_per_kv),
         )  # fmt: skip
         # Slots out of range, of which none is seen, all go into one more column.
-        places = torch.where((keys >= 0) & (keys < length), keys, length)[:, None, None]
-        of_sliding = near.new_zeros(*near.shape[:3], length + 1)
-        of_sliding.scatter_add_(3, places.expand_as(near), near)
-        of_sliding = of_sliding[..., :length]
-    return layout.merge(of_full, of_sliding, q_per_kv).transpose(1, 2)
+        places = torch.where((slots >= 0) & (slots < length), slots, length)[:, None, None]
+        weights = near.new_zeros(*near.shape[:3], length + 1)
+        weights.scatter_add_(3, places.expand_as(near), near)
+        outputs.append(weights[..., :length])
+    return layout.merge(outputs, q_per_kv).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Attention of both kinds of heads by the flash-attn package: one call for each kind.
+"""Attention of all groups of heads by the flash-attn package: one call for each group.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, D head dimension. A segment is a document, or a
 row's tokens without its padding; tokens see each other only within one. If a row has several
@@ -32,7 +32,7 @@ def flash_kernel_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of both kinds of heads: [B, T, HQ, D].
+    """Attention of all groups of heads: [B, T, HQ, D].
 
     Decoding with a cache of fixed size goes the way of the sdpa backend. Raises UserError for
     a dtype other than float16 and bfloat16, and for padding between a row's tokens.
@@ -42,19 +42,15 @@ def flash_kernel_attention(
             f"the flash backend computes in float16 and bfloat16, not in {query.dtype}: load the "
             "model in bfloat16 or choose sdpa"
         )
-    ring = isinstance(key, CachedStates) and key.slots is not None
-    if context.start is not None or ring:
+    if context.start is not None or (isinstance(key, CachedStates) and key.has_ring):
         return sdpa_attention(query, key, value, layout, context, transform, dropout)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    full, sliding = split_states(key, value, layout)
-    out_full = out_sliding = None
-    if full is not None:
-        heads = layout.heads_of(query, "full", q_per_kv)
-        out_full = _flash(heads, full.key, full.value, context, _NO_WINDOW, transform, dropout)
-    if sliding is not None:
-        heads, window = layout.heads_of(query, "sliding", q_per_kv), layout.window.flash
-        out_sliding = _flash(heads, sliding.key, sliding.value, context, window, transform, dropout)
-    return layout.merge(out_full, out_sliding, q_per_kv)
+    outputs = []
+    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
+        heads = layout.heads_of(query, group, q_per_kv)
+        window = _NO_WINDOW if group.window is None else group.window.flash
+        outputs.append(_flash(heads, states.key, states.value, context, window, transform, dropout))
+    return layout.merge(outputs, q_per_kv)
 
 
 def _flash(

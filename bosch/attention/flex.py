@@ -1,8 +1,8 @@
-"""Attention of both kinds of heads in one kernel of torch's flex_attention, on a GPU.
+"""Attention of all groups of heads in one kernel of torch's flex_attention, on a GPU.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension, W window; blocks of tokens, nq of
-queries and nk of keys. Which heads slide is data of the kernel, so a new head mask compiles nothing
-again.
+queries and nk of keys. How far each head sees is data of the kernel, so a new head mask compiles
+nothing again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def flex_kernel_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of both kinds of heads: [B, T, HQ, D].
+    """Attention of all groups of heads: [B, T, HQ, D].
 
     Passes with a cache of hybrid or fixed size, whose heads hold different tokens, and passes of
     less than a block go the way of the sdpa backend. Raises ValueError for attention dropout.
@@ -43,10 +43,9 @@ def flex_kernel_attention(
         return sdpa_attention(query, key, value, layout, context, transform, dropout)
     if dropout:
         raise ValueError("the flex backend has no attention dropout: set it to 0 or use sdpa")
-    name = ("flex", layout.full, layout.sliding, layout.window)
     heads = query.shape[1]
     mask = context.memo(
-        (*name, heads), lambda: flex_block_mask(layout, context, heads, query.device)
+        ("flex", layout, heads), lambda: flex_block_mask(layout, context, heads, query.device)
     )
     out = kernel_for(query.device.type)(
         query,
@@ -75,16 +74,24 @@ def flex_block_mask(
     A block that is listed may still be invisible in part, or wholly; one that is not listed is
     wholly invisible.
     """
-    kinds = torch.ones(layout.num_key_value_heads, dtype=torch.long, device=device)
-    kinds[list(layout.full)] = 0
-    kinds = kinds.repeat_interleave(heads // len(kinds))  # [HQ]: 0 full, 1 sliding
-    some, whole = _blocks_seen(layout, context, device)
-    some, whole = (x.index_select(1, kinds) for x in (some & ~whole, whole))
+    groups = torch.empty(layout.num_key_value_heads, dtype=torch.long, device=device)
+    for number, group in enumerate(layout.groups):
+        groups[list(group.heads)] = number
+    groups = groups.repeat_interleave(heads // len(groups))  # [HQ]
+    reaches = torch.tensor(
+        [
+            context.kv_length if group.window is None else group.window.size
+            for group in layout.groups
+        ],
+        device=device,
+    )
+    some, whole = _blocks_seen(layout, reaches, context, device)
+    some, whole = (x.index_select(1, groups) for x in (some & ~whole, whole))
     return torch_flex.BlockMask.from_kv_blocks(
         *_listed(some),
         *_listed(whole),
         BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=_rule(layout, context, kinds, device),
+        mask_mod=_rule(layout, context, reaches[groups], device),
         seq_lengths=(context.q_length, context.kv_length),
     )
 
@@ -96,27 +103,31 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_seen(
-    layout: HeadLayout, context: AttentionContext, device: torch.device
+    layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of which a full or sliding head may see some, and sees all: [B or 1, 2, nq, nk]."""
-    size, window = FLEX_BLOCK, layout.window.size
+    """Blocks of which a head of each group may see some, and sees all: [B or 1, groups, nq, nk].
+
+    A head sees so many keys as `reaches` says for its group, [groups].
+    """
+    size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)
     first_q = (context.q_offset + size * torch.arange(count_q, device=device))[:, None]
     first_k = (size * torch.arange(count_k, device=device))[None]
     last_q = (first_q + size - 1).clamp(max=context.kv_length - 1)
     last_k = first_k + size - 1
-    some = torch.stack([first_k <= last_q, (first_k <= last_q) & (first_q - last_k < window)])
-    whole = torch.stack([last_k <= first_q, (last_k <= first_q) & (last_q - first_k < window)])
+    some = (first_k <= last_q) & (first_q - last_k < reach)
+    whole = (last_k <= first_q) & (last_q - first_k < reach)
     whole = whole[None] & context.is_plain
     some = some[None]
-    if layout.window.sinks:
-        slots = _sinks_seen(layout.window.sinks, context, first_q[:, 0], device)
+    if layout.sinks:
+        slots = _sinks_seen(layout.sinks, context, first_q[:, 0], device)
         rows = slots.shape[0]
         marked = torch.zeros(rows, count_q, count_k, dtype=torch.bool, device=device)
         index = (slots.clamp(max=context.kv_length - 1) // size).expand(rows, count_q, -1)
         marked.scatter_(2, index, True)
         some = some.expand(rows, -1, -1, -1).clone()
-        some[:, 1] |= marked
+        slides = torch.tensor([group.window is not None for group in layout.groups], device=device)
+        some |= marked[:, None] & slides[:, None, None]
         whole = whole.expand(rows, -1, -1, -1)
     return some, whole
 
@@ -134,10 +145,13 @@ def _sinks_seen(
 
 
 def _rule(
-    layout: HeadLayout, context: AttentionContext, kinds: Tensor, device: torch.device
+    layout: HeadLayout, context: AttentionContext, reach: Tensor, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """`context.visible` for one query and key of a head, as flex_attention asks for it."""
-    offset, window, sinks = context.q_offset, layout.window.size, layout.window.sinks
+    """`context.visible` for one query and key of a head, as flex_attention asks for it.
+
+    Each query head sees the last `reach` [HQ] keys.
+    """
+    offset, sinks = context.q_offset, layout.sinks
     document = None if context.is_plain else context.document
     valid = None if context.is_plain else context.valid
     rank = context.rank(device) if sinks else None
@@ -145,7 +159,7 @@ def _rule(
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + offset - key
-        near = (kinds[head] == 0) | (distance < window)
+        near = distance < reach[head]
         if rank is not None:
             near = near | (rank[row if many else row * 0, key] < sinks)
         visible = (distance >= 0) & near

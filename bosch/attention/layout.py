@@ -1,16 +1,17 @@
-"""Which heads of a layer are full and which slide, and how their tensors are taken apart.
+"""Which heads of a layer see which keys, and how their tensors are taken apart.
 
-Shapes: B batch, T query tokens, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
-Search mode and deploy mode differ in this file only: a search layout names heads by index, a deploy
-layout has the full heads first, so that both kinds are contiguous slices (BOSCH B.2).
+Shapes: B batch, T query tokens, Tk keys, HQ query heads, HKV key/value heads, D head dimension; of
+a group of heads HG key/value heads. Search mode and deploy mode differ in this file only: a search
+layout names heads by index, a deploy layout has the heads of each group side by side, so that
+groups are contiguous slices (BOSCH B.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,119 +20,173 @@ from bosch.window import Window
 
 
 @dataclass(frozen=True)
-class HeadLayout:
-    """Full and sliding KV heads of one layer.
+class HeadGroup:
+    """KV heads of a layer, ascending, that see the same keys: those of a window, or all (None)."""
 
-    `full` and `sliding` are the head indices, ascending. Raises ValueError when they are no
-    partition of the heads.
+    heads: tuple[int, ...]
+    window: Window | None = None
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the heads stand side by side."""
+        return self.heads[-1] - self.heads[0] + 1 == len(self.heads)
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of one layer in groups: full ones first, then from the widest window down.
+
+    Raises ValueError when the groups are no partition of the heads, two have the same window, or
+    their sinks differ.
     """
 
-    full: tuple[int, ...]
-    sliding: tuple[int, ...]
-    window: Window
-    _indices: dict[tuple[str, int, torch.device], Tensor] = field(
+    groups: tuple[HeadGroup, ...]
+    _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        heads = sorted((*self.full, *self.sliding))
-        if heads != list(range(len(heads))) or not heads:
-            raise ValueError(f"heads {self.full} and {self.sliding} are no partition of the layer")
+        heads = sorted(head for group in self.groups for head in group.heads)
+        if not heads or heads != list(range(len(heads))):
+            named = " and ".join(str(group.heads) for group in self.groups)
+            raise ValueError(f"heads {named} are no partition of the layer")
+        windows = [group.window for group in self.groups]
+        if len(set(windows)) < len(windows) or len({w.sinks for w in windows if w}) > 1:
+            raise ValueError(f"groups of heads must differ in window and not in sinks: {windows}")
 
     @classmethod
-    def search(cls, is_full: Sequence[bool], window: Window) -> HeadLayout:
-        """Layout by index: row `is_full` [HKV] of a head mask on unpermuted weights."""
-        row = np.asarray(is_full, dtype=bool)
+    def search(cls, windows: Sequence[Window | None]) -> HeadLayout:
+        """Layout by index: each KV head's window on unpermuted weights, None of a full one."""
+        kinds = sorted(set(windows), key=_wider_first)
         return cls(
-            tuple(np.flatnonzero(row).tolist()),
-            tuple(np.flatnonzero(~row).tolist()),
-            window,
+            tuple(
+                HeadGroup(tuple(h for h, window in enumerate(windows) if window == kind), kind)
+                for kind in kinds
+            )
         )
 
     @classmethod
-    def deploy(cls, num_full: int, num_key_value_heads: int, window: Window) -> HeadLayout:
-        """Layout by slices: the first `num_full` heads of permuted weights are full."""
-        return cls(tuple(range(num_full)), tuple(range(num_full, num_key_value_heads)), window)
+    def deploy(cls, counts: Mapping[Window | None, int]) -> HeadLayout:
+        """Layout by slices: so many KV heads of each window, in this order, None for full ones."""
+        slices = zip(counts.items(), pairwise(accumulate(counts.values(), initial=0)), strict=True)
+        return cls(
+            tuple(
+                HeadGroup(tuple(range(start, stop)), window)
+                for (window, count), (start, stop) in slices
+                if count
+            )
+        )
 
     @property
     def num_key_value_heads(self) -> int:
-        return len(self.full) + len(self.sliding)
+        return sum(len(group.heads) for group in self.groups)
+
+    @property
+    def windows(self) -> list[Window]:
+        """The windows that some heads have, from the widest down."""
+        return [group.window for group in self.groups if group.window is not None]
+
+    @property
+    def has_full(self) -> bool:
+        """Whether some heads are full."""
+        return any(group.window is None for group in self.groups)
+
+    @property
+    def sinks(self) -> int:
+        """Sinks of the heads that slide; 0 where none does."""
+        return self.windows[0].sinks if self.windows else 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each kind of heads is one slice, in either order."""
-        return all(
-            not heads or heads[-1] - heads[0] + 1 == len(heads)
-            for heads in (self.full, self.sliding)
-        )
+        """Whether each group of heads is one slice, in any order."""
+        return all(group.is_slice for group in self.groups)
 
-    def heads_of(self, states: Tensor, kind: str, q_per_kv: int = 1) -> Tensor:
-        """The heads of `kind` ("full" or "sliding") of `states` [B, HKV * q_per_kv, T, D].
+    def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
+        """The heads of `group` of `states` [B, HKV * q_per_kv, T, D].
 
         A view where the layout is contiguous, a copy elsewhere.
         """
-        heads = self.full if kind == "full" else self.sliding
-        if len(heads) == self.num_key_value_heads:
+        if len(self.groups) == 1:
             return states
         if self.is_contiguous:
-            start = heads[0] * q_per_kv if heads else 0
-            return states[:, start : start + len(heads) * q_per_kv]
-        return states.index_select(1, self._index(kind, q_per_kv, states.device))
+            start = group.heads[0] * q_per_kv
+            return states[:, start : start + len(group.heads) * q_per_kv]
+        return states.index_select(1, self._index(group, q_per_kv, states.device))
 
-    def merge(self, full: Tensor | None, sliding: Tensor | None, q_per_kv: int) -> Tensor:
-        """Put outputs [B, HQ_kind, T, D] of both kinds together: [B, T, HQ, D], contiguous."""
-        if sliding is None or full is None:
-            whole = full if sliding is None else sliding
-            assert whole is not None
-            return whole.transpose(1, 2).contiguous()
-        outputs = [full.transpose(1, 2), sliding.transpose(1, 2)]
+    def merge(self, outputs: Sequence[Tensor], q_per_kv: int) -> Tensor:
+        """Put outputs [B, HQ_group, T, D] of all groups together: [B, T, HQ, D], contiguous."""
+        if len(outputs) == 1:
+            return outputs[0].transpose(1, 2).contiguous()
+        transposed = [output.transpose(1, 2) for output in outputs]
         if self.is_contiguous:
-            return torch.cat(outputs if self.full[0] < self.sliding[0] else outputs[::-1], dim=2)
-        order = self._index("inverse", q_per_kv, full.device)
-        return torch.cat(outputs, dim=2).index_select(2, order)
+            places = sorted(range(len(outputs)), key=lambda place: self.groups[place].heads)
+            return torch.cat([transposed[place] for place in places], dim=2)
+        order = self._index(None, q_per_kv, outputs[0].device)
+        return torch.cat(transposed, dim=2).index_select(2, order)
 
-    def _index(self, kind: str, q_per_kv: int, device: torch.device) -> Tensor:
-        """Head indices on `device`: of a kind, or where merged heads are found.
+    def _index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
+        """Head indices on `device`: of a group, or (None) where merged heads stand.
 
         Made once, except in a compiled pass, which would depend on what was made before.
         """
         if torch.compiler.is_compiling():
-            return self._make_index(kind, q_per_kv, device)
-        key = (kind, q_per_kv, device)
+            return self._make_index(group, q_per_kv, device)
+        key = ("merged" if group is None else group.window, q_per_kv, device)
         if key not in self._indices:
             # Made as an inference tensor it could not serve a later pass with gradients.
             with torch.inference_mode(False):
-                self._indices[key] = self._make_index(kind, q_per_kv, device)
+                self._indices[key] = self._make_index(group, q_per_kv, device)
         return self._indices[key]
 
-    def _make_index(self, kind: str, q_per_kv: int, device: torch.device) -> Tensor:
-        heads = {"full": self.full, "sliding": self.sliding}.get(kind, self.full + self.sliding)
+    def _make_index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
+        groups = self.groups if group is None else (group,)
+        heads = [head for one in groups for head in one.heads]
         index = torch.tensor(heads, device=device)[:, None] * q_per_kv
         index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
-        return torch.argsort(index) if kind == "inverse" else index
+        return torch.argsort(index) if group is None else index
+
+
+def _wider_first(window: Window | None) -> float:
+    return float("-inf") if window is None else -window.size
+
+
+@dataclass
+class CachedGroup:
+    """Keys or values of one group of heads as a cache hands them out.
+
+    `recent` [B, HG, R, D] holds the last R slots, of full heads every one; `sinks` [B, HG, S, D]
+    the first tokens of each row once they have left `recent`. A ring names the `slots` [R] that it
+    holds, negative where it holds none; `recent` is then [B, HG, S + R, D], sinks first.
+    """
+
+    recent: Tensor
+    sinks: Tensor | None = None
+    slots: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> CachedGroup:
+        """The same in another dtype."""
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        return CachedGroup(self.recent.to(dtype), sinks, self.slots)
 
 
 @dataclass
 class CachedStates:
-    """Keys or values of one layer as a HybridCache hands them out: split by kind of head.
+    """Keys or values of one layer as a HybridCache hands them out: in the layout's groups.
 
-    `full` [B, HKV_full, Tk, D] holds every slot; `sliding` [B, HKV_sliding, R, D] the last R slots;
-    `sinks` [B, HKV_sliding, S, D] the first tokens of each row once they have left `sliding`.
-    A ring names the `slots` [R] that it holds, negative where it holds none; `sliding` is then
-    [B, HKV_sliding, S + R, D], sinks first. `done` is what to call when the pass is done.
+    `done` is what to call when the pass is done.
     """
 
-    full: Tensor
-    sliding: Tensor
-    sinks: Tensor | None = None
-    slots: Tensor | None = None
+    groups: list[CachedGroup]
     done: Callable[[AttentionContext], None] | None = None
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether some heads' slots are known on the device alone."""
+        return any(group.slots is not None for group in self.groups)
 
     def to(self, dtype: torch.dtype) -> CachedStates:
         """The same in another dtype."""
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        full, sliding = self.full.to(dtype), self.sliding.to(dtype)
-        return CachedStates(full, sliding, sinks, self.slots, self.done)
+        return CachedStates([group.to(dtype) for group in self.groups], self.done)
 
     def settle(self, context: AttentionContext) -> None:
         """Tell the cache layer that handed these out that the pass `context` is done with them."""
@@ -140,11 +195,11 @@ class CachedStates:
 
 
 @dataclass
-class SlidingStates:
-    """Keys and values of a layer's sliding heads: the last R slots, and sinks that lie before them.
+class GroupStates:
+    """Keys and values of one group of heads: the last R slots, and sinks that lie before them.
 
-    key, value [B, HKV_sliding, R, D]; sink_key, sink_value [B, HKV_sliding, S, D] or None. Those of
-    a ring name its `slots` [R]; key and value are then [B, HKV_sliding, S + R, D], sinks first.
+    key, value [B, HG, R, D]; sink_key, sink_value [B, HG, S, D] or None. Those of a ring name its
+    `slots` [R]; key and value are then [B, HG, S + R, D], sinks first.
     """
 
     key: Tensor
@@ -175,35 +230,26 @@ class SlidingStates:
         return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
 
 
-@dataclass
-class FullStates:
-    """Keys and values of a layer's full heads, [B, HKV_full, Tk, D]."""
-
-    key: Tensor
-    value: Tensor
-
-
 def split_states(
     key: Tensor | CachedStates, value: Tensor | CachedStates, layout: HeadLayout
-) -> tuple[FullStates | None, SlidingStates | None]:
-    """Keys and values by kind of head; None for a kind the layer has no head of."""
+) -> list[GroupStates]:
+    """Keys and values of each of the layout's groups."""
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        full = FullStates(key.full, value.full) if layout.full else None
-        sliding = SlidingStates(key.sliding, value.sliding, key.sinks, value.sinks, key.slots)
-        return full, sliding if layout.sliding else None
+        return [
+            GroupStates(keys.recent, values.recent, keys.sinks, values.sinks, keys.slots)
+            for keys, values in zip(key.groups, value.groups, strict=True)
+        ]
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
-    keys = [layout.heads_of(key, kind) for kind in ("full", "sliding")]
-    values = [layout.heads_of(value, kind) for kind in ("full", "sliding")]
-    return (
-        FullStates(keys[0], values[0]) if layout.full else None,
-        SlidingStates(keys[1], values[1]) if layout.sliding else None,
-    )
+    return [
+        GroupStates(layout.heads_of(key, group), layout.heads_of(value, group))
+        for group in layout.groups
+    ]
 
 
 def gather_sinks(
     recent: Tensor, earlier: Tensor | None, context: AttentionContext, sinks: int
 ) -> Tensor:
-    """States of each row's first `sinks` real tokens, [B, HKV_sliding, S, D].
+    """States of each row's first `sinks` real tokens, [B, HG, S, D].
 
     Taken from `recent` (the last R slots) where they are there, else from `earlier`, which holds
     those that have left. A row's entry for a token it does not have yet is arbitrary.

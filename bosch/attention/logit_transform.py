@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.attention.layout import HeadLayout
+from bosch.attention.layout import HeadGroup, HeadLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class LogitTransform:
             "scaling": self.scaling, "softcap": self.softcap, "head_logits": self.head_logits,
         }  # fmt: skip
 
-    def of(self, layout: HeadLayout, kind: str, q_per_kv: int) -> LogitTransform:
-        """The transform of the heads of `kind`, "full" or "sliding"."""
+    def of(self, layout: HeadLayout, group: HeadGroup, q_per_kv: int) -> LogitTransform:
+        """The transform of one group of heads."""
         if self.head_logits is None:
             return self
-        head_logits = layout.heads_of(self.head_logits[None, :, None, None], kind, q_per_kv)
+        head_logits = layout.heads_of(self.head_logits[None, :, None, None], group, q_per_kv)
         return replace(self, head_logits=head_logits.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Attention of both kinds of heads by torch's scaled_dot_product_attention: CPU and fallback.
+"""Attention of all groups of heads by torch's scaled_dot_product_attention: CPU and fallback.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension, W window. Full heads take one
 causal call. Sliding heads are cut into blocks of C queries that see a band of C + W keys, so that
@@ -16,8 +16,8 @@ from bosch.attention.causal import causal_attention, masked_attention
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import (
     CachedStates,
+    GroupStates,
     HeadLayout,
-    SlidingStates,
     gather_sinks,
     split_states,
 )
@@ -34,35 +34,32 @@ def sdpa_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of both kinds of heads: [B, T, HQ, D]."""
+    """Attention of all groups of heads: [B, T, HQ, D]."""
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    # No query is W or more slots after a key, so that both kinds of heads see the same.
-    no_difference = not layout.sliding or context.kv_length <= layout.window.size
+    # No query is W or more slots after a key, so that all groups of heads see the same.
+    no_difference = all(context.kv_length <= window.size for window in layout.windows)
     if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
         out = causal_attention(query, key, value, context, transform, dropout)
         return out.transpose(1, 2).contiguous()
-    full, sliding = split_states(key, value, layout)
-    out_full = out_sliding = None
-    if full is not None:
-        query_full = layout.heads_of(query, "full", q_per_kv)
-        full_transform = transform.of(layout, "full", q_per_kv)
-        out_full = causal_attention(
-            query_full, full.key, full.value, context, full_transform, dropout
-        )
-    if sliding is not None:
-        query_sliding = layout.heads_of(query, "sliding", q_per_kv)
-        sliding_transform = transform.of(layout, "sliding", q_per_kv)
-        out_sliding = _sliding(query_sliding, sliding, layout, context, sliding_transform, dropout)
-    return layout.merge(out_full, out_sliding, q_per_kv)
+    outputs = []
+    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
+        heads = layout.heads_of(query, group, q_per_kv)
+        own_transform = transform.of(layout, group, q_per_kv)
+        if group.window is None:
+            pair = states.key, states.value
+            outputs.append(causal_attention(heads, *pair, context, own_transform, dropout))
+        else:
+            outputs.append(_sliding(heads, states, group.window, context, own_transform, dropout))
+    return layout.merge(outputs, q_per_kv)
 
 
-def _trim(states: SlidingStates, context: AttentionContext, window: Window) -> SlidingStates:
+def _trim(states: GroupStates, context: AttentionContext, window: Window) -> GroupStates:
     """Drop keys that no query of this pass sees; sinks among them are kept aside."""
     needed = window.past + context.q_length
     key, value = states.key, states.value
     if key.shape[2] <= needed:
         return states
-    recent = SlidingStates(key[:, :, -needed:], value[:, :, -needed:])
+    recent = GroupStates(key[:, :, -needed:], value[:, :, -needed:])
     if window.sinks:
         recent.sink_key = gather_sinks(key, states.sink_key, context, window.sinks)
         recent.sink_value = gather_sinks(value, states.sink_value, context, window.sinks)
@@ -71,17 +68,16 @@ def _trim(states: SlidingStates, context: AttentionContext, window: Window) -> S
 
 def _sliding(
     query: Tensor,
-    states: SlidingStates,
-    layout: HeadLayout,
+    states: GroupStates,
+    window: Window,
     context: AttentionContext,
     transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
-    """Sliding-window attention, [B, HQ_sliding, T, D]."""
-    window = layout.window
+    """Sliding-window attention of a group, [B, HQ_group, T, D]."""
     # A cache of fixed size: only the device knows which slots the ring holds, a mask must say it.
     if context.start is not None or states.slots is not None:
-        return _sliding_dense(query, states, layout, context, transform, dropout)
+        return _sliding_dense(query, states, window, context, transform, dropout)
     states = _trim(states, context, window)
     first = context.kv_length - states.key.shape[2]
     # Everything so far lies in the window.
@@ -90,14 +86,14 @@ def _sliding(
     block = block_size(window.size)
     # Fewer queries than a block: filling one up would compute more than the mask does.
     if context.q_length < block:
-        return _sliding_dense(query, states, layout, context, transform, dropout)
+        return _sliding_dense(query, states, window, context, transform, dropout)
     # A whole sequence in which every row sees the same slots: all rows at once.
     if context.is_plain and context.q_offset == 0 and states.sink_key is None:
         return _banded_prefill(query, states, context, window, block, transform, dropout)
     # Padding, documents or a past: each row has its own mask and its own sinks.
     rows = [
         _banded_row(
-            query[row : row + 1], _row(states, row), layout, context, row, block, transform, dropout
+            query[row : row + 1], _row(states, row), window, context, row, block, transform, dropout
         )
         for row in range(query.shape[0])
     ]
@@ -106,8 +102,8 @@ def _sliding(
 
 def _sliding_dense(
     query: Tensor,
-    states: SlidingStates,
-    layout: HeadLayout,
+    states: GroupStates,
+    window: Window,
     context: AttentionContext,
     transform: LogitTransform,
     dropout: float,
@@ -120,15 +116,15 @@ def _sliding_dense(
 
     def make() -> Tensor:
         queries = context.query_slots(query.device)
-        return context.visible(queries, slots, layout.window)[:, None]
+        return context.visible(queries, slots, window)[:, None]
 
-    name = ("dense", layout.window, key.shape[2])
+    name = ("dense", window, key.shape[2])
     return masked_attention(query, key, value, transform, dropout, context.memo(name, make))
 
 
 def _banded_prefill(
     query: Tensor,
-    states: SlidingStates,
+    states: GroupStates,
     context: AttentionContext,
     window: Window,
     block: int,
@@ -235,40 +231,40 @@ def _band_mask(
     return mask
 
 
-def _row(states: SlidingStates, row: int) -> SlidingStates:
+def _row(states: GroupStates, row: int) -> GroupStates:
     fields = (states.key, states.value, states.sink_key, states.sink_value)
     key, value, sink_key, sink_value = (None if x is None else x[row : row + 1] for x in fields)
     assert key is not None and value is not None
-    return SlidingStates(key, value, sink_key, sink_value)
+    return GroupStates(key, value, sink_key, sink_value)
 
 
 def _banded_row(
     query: Tensor,
-    states: SlidingStates,
-    layout: HeadLayout,
+    states: GroupStates,
+    window: Window,
     context: AttentionContext,
     row: int,
     block: int,
     transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
-    """One row of the batch with padding, documents, sinks or a past: [1, HQ_sliding, T, D]."""
-    window, sinks, length = layout.window.size, layout.window.sinks, query.shape[2]
+    """One row of the batch with padding, documents, sinks or a past: [1, HQ_group, T, D]."""
+    size, sinks, length = window.size, window.sinks, query.shape[2]
     count = -(-length // block)
     first = context.kv_length - states.key.shape[2]
     # Pad the keys so that block 0's band begins W slots before its first query, and the last block
     # is whole; what is padded has slots below `first` or beyond the end, which no mask shows.
-    left, right = window - (context.q_offset - first), count * block - length
+    left, right = size - (context.q_offset - first), count * block - length
     query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
     keys, values = (
-        bands(F.pad(x[0], (0, 0, left, right)), block, window) for x in (states.key, states.value)
+        bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (states.key, states.value)
     )
 
     def make() -> tuple[Tensor, Tensor | None]:
-        return _row_mask(layout, context, row, block, first, query.device)
+        return _row_mask(window, context, row, block, first, query.device)
 
     shared = 0 if context.valid is None and context.document is None else row
-    name = ("band", layout.window, block, first, shared)
+    name = ("band", window, block, first, shared)
     mask, sink_slots = context.memo(name, make)
     if sink_slots is None:
         shown = keys[:, :, :0], values[:, :, :0]
@@ -290,7 +286,7 @@ def _banded_row(
 
 
 def _row_mask(
-    layout: HeadLayout,
+    window: Window,
     context: AttentionContext,
     row: int,
     block: int,
@@ -302,23 +298,23 @@ def _row_mask(
     At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
     inside the band are keys of the band.
     """
-    window, sinks = layout.window.size, layout.window.sinks
+    size, sinks = window.size, window.sinks
     count = -(-context.q_length // block)
     starts = context.q_offset + block * torch.arange(count, device=device)[:, None]
     queries = starts + torch.arange(block, device=device)
-    keys = starts + torch.arange(-window, block, device=device)
+    keys = starts + torch.arange(-size, block, device=device)
     keys = torch.where(keys < first, -1, keys)
     queries = queries.clamp(max=context.kv_length - 1)
     sink_slots = None
     if sinks:
         offsets = torch.arange(sinks, device=device)
         if context.document is not None:
-            begin = (starts - window).clamp(min=0, max=context.kv_length - 1)
+            begin = (starts - size).clamp(min=0, max=context.kv_length - 1)
             sink_slots = context.document_starts()[row][begin] + offsets
         else:
             slots = context.sink_slots(sinks, device)
             sink_slots = slots[min(row, slots.shape[0] - 1)].expand(count, -1)
-        before = (sink_slots < starts - window) | (sink_slots < first)
+        before = (sink_slots < starts - size) | (sink_slots < first)
         keys = torch.cat([torch.where(before, sink_slots, -1), keys], dim=1)
     narrow = context.row(row)
-    return narrow.visible(queries[None], keys[None], layout.window)[0], sink_slots
+    return narrow.visible(queries[None], keys[None], window)[0], sink_slots

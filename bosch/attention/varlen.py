@@ -1,4 +1,4 @@
-"""Attention of both kinds of heads by torch's own varlen attention: one call for each kind.
+"""Attention of all groups of heads by torch's own varlen attention: one call for each group.
 
 It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
 
@@ -19,7 +19,7 @@ from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadLayout, split_states
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
-from bosch.backends import VARLEN_MODULE
+from bosch.backends.varlen import VARLEN_MODULE
 
 _CAUSAL = (-1, 0)
 
@@ -33,7 +33,7 @@ def varlen_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of both kinds of heads: [B, T, HQ, D].
+    """Attention of all groups of heads: [B, T, HQ, D].
 
     Passes with a cache, a past or padding, other dtypes than float16 and bfloat16, and attention
     dropout go the way of the sdpa backend.
@@ -44,16 +44,12 @@ def varlen_attention(
     if not whole or not able or dropout or not (context.valid is None or context.right_padded):
         return sdpa_attention(query, key, value, layout, context, transform, dropout)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
-    full, sliding = split_states(key, value, layout)
-    out_full = out_sliding = None
-    if full is not None:
-        heads = layout.heads_of(query, "full", q_per_kv)
-        out_full = _varlen(heads, full.key, full.value, context, _CAUSAL, transform)
-    if sliding is not None:
-        heads = layout.heads_of(query, "sliding", q_per_kv)
-        window = layout.window.flash
-        out_sliding = _varlen(heads, sliding.key, sliding.value, context, window, transform)
-    return layout.merge(out_full, out_sliding, q_per_kv)
+    outputs = []
+    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
+        heads = layout.heads_of(query, group, q_per_kv)
+        window = _CAUSAL if group.window is None else group.window.flash
+        outputs.append(_varlen(heads, states.key, states.value, context, window, transform))
+    return layout.merge(outputs, q_per_kv)
 
 
 def _varlen(

@@ -1,14 +1,15 @@
 """Key/value cache whose sliding heads keep the last W - 1 tokens and the sinks, and no more.
 
-Shapes: B batch, T tokens of a pass, HKV key/value heads, D head dimension, S sinks, W
-window. The two kinds of heads have separate tensors, so that what a sliding head no longer sees is
-really freed.
+Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, R tokens held, D head
+dimension, S sinks, W window. Each group of heads has tensors of its own, so that what a sliding
+head no longer sees is really freed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +24,42 @@ from transformers.cache_utils import (
 )
 
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import CachedStates, HeadLayout, gather_sinks
+from bosch.attention.layout import (
+    CachedGroup,
+    CachedStates,
+    HeadGroup,
+    HeadLayout,
+    gather_sinks,
+)
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
+from bosch.window import Window
+
+
+@dataclass
+class GroupCache:
+    """What a cache holds of one group of heads: keys and values [B, HG, R, D], and sinks.
+
+    The sinks [B, HG, S, D] are None where they stand among the keys and values.
+    """
+
+    group: HeadGroup
+    keys: Tensor
+    values: Tensor
+    sink_keys: Tensor | None = None
+    sink_values: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by name."""
+        names = ("keys", "values", "sink_keys", "sink_values")
+        held = {name: getattr(self, name) for name in names}
+        return {name: states for name, states in held.items() if states is not None}
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor."""
+        for name, states in self.tensors.items():
+            setattr(self, name, change(states))
 
 
 class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -35,17 +69,20 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
     device: torch.device
-    tensor_names: tuple[str, ...] = ()
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
+        self.groups: list[Any] = []  # of the layout's groups, once the first states have come
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the layer holds."""
+        return (tensor for group in self.groups for tensor in group.tensors.values())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in self.tensor_names:
-            states = getattr(self, name)
-            if states is not None:
-                setattr(self, name, change(states))
+        for group in self.groups:
+            group.change(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
@@ -65,7 +102,7 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages held, counted once."""
-        return _storage_bytes(getattr(self, name) for name in self.tensor_names)
+        return _storage_bytes(self.tensors)
 
 
 def _storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -81,14 +118,6 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     is_croppable = True
     is_compileable = False
     supports_early_init = False
-    tensor_names = (
-        "full_keys",
-        "full_values",
-        "recent_keys",
-        "recent_values",
-        "sink_keys",
-        "sink_values",
-    )
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__(layout)
@@ -97,21 +126,17 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
     def _clear(self) -> None:
         self.length = 0
-        self.sink_slots: Tensor | None = None
-        self.full_keys: Tensor | None = None
-        self.full_values: Tensor | None = None
-        self.recent_keys: Tensor | None = None
-        self.recent_values: Tensor | None = None
-        self.sink_keys: Tensor | None = None
-        self.sink_values: Tensor | None = None
+        self.groups = []
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        for kind, heads in (("full", self.layout.full), ("recent", self.layout.sliding)):
-            for name, states in (("keys", key_states), ("values", value_states)):
-                shape = (states.shape[0], len(heads), 0, states.shape[3])
-                setattr(self, f"{kind}_{name}", states.new_empty(shape))
+        for group in self.layout.groups:
+            keys, values = (
+                states.new_empty(states.shape[0], len(group.heads), 0, states.shape[3])
+                for states in (key_states, value_states)
+            )
+            self.groups.append(GroupCache(group, keys, values))
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -121,49 +146,40 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]
-        self.full_keys = self._joined(self.full_keys, key_states, "full")
-        self.full_values = self._joined(self.full_values, value_states, "full")
-        self.recent_keys = self._joined(self.recent_keys, key_states, "sliding")
-        self.recent_values = self._joined(self.recent_values, value_states, "sliding")
-        keys = CachedStates(self.full_keys, self.recent_keys, self.sink_keys, done=self.settle)
-        return keys, CachedStates(self.full_values, self.recent_values, self.sink_values)
+        for cached in self.groups:
+            cached.keys = self._joined(cached.keys, key_states, cached.group)
+            cached.values = self._joined(cached.values, value_states, cached.group)
+        keys = [CachedGroup(cached.keys, cached.sink_keys) for cached in self.groups]
+        values = [CachedGroup(cached.values, cached.sink_values) for cached in self.groups]
+        return CachedStates(keys, done=self.settle), CachedStates(values)
 
-    def _joined(self, past: Tensor | None, new: Tensor, kind: str) -> Tensor:
-        assert past is not None
-        heads = self.layout.heads_of(new, kind)
+    def _joined(self, past: Tensor, new: Tensor, group: HeadGroup) -> Tensor:
+        heads = self.layout.heads_of(new, group)
         return torch.cat([past, heads], dim=2) if past.shape[2] else heads
 
     def settle(self, context: AttentionContext) -> None:
         """Forget what no later query of a sliding head sees; `context` is the pass just done."""
-        if self.layout.window.sinks and self.layout.sliding:
-            self._keep_sinks(context)
+        for cached in self.groups:
+            if cached.group.window is not None and cached.group.window.sinks:
+                self._keep_sinks(cached, cached.group.window, context)
         if not self.record_past:
             self._evict()
 
-    def _keep_sinks(self, context: AttentionContext) -> None:
-        if self.length <= self.layout.window.past:
+    def _keep_sinks(self, cached: GroupCache, window: Window, context: AttentionContext) -> None:
+        if self.length <= window.past:
             return
-        assert self.recent_keys is not None and self.recent_values is not None
-        first = self.length - self.recent_keys.shape[2]
-        if (
-            self.sink_keys is not None
-            and context.valid is None
-            and first >= self.layout.window.sinks
-        ):
+        count = window.sinks
+        first = self.length - cached.keys.shape[2]
+        if cached.sink_keys is not None and context.valid is None and first >= count:
             return
-        count = self.layout.window.sinks
-        self.sink_keys = gather_sinks(self.recent_keys, self.sink_keys, context, count)
-        self.sink_values = gather_sinks(self.recent_values, self.sink_values, context, count)
+        cached.sink_keys = gather_sinks(cached.keys, cached.sink_keys, context, count)
+        cached.sink_values = gather_sinks(cached.values, cached.sink_values, context, count)
 
     def _evict(self) -> None:
         """Copies what is kept, so that the rest is freed: a slice would keep all of it alive."""
-        keep = self.layout.window.past
-        for name in ("recent_keys", "recent_values"):
-            states = getattr(self, name)
-            if states.shape[2] > keep:
-                states = states[:, :, states.shape[2] - keep :]
-            setattr(self, name, _owned(states))
-        self.full_keys, self.full_values = _owned(self.full_keys), _owned(self.full_values)
+        for cached in self.groups:
+            cached.keys = _last(cached.keys, cached.group.window)
+            cached.values = _last(cached.values, cached.group.window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -187,22 +203,21 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         if tokens_to_remove > 0:
             raise ValueError("crop takes the negative number of tokens to remove")
         remove = -tokens_to_remove
-        if not self.is_initialized:
-            return
-        assert self.recent_keys is not None
         left = max(0, self.length - remove)
-        recent = max(0, self.recent_keys.shape[2] - remove)
-        if self.layout.sliding and remove and recent < min(left, self.layout.window.past):
-            raise RuntimeError(
-                "the cache of a sliding head no longer holds the tokens before the cut: call "
-                "activate_past_recording() before the tokens to be removed are added"
-            )
-        for name in ("full_keys", "full_values", "recent_keys", "recent_values"):
-            states = getattr(self, name)
-            setattr(self, name, states[:, :, : max(0, states.shape[2] - remove)])
+        for cached in self.groups:
+            window, held = cached.group.window, max(0, cached.keys.shape[2] - remove)
+            if window is not None and remove and held < min(left, window.past):
+                raise RuntimeError(
+                    "the cache of a sliding head no longer holds the tokens before the cut: call "
+                    "activate_past_recording() before the tokens to be removed are added"
+                )
+        for cached in self.groups:
+            held, window = max(0, cached.keys.shape[2] - remove), cached.group.window
+            cached.keys, cached.values = cached.keys[:, :, :held], cached.values[:, :, :held]
+            if window is not None and left <= window.past:
+                # The sinks stand among the recent tokens again.
+                cached.sink_keys = cached.sink_values = None
         self.length = left
-        if left <= self.layout.window.past:  # the sinks stand among the recent tokens again
-            self.sink_keys = self.sink_values = None
         self._evict()
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
@@ -211,14 +226,18 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         Each ends at slot `length`. All tokens of the sequence must be here (past recording).
         """
         rows = HybridCacheLayer(self.layout)
-        rows.lazy_initialization(self.full_keys, self.full_values)  # type: ignore[arg-type]
+        rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
         rows.length = length
-        for name in self.tensor_names[:4]:
-            setattr(rows, name, _padded_rows(getattr(self, name), padding, length))
-        if self.layout.window.sinks and length > self.layout.window.past:
-            for kind in ("keys", "values"):
-                sinks = getattr(self, f"recent_{kind}")[:, :, : self.layout.window.sinks]
-                setattr(rows, f"sink_{kind}", sinks.expand(len(padding), -1, -1, -1))
+        for cached in self.groups:
+            keys, values = (_padded_rows(s, padding, length) for s in (cached.keys, cached.values))
+            row = GroupCache(cached.group, keys, values)
+            window = cached.group.window
+            if window is not None and window.sinks and length > window.past:
+                row.sink_keys, row.sink_values = (
+                    states[:, :, : window.sinks].expand(len(padding), -1, -1, -1)
+                    for states in (cached.keys, cached.values)
+                )
+            rows.groups.append(row)
         rows._evict()
         return rows
 
@@ -232,11 +251,11 @@ def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
     return states[0][:, slots.clamp_min(0)].transpose(0, 1).contiguous()
 
 
-def _owned(states: Tensor | None) -> Tensor:
-    """`states` itself, or a copy where it keeps a larger tensor alive."""
-    assert states is not None
-    size = states.numel() * states.element_size()
-    if states.untyped_storage().nbytes() == size:
+def _last(states: Tensor, window: Window | None) -> Tensor:
+    """What a later query sees of `states`, and nothing else kept alive: a copy where it must be."""
+    if window is not None and states.shape[2] > window.past:
+        states = states[:, :, states.shape[2] - window.past :]
+    if states.untyped_storage().nbytes() == states.numel() * states.element_size():
         return states
     return states.clone(memory_format=torch.contiguous_format)
 
@@ -365,9 +384,10 @@ def held_bytes(cache: Cache) -> int:
 
 def _tensors(layer: Any) -> Iterator[Tensor | None]:
     """What one layer of a cache holds, of a hybrid model or of an ordinary one."""
-    names = layer.tensor_names if isinstance(layer, SplitCacheLayer) else ("keys", "values")
-    for name in names:
-        yield getattr(layer, name, None)
+    if isinstance(layer, SplitCacheLayer):
+        yield from layer.tensors
+    else:
+        yield from (getattr(layer, "keys", None), getattr(layer, "values", None))
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bosch.model.families import DecoderLayers
@@ -25,17 +25,15 @@ class OwnWindow:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """KV cache of a hybrid model under one window, in bytes.
+    """KV cache of a hybrid model, in bytes.
 
-    `full_heads` and `sliding_heads` count the KV heads of all layers with full attention in the
-    base model; `bytes_per_head` is what one such head holds of one token, keys and values together.
-    The original model and the hybrid alike hold the `own` windows of layers that slide by
+    `heads` counts the KV heads of all layers with full attention in the base model by their window,
+    None of full ones; `bytes_per_head` is what one such head holds of one token, keys and values
+    together. The original model and the hybrid alike hold the `own` windows of layers that slide by
     themselves, and `state_bytes` of layers whose state has a fixed size.
     """
 
-    full_heads: int
-    sliding_heads: int
-    window: Window
+    heads: Mapping[Window | None, int]
     bytes_per_head: int
     own: tuple[OwnWindow, ...] = ()
     state_bytes: int = 0
@@ -43,55 +41,70 @@ class CacheSize:
     @classmethod
     def of(
         cls,
-        full_kv_heads_per_layer: Sequence[int],
+        rows: Sequence[Mapping[Window | None, int]],
         layers: DecoderLayers,
-        window: Window,
         itemsize: int,
         state_bytes: int = 0,
     ) -> CacheSize:
-        """From the full heads of each layer with full attention and the bytes of one number."""
-        full = sum(full_kv_heads_per_layer)
-        sliding = layers.heads * len(full_kv_heads_per_layer) - full
+        """From the heads of each window of each layer, and the bytes of one number."""
+        heads: Counter[Window | None] = Counter()
+        for row in rows:
+            heads.update(row)
         own = tuple(
             OwnWindow(layers.own_heads * count, size, 2 * layers.own_head_dim * itemsize)
             for size, count in sorted(Counter(layers.windows.values()).items())
         )
-        return cls(full, sliding, window, 2 * layers.head_dim * itemsize, own, state_bytes)
+        return cls(heads, 2 * layers.head_dim * itemsize, own, state_bytes)
+
+    @property
+    def sliding(self) -> dict[Window, int]:
+        """KV heads of each window, from the widest down."""
+        windows = sorted((w for w in self.heads if w is not None), key=lambda w: -w.size)
+        return {window: self.heads[window] for window in windows}
 
     @property
     def original_per_token(self) -> int:
         """Growth per token of the original model's cache."""
-        return self.bytes_per_head * (self.full_heads + self.sliding_heads)
+        return self.bytes_per_head * sum(self.heads.values())
 
     @property
     def per_token(self) -> int:
         """Growth per token once the windows are full."""
-        return self.bytes_per_head * self.full_heads
+        return self.bytes_per_head * self.heads.get(None, 0)
 
     @property
     def windows(self) -> int:
         """Most bytes that the sliding heads hold, at any context length."""
-        return self.bytes_per_head * self.sliding_heads * (self.window.past + self.window.sinks)
+        slots = (count * (window.past + window.sinks) for window, count in self.sliding.items())
+        return self.bytes_per_head * sum(slots)
 
     def original(self, tokens: int) -> int:
         """Bytes of the original model's cache after `tokens` tokens of one sequence."""
         return self.original_per_token * tokens + self._others(tokens)
 
     def dynamic(self, tokens: int) -> int:
-        """Bytes of a HybridCache after `tokens` tokens of one sequence.
-
-        A sliding head holds every token until it has seen more than W - 1, then the last W - 1
-        and its S sinks, even where they are still among those.
-        """
-        if tokens <= self.window.past:
-            return self.original(tokens)
-        return self.per_token * tokens + self.windows + self._others(tokens)
+        """Bytes of a HybridCache after `tokens` tokens of one sequence."""
+        slots = sum(count * window.held(tokens) for window, count in self.sliding.items())
+        return self.per_token * tokens + self.bytes_per_head * slots + self._others(tokens)
 
     def static(self, room: int) -> int:
         """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
-        sliding = self.bytes_per_head * self.sliding_heads * min(self.window.most_keys, room)
+        slots = sum(count * min(window.most_keys, room) for window, count in self.sliding.items())
         own = sum(o.bytes_per_head * o.heads * min(o.window, room) for o in self.own)
-        return self.per_token * room + sliding + own + self.state_bytes
+        return self.per_token * room + self.bytes_per_head * slots + own + self.state_bytes
+
+    def paged(self, tokens: int, page_size: int) -> int:
+        """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
+
+        A head that slides has a ring of W tokens; every head has whole pages.
+        """
+
+        def pages(most: int) -> int:
+            return -(-min(tokens, most) // page_size) * page_size
+
+        slots = sum(count * pages(window.size) for window, count in self.sliding.items())
+        own = sum(one.bytes_per_head * one.heads * pages(one.window) for one in self.own)
+        return self.per_token * pages(tokens) + self.bytes_per_head * slots + own
 
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""

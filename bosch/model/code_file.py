@@ -11,31 +11,40 @@ import functools
 from collections import defaultdict
 from importlib import resources
 
+from bosch.backends import BACKENDS
 from bosch.model.families import Family
 from bosch.version import VERSION
+
+
+def _backend_files() -> list[str]:
+    """Each backend's entry, then the file of its function."""
+    files = []
+    for name, entry in BACKENDS.items():
+        module = entry.function.partition(":")[0].removeprefix("bosch.").replace(".", "/")
+        files += [f"backends/{name}.py", f"{module}.py"]
+    return list(dict.fromkeys(files))
+
 
 # What a loaded model runs, each file after those it needs.
 MODULES = (
     "errors.py",
     "window.py",
-    "backends.py",
+    "backends/__init__.py",
     "model/families.py",
     "attention/context.py",
     "attention/layout.py",
     "attention/bands.py",
     "attention/logit_transform.py",
-    "attention/eager.py",
     "attention/kernels.py",
     "attention/causal.py",
-    "attention/sdpa.py",
-    "attention/flex.py",
-    "attention/flash.py",
-    "attention/varlen.py",
+    *_backend_files(),
     "attention/__init__.py",
+    "model/paged.py",
     "model/interface.py",
     "model/cache.py",
     "model/static_cache.py",
     "model/configuration.py",
+    "model/head_table.py",
     "model/deploy_mode.py",
 )
 

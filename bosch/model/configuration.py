@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from bosch.errors import UserError
 from bosch.model.code_file import code_file
-from bosch.model.families import FAMILIES, Family
+from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family
 
 CODE_FILE = "modeling_hybrid.py"
 _TEXT = "text_config"
@@ -194,7 +194,7 @@ def __getattr__(name: str) -> Any:
 
 def is_hybrid(config: Any) -> bool:
     """Whether a configuration is that of a hybrid model."""
-    return str(getattr(config, "model_type", "")).startswith("hybrid_")
+    return str(getattr(config, "model_type", "")).startswith(HYBRID_PREFIX)
 
 
 def base_content(config: Any) -> dict[str, Any]:

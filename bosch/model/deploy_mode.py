@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +30,10 @@ from bosch.errors import UserError
 from bosch.model.cache import HybridCache, SplitCacheLayer
 from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import LAYER_KINDS, Family, decoder_layers, text_config
+from bosch.model.head_table import heads_by_window
 from bosch.model.interface import (
     NAME,
+    attention_module,
     attention_modules,
     check_shows_weights,
     head_state,
@@ -41,6 +42,7 @@ from bosch.model.interface import (
     register_attention,
     set_layouts,
 )
+from bosch.model.paged import PagedConfig, PagedView
 from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
 
@@ -61,33 +63,14 @@ def deploy_layouts(config: Any) -> list[HeadLayout | None]:
 
     Raises UserError when the configuration is damaged.
     """
-    where = getattr(config, "_name_or_path", "") or "config.json"
-    table = getattr(config, "hybrid_attention", None)
-    expected = {"window_size", "sinks", "full_kv_heads_per_layer"}
-    if not isinstance(table, dict) or not expected <= set(table):
-        raise UserError(
-            f"{where}: hybrid_attention must hold {', '.join(sorted(expected))}, found "
-            f"{json.dumps(table, default=str)}; make the model again"
-        )
-    counts = table["full_kv_heads_per_layer"]
-    try:
-        window = Window(table["window_size"], table["sinks"])
-    except ValueError as error:
-        raise UserError(f"{where}: hybrid_attention.{error}") from error
-    _check_base_types(config, where)
+    _check_base_types(config, getattr(config, "_name_or_path", "") or "config.json")
+    rows = heads_by_window(config)
     kinds = decoder_layers(config)
-    heads = kinds.heads
-    valid = isinstance(counts, list) and all(type(n) is int and 0 <= n <= heads for n in counts)
-    if not valid or len(counts) != len(kinds.full):
-        raise UserError(
-            f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {len(kinds.full)} "
-            f"numbers from 0 to {heads}, one for each layer with full attention, found {counts!r}"
-        )
     layouts: list[HeadLayout | None] = [None] * kinds.count
-    for layer, count in zip(kinds.full, counts, strict=True):
-        layouts[layer] = HeadLayout.deploy(count, heads, window)
+    for layer, row in zip(kinds.full, rows, strict=True):
+        layouts[layer] = HeadLayout.deploy(row)
     for layer, own in kinds.windows.items():
-        layouts[layer] = HeadLayout.deploy(0, kinds.own_heads, Window(own))
+        layouts[layer] = HeadLayout.deploy({Window(own): kinds.own_heads})
     return layouts
 
 
@@ -228,6 +211,20 @@ class HybridModelMixin:
             )
         return cache
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' manager of requests, over this model's heads as it can pool them.
+
+        Raises UserError for a model that its pools cannot hold.
+        """
+        layouts = layouts_of(self)
+        modules = [
+            None if layout is None else attention_module(self, layer)
+            for layer, layout in enumerate(layouts)
+        ]
+        view = PagedView(self, PagedConfig(self.config, layouts, modules))  # type: ignore[attr-defined]
+        parent: Any = super()
+        return parent.init_continuous_batching.__func__(view, *args, **kwargs)
+
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
@@ -316,6 +313,8 @@ def _prepare_pass(
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
+    if kwargs.get("cache") is not None:  # continuous batching: its masks and pages are there
+        return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
             state = head_state(module)

@@ -23,15 +23,9 @@ class Family:
     `norms_over_heads`: the weights of the query and key norms have an entry for each head's
     dimensions, instead of sharing one head's among all. `caps_scores`: attention scores are capped.
     `separates_documents`: its masks keep packed documents apart, which position_ids tell.
-    `full_every`: where config.json lists no layer_types but a window, every so many layers have
-    full attention, 0 for none of them; None where the window may be switched off by another option.
-    `linear_every`: every so many layers have full attention, the others linear attention.
-    `beside_states`: every layer has linear attention beside its full attention.
+    `mixes_states`: linear attention stands beside full attention, and vLLM's own class computes it.
     `layers_return_weights`: a layer returns attention weights, or a place for them, beside its
-    hidden states. `mlp_maps`: projections of an MLP or an expert, 3 with a gate. `gate_per_head`:
-    the attention's gate is a number for each head. `experts_like_mlp`: experts are as wide as
-    intermediate_size says, and every token visits this many more. `learned_positions`: rows of its
-    table of positions beside those in config.json, None where it has no such table.
+    hidden states.
 
     The names of classes are transformers' own, which must be installed where they are asked for.
     """
@@ -47,14 +41,8 @@ class Family:
     norms_over_heads: bool = False
     caps_scores: bool = False
     separates_documents: bool = True
-    full_every: int | None = None
-    linear_every: int = 0
-    beside_states: bool = False
+    mixes_states: bool = False
     layers_return_weights: bool = False
-    mlp_maps: int = 3
-    gate_per_head: bool = False
-    experts_like_mlp: int | None = None
-    learned_positions: int | None = None
 
     @property
     def hybrid_type(self) -> str:
@@ -98,68 +86,58 @@ def _auto_table(module: str, table: str) -> Mapping[str, str]:
 
 HYBRID_PREFIX = "hybrid_"
 SLIDING = "sliding_attention"
+FULL_ATTENTION = "full_attention"
 
 # transformers says all there is to say about these.
 _ORDINARY = (
-    "aria_text", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe",
-    "gemma", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "granite",
-    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "hyperclovax",
-    "kolibri1", "llama", "mellum", "ministral3", "olmo", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "apertus", "arcee", "aria_text", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma3_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "granitemoeshared",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1",
+    "llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron",
+    "olmo", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 _OTHERS = (
-    *(Family(name, full_every=0) for name in ("ministral", "mistral", "mixtral", "phimoe")),
-    *(Family(name, mlp_maps=2) for name in ("apertus", "arcee", "jais2", "nanochat", "nemotron")),
     *(Family(name, per_head=("sinks",)) for name in ("flint", "granite_swa", "granitemoe_swa")),
     *(
         Family(name, norms_over_heads=True)
-        for name in ("cohere", "flex_olmo", "minimax_m2", "olmo2", "olmoe")
+        for name in ("cohere", "flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe")
     ),
     *(
-        Family(name, gated=True, separates_documents=False, linear_every=4)
+        Family(name, gated=True, separates_documents=False, mixes_states=True)
         for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
     ),
+    *(Family(name, caps_scores=True) for name in ("gemma2", "vaultgemma")),
+    *(Family(name, separates_documents=False) for name in ("granitemoehybrid", "jamba")),
+    *(Family(name, output="out_proj") for name in ("biogpt", "opt")),
+    *(Family(name, output="out_proj", separates_documents=False) for name in ("lfm2", "lfm2_moe")),
     Family("afmoe", gated=True, per_head=("gate_proj",)),
     Family("bamba", separates_documents=False, layers_return_weights=True),
     Family("beam", gated=True, per_head=("gate_proj", "gate_bias")),
-    Family("biogpt", output="out_proj", mlp_maps=2, learned_positions=2),
-    Family("cohere2", full_every=4),
-    Family("exaone4", full_every=4),
-    Family("falcon_h1", separates_documents=False, beside_states=True, layers_return_weights=True),
-    Family("gemma2", caps_scores=True, full_every=2),
-    Family("gemma3_text", full_every=6),
+    Family("falcon_h1", separates_documents=False, mixes_states=True, layers_return_weights=True),
     Family(
         "gpt_neox", fused="query_key_value", attention="attention", output="dense",
-        per_head=("query_key_value",), mlp_maps=2,
+        per_head=("query_key_value",),
     ),
-    Family("gpt_oss", per_head=("sinks",), separates_documents=False, full_every=2),
-    Family("granitemoehybrid", separates_documents=False),
-    Family("hunyuan_v1_moe", experts_like_mlp=1),
-    Family("jamba", separates_documents=False),
-    Family("laguna", gated=True, per_head=("g_proj",), gate_per_head=True),
-    Family("lfm2", output="out_proj", separates_documents=False),
-    Family("lfm2_moe", output="out_proj", separates_documents=False),
-    Family("lfm3", gated=True, gate_per_head=True, per_head=("g_proj",), separates_documents=False),
-    Family("nemotron_h", attention="mixer", separates_documents=False, mlp_maps=2),
-    Family("olmo3", norms_over_heads=True, full_every=4),
-    Family("olmo_hybrid", norms_over_heads=True, separates_documents=False, linear_every=4),
-    Family("opt", output="out_proj", mlp_maps=2, learned_positions=2),
-    Family(
-        "persimmon", fused="query_key_value", output="dense", per_head=("query_key_value",),
-        mlp_maps=2,
-    ),
-    Family("phi", output="dense", mlp_maps=2),
-    Family("phi3", fused="qkv_proj", full_every=0),
-    Family("starcoder2", full_every=0, mlp_maps=2),
-    Family("vaultgemma", caps_scores=True),
+    Family("gpt_oss", per_head=("sinks",), separates_documents=False),
+    Family("laguna", gated=True, per_head=("g_proj",)),
+    Family("lfm3", gated=True, per_head=("g_proj",), separates_documents=False),
+    Family("nemotron_h", attention="mixer", separates_documents=False),
+    Family("olmo_hybrid", norms_over_heads=True, separates_documents=False, mixes_states=True),
+    Family("persimmon", fused="query_key_value", output="dense", per_head=("query_key_value",)),
+    Family("phi", output="dense"),
+    Family("phi3", fused="qkv_proj"),
     *(
         Family(name, takes_more_than_text=True)
         for name in (
             "gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
         )
     ),
-    Family("qwen3_5", takes_more_than_text=True, separates_documents=False),
-    Family("qwen3_5_moe", takes_more_than_text=True, separates_documents=False),
+    *(
+        Family(name, takes_more_than_text=True, separates_documents=False)
+        for name in ("qwen3_5", "qwen3_5_moe")
+    ),
     *(
         Family(name, is_part=True)
         for name in ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
@@ -241,7 +219,7 @@ class DecoderLayers:
 
 
 # Kinds of layers by transformers' names, older ones too.
-_FULL = ("full_attention", "attention", "hybrid")
+_FULL = (FULL_ATTENTION, "attention", "hybrid")
 _SLIDING = (SLIDING, "hybrid_sliding")
 _STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 _NOTHING = ("moe", "mlp")

@@ -27,6 +27,8 @@ from bosch.attention import (
 )
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers, known_family
+from bosch.model.paged import paged_attention
+from bosch.window import Window
 
 # A model loaded from the code file beside its weights has its own copy of all this, with other
 # classes of contexts and states; so each copy registers under a name of its own.
@@ -56,8 +58,7 @@ class HeadState:
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
-        if self.layout.sliding:
-            check_sinks(self.backend, self.layout.window.sinks)
+        check_sinks(self.backend, self.layout.sinks)
 
 
 def head_state(module: nn.Module) -> HeadState | None:
@@ -143,16 +144,18 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
     own, layout = kwargs.get("sliding_window"), state.layout
-    if own is not None and (
-        layout.full or layout.window.sinks or layout.window.transformers != own
-    ):
+    if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        dense = state.backend == "eager"
+        return paged_attention(module, query, key, value, layout, transform, dense, kwargs), None
+    if own is not None and (layout.has_full or layout.windows != [Window(own)]):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if attention_mask is not None and not isinstance(attention_mask, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
     context = attention_mask
     if context is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        length, needed = context.kv_length, layout.window.past + context.q_length
-        if key.shape[2] < (length if layout.full else min(needed, length)):
+        length = context.kv_length
+        reaches = [length] if layout.has_full else [window.past for window in layout.windows]
+        if key.shape[2] < min(length, max(reaches) + context.q_length):
             raise ValueError(
                 f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
             )

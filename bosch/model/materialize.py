@@ -12,16 +12,19 @@ from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
 from bosch.model.families import family_of, known_family, text_config
+from bosch.model.head_table import head_table
 from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, check_mask
-from bosch.window import Window
+from bosch.window import Windows
 
 
 def permute_heads(model: Any, mask: HeadMask) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of `model`, each layer's full KV heads first, one by one (BOSCH B.2).
+    """Names and weights of `model`, one by one, each layer's full KV heads first (BOSCH B.2).
+
+    From the widest window down the others follow.
 
     Rows of the query, key and value projections with their biases, columns of the output projection
     and norm weights that belong to a head move with it. Norms over the head dimension are shared by
@@ -33,8 +36,8 @@ def permute_heads(model: Any, mask: HeadMask) -> Iterator[tuple[str, Tensor]]:
     text = text_config(model.config)
     q_per_kv = text.num_attention_heads // mask.num_key_value_heads
     orders = {}
-    for module, row in zip(attention_modules(model), mask.is_full, strict=True):
-        order = [int(h) for full in (True, False) for h in (row == full).nonzero()[0]]
+    for module, row in zip(attention_modules(model), mask.choices, strict=True):
+        order = row.argsort(kind="stable").tolist()
         orders[f"{names[id(module)]}."] = order
     weights = dict(model.state_dict())
     for name in list(weights):
@@ -47,29 +50,25 @@ def permute_heads(model: Any, mask: HeadMask) -> Iterator[tuple[str, Tensor]]:
         yield name, reorder_weight(family, own_name, weights.pop(name), order, q_per_kv)
 
 
-def materialize(model: Any, mask: HeadMask, window: Window, *, take_weights: bool = False) -> Any:
+def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
     `model` is left as it is, so that there are two models; with `take_weights` its weights go to
     the hybrid one by one and none is left: memory for one model and one weight. The result has its
     dtype, device and generation settings; it is saved by `save_pretrained` and loaded by
     AutoModelForCausalLM once bosch is imported.
-    Raises UserError when the family is not supported, mask or window do not fit the model, or some
+    Raises UserError when the family is not supported, mask or windows do not fit the model, or some
     of its weights are offloaded, adapters or quantised.
     """
     family = family_of(model.config)
     register_model(family.model_type)
-    check_fit(model.config, mask, window)
+    check_fit(model.config, mask, windows)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)
     config = hybrid_config_class(family)(
         **content,
-        hybrid_attention={
-            "window_size": window.size,
-            "sinks": window.sinks,
-            "full_kv_heads_per_layer": mask.full_kv_heads_per_layer,
-        },
+        hybrid_attention=head_table(mask.heads_per_layer(windows)),
     )
     with parameters_on_meta():
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.model.families import FAMILIES, HYBRID_PREFIX
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
-_PREFIX = "hybrid_"
 
 
 class _ModelTypes(dict[str, Any]):
@@ -29,9 +29,9 @@ class _ModelTypes(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
-        if not isinstance(key, str) or not key.startswith(_PREFIX):
+        if not isinstance(key, str) or not key.startswith(HYBRID_PREFIX):
             return False
-        register_model(key.removeprefix(_PREFIX))
+        register_model(key.removeprefix(HYBRID_PREFIX))
         return super().__contains__(key)
 
 
@@ -85,7 +85,6 @@ def register_model(model_type: str) -> None:
 
     from bosch.model.configuration import hybrid_config_class
     from bosch.model.deploy_mode import hybrid_decoder_class, hybrid_model_class
-    from bosch.model.families import FAMILIES
     from bosch.model.interface import register_attention
 
     register_attention()

@@ -21,7 +21,7 @@ from bosch.model.interface import (
     set_head_state,
     set_layouts,
 )
-from bosch.window import Window
+from bosch.window import Window, Windows, window_menu, windows_text
 
 _OWN_HEADS = "bosch_own_kv_heads"
 _MASK_METHOD = "create_masks_for_generate"
@@ -59,10 +59,15 @@ def own_row(model: Any, row: Any) -> Any:
     return row if heads is None else row[heads]
 
 
-def check_fit(config: Any, mask: HeadMask, window: Window) -> None:
-    """Raise UserError unless mask and window fit the model."""
+def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
+    """Raise UserError unless mask and windows fit the model."""
     check_mask(config, mask)
-    _check_reach(config, window)
+    _check_reach(config, window_menu(windows)[0])
+    if mask.num_windows > len(window_menu(windows)):
+        raise UserError(
+            f"the head mask has heads of {mask.num_windows} windows, and there is only "
+            f"{windows_text(windows)}: name all of its windows"
+        )
 
 
 def _check_reach(config: Any, window: Window) -> None:
@@ -90,14 +95,14 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
 
 @contextmanager
 def head_mask(
-    model: Any, mask: HeadMask, window: Window, backend: str | None = None
+    model: Any, mask: HeadMask, windows: Windows, backend: str | None = None
 ) -> Iterator[Any]:
     """Apply `mask` to a model within a `with` block; no weight is touched (BOSCH B.2).
 
     At the end, also on an exception, the model is as it was before: its attention implementation,
     its masks for `generate`, and a head mask that it had already. `backend` is by default that of
     this earlier head mask, or "auto". Yields the model.
-    Raises UserError when mask, window, family or backend cannot be used.
+    Raises UserError when mask, windows, family or backend cannot be used.
     """
     _check_not_hybrid(model)
     modules = attention_modules(model)
@@ -114,7 +119,7 @@ def head_mask(
     try:
         if backend is not None:
             prepare_for_search(model, backend)
-        apply_head_mask(model, mask, window)
+        apply_head_mask(model, mask, windows)
         yield model
     finally:
         model.set_attn_implementation(implementations)
@@ -131,35 +136,34 @@ def _check_not_hybrid(model: Any) -> None:
         raise UserError("the model is hybrid already: apply head masks to the base model")
 
 
-def apply_head_mask(model: Any, mask: HeadMask, window: Window) -> None:
+def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
     """Apply `mask` to a model in search mode, until another is (BOSCH B.2); no weight is touched.
 
     The model is prepared by `prepare_for_search` first where it was not. Cheap to call again.
-    Raises UserError when mask or window do not fit the model.
+    Raises UserError when mask or windows do not fit the model.
     """
     modules = attention_modules(model)
     if head_state(modules[0]) is None:
         prepare_for_search(model)
     _check_not_hybrid(model)
-    check_fit(model.config, mask, window)
+    check_fit(model.config, mask, windows)
     state = head_state(modules[0])
     assert state is not None
-    _set_layouts(model, mask, window, state.backend)
+    _set_layouts(model, mask, windows, state.backend)
 
 
-def _set_layouts(model: Any, mask: HeadMask, window: Window, backend: str) -> None:
+def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> None:
     """Give each layer its row of `mask`, or its own window where it has one in the base model."""
     kinds = decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
-    for layer, row in zip(kinds.full, mask.is_full, strict=True):
-        layouts[layer] = _layout(tuple(own_row(model, row.tolist())), window)
+    for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
+        layouts[layer] = _layout(tuple(own_row(model, row)))
     for layer, own in kinds.windows.items():
-        row = own_row(model, [False] * kinds.own_heads)
-        layouts[layer] = _layout(tuple(row), Window(own))
+        layouts[layer] = _layout(tuple(own_row(model, [Window(own)] * kinds.own_heads)))
     set_layouts(model, layouts, backend)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(row: tuple[bool, ...], window: Window) -> HeadLayout:
+def _layout(row: tuple[Window | None, ...]) -> HeadLayout:
     """Layouts are kept, because they keep their index tensors."""
-    return HeadLayout.search(row, window)
+    return HeadLayout.search(row)

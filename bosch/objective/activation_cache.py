@@ -1,14 +1,15 @@
-"""Activations that passes leave for later ones: layer inputs, and attention of both kinds of heads.
+"""Activations that passes leave for later ones: layer inputs, and attention of every choice.
 
 A decoder layer is a function of its input, and its input a function of the mask's rows below. So
 the input of layer l is cached under these rows, and a later mask that agrees below l starts there.
-The same entry holds the attention outputs of layer l with every head full and with every head
-sliding: any row of the mask takes each head's output from one of the two.
+The same entry holds the attention outputs of layer l with every head full and with every head in
+each of the windows: any row of the mask takes each head's output from one of these.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,21 +23,21 @@ Key = tuple[int, bytes, int]
 class LayerActivations:
     """Cached tensors of one layer for one batch, under the mask's rows below that layer.
 
-    `state` [E, T, C] is the layer's input, `full` and `sliding` [E, T, HQ, D] the attention outputs
-    before the output projection. The last layer's hold the answers' positions only. `starts`
-    counts the passes that began at this layer.
+    `state` [E, T, C] is the layer's input, `outputs` [E, T, HQ, D] the attention outputs before the
+    output projection, of all heads under each choice of `HeadMask.choices`. The last layer's hold
+    the answers' positions only. `starts` counts the passes that began at this layer.
     """
 
     state: Tensor | None = None
-    full: Tensor | None = None
-    sliding: Tensor | None = None
+    outputs: tuple[Tensor, ...] = ()
     starts: int = 0
     last_used: int = 0
 
     @property
     def nbytes(self) -> int:
         """Memory of the tensors."""
-        return sum(t.nbytes for t in (self.state, self.full, self.sliding) if t is not None)
+        state = 0 if self.state is None else self.state.nbytes
+        return state + sum(tensor.nbytes for tensor in self.outputs)
 
 
 class ActivationCache:
@@ -77,18 +78,27 @@ class ActivationCache:
             self.entries.move_to_end(key)
         return entry
 
-    def add(self, mask: HeadMask, layer: int, batch: int, **tensors: Tensor) -> None:
-        """Add a layer's `state`, `full` or `sliding`, where the memory allows it."""
+    def add(
+        self,
+        mask: HeadMask,
+        layer: int,
+        batch: int,
+        state: Tensor | None = None,
+        outputs: Sequence[Tensor] = (),
+    ) -> None:
+        """Add a layer's `state` or `outputs`, where the memory allows it."""
         if not self.enabled:
             return
         key = (layer, _rows(mask, layer), batch)
         entry = self.entries.get(key) or LayerActivations()
-        new = {name: tensor for name, tensor in tensors.items() if getattr(entry, name) is None}
-        size = sum(tensor.nbytes for tensor in new.values())
-        if not new or not self._make_room(size, key):
+        new = LayerActivations(
+            None if entry.state is not None else state, () if entry.outputs else tuple(outputs)
+        )
+        size = new.nbytes
+        if not size or not self._make_room(size, key):
             return
-        for name, tensor in new.items():
-            setattr(entry, name, tensor)
+        entry.state = entry.state if new.state is None else new.state
+        entry.outputs = entry.outputs or new.outputs
         entry.last_used = self._pass
         self.entries[key] = entry
         self.entries.move_to_end(key)
@@ -125,4 +135,4 @@ class ActivationCache:
 
 
 def _rows(mask: HeadMask, layers: int) -> bytes:
-    return mask.is_full[:layers].tobytes()
+    return mask.choices[:layers].tobytes()

@@ -73,9 +73,9 @@ def batches_by_round(
             f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
             "prepared with another tokenizer, run prepare again"
         )
-    rounds = np.array_split(np.arange(len(examples)), min(MAX_ROUNDS, len(examples)))
     ordered = [
-        sorted(indices.tolist(), key=lambda i: len(examples[i].input_ids)) for indices in rounds
+        sorted(indices, key=lambda i: len(examples[i].input_ids))
+        for indices in examples_by_round(len(examples))
     ]
     return [
         [
@@ -84,6 +84,12 @@ def batches_by_round(
         ]
         for indices in ordered
     ]
+
+
+def examples_by_round(count: int) -> list[list[int]]:
+    """Indices of the examples of each round over a set of `count`, as equal as they can be."""
+    rounds = np.array_split(np.arange(count), min(MAX_ROUNDS, count))
+    return [indices.tolist() for indices in rounds]
 
 
 def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batch:

@@ -64,7 +64,7 @@ class EvaluationContext:
 
     calibration: str
     model: str
-    window_size: int
+    window_size: int | list[int]  # a list of all windows of the menu, the widest first
     sinks: int
     numerics: str = field(default="", compare=False)
 

@@ -7,12 +7,14 @@ ones. Norms, rotary embedding, activations and the recurrences of linear attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import nn
 
+from bosch.heads import HeadMask
 from bosch.model.families import (
     Family,
     decoder_layers,
@@ -21,7 +23,7 @@ from bosch.model.families import (
     text_config,
 )
 from bosch.objective.batches import Batch
-from bosch.window import Window, block_size
+from bosch.window import Window, Windows, block_size, window_menu
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,13 @@ class LayerFlops:
         return self.output + self.feed_forward + self.gate
 
 
-class Pairs(NamedTuple):
-    """Pairs of query and key for one full head and for one sliding head."""
-
-    full: int
-    sliding: int
-
-
 class Flops:
-    """Costs of a model at one window.
+    """Costs of a model with a menu of windows.
 
     `layers` are all decoder layers, `full_layers` those with full attention: the rows of a mask.
     """
 
-    def __init__(self, model: Any, window: Window) -> None:
+    def __init__(self, model: Any, windows: Windows) -> None:
         text, family = text_config(model.config), known_family(model.config)
         kinds = decoder_layers(model.config)
         decoder = model.get_decoder()
@@ -66,7 +61,7 @@ class Flops:
         self.layers = [
             _attention_layer(layer, text, family)
             if number in kinds.full or number in kinds.windows
-            else LayerFlops(0, 0, 0, sum(_of(module, text) for module in layer.modules()))
+            else LayerFlops(0, 0, 0, sum(linear_flops(module, text) for module in layer.modules()))
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder that no layer owns: Gemma 4's inputs of each layer.
@@ -83,36 +78,36 @@ class Flops:
         self.own_windows = kinds.windows
         self.per_own_pair: int = 4 * kinds.own_head_dim * heads
         self.head: int = 2 * model.get_output_embeddings().weight.numel()
-        self.window = window
+        self.windows = window_menu(windows)
         self._first_full = kinds.full[0]
-        self._all_linear = self.outside + sum(layer.linear for layer in self.layers)
+        self.all_linear = self.outside + sum(layer.linear for layer in self.layers)
 
-    def pairs(self, rows: int, length: int) -> Pairs:
-        """Pairs that a head of each kind computes for a batch of `rows` x `length` tokens."""
-        sliding = sliding_pairs(length, self.window)
-        return Pairs(rows * length * length, rows * sliding)
+    def pairs(self, rows: int, length: int) -> list[int]:
+        """Pairs of query and key that a head computes for `rows` x `length` tokens, by choice."""
+        sliding = [sliding_pairs(length, window) for window in self.windows]
+        return [rows * pairs for pairs in (length * length, *sliding)]
 
-    def attention(self, row: np.ndarray, pairs: Pairs) -> int:
-        """Attention of a layer whose mask is `row` [HKV]."""
-        full = int(row.sum())
-        return self.per_pair * (full * pairs.full + (len(row) - full) * pairs.sliding)
+    def attention(self, row: np.ndarray, pairs: Sequence[int]) -> int:
+        """Attention of a layer whose heads' choices are `row` [HKV]."""
+        counts: list[int] = np.bincount(row, minlength=len(pairs)).tolist()
+        return self.per_pair * sum(n * each for n, each in zip(counts, pairs, strict=True))
 
-    def both(self, pairs: Pairs) -> int:
-        """Attention of a layer with every head of both kinds."""
+    def every(self, pairs: Sequence[int]) -> int:
+        """Attention of a layer with every head under every choice."""
         return self.per_pair * self.num_key_value_heads * sum(pairs)
 
     def answers(self, queries: int, length: int) -> int:
         """Attention of every head for `queries` positions in all, under a dense mask."""
         return self.per_pair * self.num_key_value_heads * queries * length
 
-    def whole_pass(self, is_full: np.ndarray, batch: Batch) -> int:
-        """A pass under mask `is_full` [L, HKV] with every layer computed at every position.
+    def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
+        """A pass under a head mask with every layer computed at every position.
 
         Only the output head is computed at the answers alone.
         """
         pairs = self.pairs(*batch.input_ids.shape)
-        linear = self._all_linear * batch.positions
-        attention = sum(self.attention(row, pairs) for row in is_full)
+        linear = self.all_linear * batch.positions
+        attention = sum(self.attention(row, pairs) for row in mask.choices)
         own = sum(self._own_attention(layer, batch) for layer in self.own_windows)
         return linear + attention + own + self.head * len(batch.answers)
 
@@ -127,15 +122,15 @@ class Flops:
         return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
 
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
-        """Forward and backward pass for the gates: both kinds of attention, no weight gradients.
+        """Forward and backward pass for the gates: attention of every choice, no weight gradients.
 
         With `recompute` the backward pass computes every layer a second time first. Backward
         through a linear map costs as much as the map, through attention 2.5 times that. It ends at
         the lowest layer's attention outputs.
         """
         first, above = self._first_full, self.layers[self._first_full :]
-        linear = self._all_linear * batch.positions
-        attention = self.both(self.pairs(*batch.input_ids.shape))
+        linear = self.all_linear * batch.positions
+        attention = self.every(self.pairs(*batch.input_ids.shape))
         own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
         forward = linear + count * attention + sum(own.values())
@@ -160,20 +155,20 @@ def sliding_pairs(length: int, window: Window) -> int:
 
 def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
     attention: Any = getattr(layer, family.attention)
-    total = sum(_of(module, text) for module in layer.modules())
-    output = _of(getattr(attention, family.output), text)
+    total = sum(linear_flops(module, text) for module in layer.modules())
+    output = linear_flops(getattr(attention, family.output), text)
     if family.fused:
-        fused = _of(getattr(attention, family.fused), text)
+        fused = linear_flops(getattr(attention, family.fused), text)
         return LayerFlops(0, fused, output, total - fused - output)
-    query = _of(attention.q_proj, text)
+    query = linear_flops(attention.q_proj, text)
     # Of some families, values are the keys.
-    values = _of(attention.v_proj, text) if attention.v_proj is not None else 0
-    key_value = _of(attention.k_proj, text) + values
+    values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
+    key_value = linear_flops(attention.k_proj, text) + values
     gate = query if family.gated else 0
     return LayerFlops(query, key_value, output, total - query - key_value - output, gate)
 
 
-def _of(module: nn.Module, text: Any) -> int:
+def linear_flops(module: nn.Module, text: Any) -> int:
     """Operations of a module's own matrices; a token visits some of the experts only."""
     total = 0
     if "Norm" in type(module).__name__:

@@ -1,15 +1,17 @@
 """How the answers' log-likelihood changes with each KV head, from one backward pass.
 
-A gate g in [0, 1] blends a KV head's attention outputs: g full + (1 - g) sliding, so a head mask is
-a corner of the gates' cube. At a corner the derivative with respect to every gate costs one forward
-and one backward pass, as much as a few masks.
+Gates in [0, 1] blend a KV head's attention outputs: g full + (1 - g) sliding with one window. With
+several, each choice but the narrowest window has a gate, and what their gates leave is the share of
+the narrowest. So a head mask is a corner of the gates' cube. At a corner the derivative with
+respect to every gate costs one forward and one backward pass, as much as a few masks.
 
-L layers, HKV key/value heads.
+L layers, HKV key/value heads, K windows of the menu.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,24 +31,25 @@ def gate_gradients(
     model: Any,
     batch: Batch,
     mask: HeadMask,
-    all_full: HeadLayout,
-    all_sliding: HeadLayout,
+    layouts: Sequence[HeadLayout],
     *,
     recompute: bool = True,
 ) -> Tensor:
-    """Gradient [L, HKV] of the answers' summed log-probability, on the CPU in float64.
+    """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU in float64.
 
-    The model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
+    By the gates of all choices but the last; `layouts` give every head one choice, in order. The
+    model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
     computes each layer a second time instead of keeping its activations: to the same bits.
     """
     device = model.device
-    gates = torch.tensor(mask.is_full, dtype=torch.float32, device=device, requires_grad=True)
+    chosen = torch.tensor(mask.choices, device=device)[..., None]
+    gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
             state = head_state(module)
             assert state is not None
-            blend = _blend(own_row(model, gate), all_full, all_sliding, state.backend)
+            blend = _blend(own_row(model, gate), layouts, state.backend)
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
         if recompute:
@@ -60,8 +63,8 @@ def gate_gradients(
     return sum_over_shards(model, gradient.double()).cpu()
 
 
-def _blend(gate: Tensor, all_full: HeadLayout, all_sliding: HeadLayout, backend: str) -> Attend:
-    """Attention that returns gate x full + (1 - gate) x sliding."""
+def _blend(gates: Tensor, layouts: Sequence[HeadLayout], backend: str) -> Attend:
+    """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
     def attend(
         module: nn.Module,
@@ -71,13 +74,16 @@ def _blend(gate: Tensor, all_full: HeadLayout, all_sliding: HeadLayout, backend:
         context: AttentionContext | None,
         transform: LogitTransform,
     ) -> Tensor:
-        full, sliding = (
+        *others, narrowest = (
             hybrid_attention(
                 query, key, value, layout, context, backend=backend, **transform.options
             )
-            for layout in (all_full, all_sliding)
+            for layout in layouts
         )
-        share = gate.repeat_interleave(query.shape[1] // key.shape[1])[:, None].to(full.dtype)
-        return sliding + share * (full - sliding)
+        shares = gates.repeat_interleave(query.shape[1] // key.shape[1], dim=0).to(narrowest.dtype)
+        blended = narrowest
+        for share, output in zip(shares.unbind(1), others, strict=True):
+            blended = blended + share[:, None] * (output - narrowest)
+        return blended
 
     return attend

@@ -1,8 +1,9 @@
 """One pass of a batch through the decoder that computes in each layer only what is not cached.
 
 Three savings, all exact. Layers below the lowest one that changes are skipped. A layer whose
-attention is cached with every head full and with every head sliding takes each head's output from
-one of them. The last layer computes keys and values everywhere and all else at the answers only.
+attention is cached with every head full and with every head in each window takes each head's
+output from one of them. The last layer computes keys and values everywhere and all else at the
+answers only.
 
 E examples of a batch, T tokens, A most answer tokens of an example, HQ query heads, D head
 dimension, C hidden size.
@@ -11,10 +12,11 @@ dimension, C hidden size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ from bosch.objective.patching import (
     replace_attention,
     replace_layers,
 )
-from bosch.window import Window
+from bosch.window import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class IncrementalForward:
     def __init__(
         self,
         model: Any,
-        window: Window,
+        windows: Windows,
         cache: ActivationCache,
         *,
         answers_only: bool = True,
@@ -67,15 +69,16 @@ class IncrementalForward:
         self.attentions = attention_modules(model)
         self.family = known_family(model.config)
         self.device = model.device
-        self.flops = Flops(model, window)
+        self.flops = Flops(model, windows)
         self.cache, self.agree = cache, agree
         self.answers_only = answers_only and kinds.full[-1] == kinds.count - 1 not in kinds.states
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
         # Of a model shared by several processes each has some heads only.
         self.own_heads = partial(own_row, model)
         own = len(self.own_heads([True] * heads))
-        self.all_full = HeadLayout.search([True] * own, window)
-        self.all_sliding = HeadLayout.search([False] * own, window)
+        # All heads under each choice: full, then each window.
+        kinds_of_heads = (None, *self.flops.windows)
+        self.layouts = [HeadLayout.search([kind] * own) for kind in kinds_of_heads]
         # Threads of a CPU divide a batched product by the number of heads in it: the last bit of a
         # head then depends on which others are computed with it.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
@@ -86,8 +89,8 @@ class IncrementalForward:
         """Final hidden states that predict the answers [answers of the batch, C], and operations.
 
         `index` names the batch in the cache. The first time that a saving is used its result is
-        compared with a plain pass. If one bit differs the saving is switched off: that of both
-        kinds of attention, and if the layers' inputs alone give other bits too, all reuse.
+        compared with a plain pass. If one bit differs the saving is switched off: that of all
+        choices of attention, and if the layers' inputs alone give other bits too, all reuse.
         """
         reusing = BatchPass(self, index, batch, mask, self.cache.enabled)
         states = reusing.answer_states()
@@ -103,13 +106,13 @@ class IncrementalForward:
         return expected, reusing.operations + plain.operations
 
     def switch_off(self, inexact: int) -> None:
-        """Do without the savings that are not exact here: 1 is attention of both kinds, 2 all."""
+        """Do without the savings that are not exact here: 1 is attention of all choices, 2 all."""
         if inexact <= self.inexact:
             return
         self.inexact = inexact
         if inexact == 1:
             logger.warning(
-                "attention of both kinds from earlier passes is not exact for this model: switched "
+                "attention of all heads from earlier passes is not exact for this model: switched "
                 "off; the layers' inputs are still reused"
             )
             self.can_mix = False
@@ -177,7 +180,7 @@ class BatchPass:
         cached: LayerActivations | None,
     ) -> Tensor:
         """A layer at every position."""
-        row, flops = self.mask.is_full[number], self.owner.flops
+        row, flops = self.mask.choices[number], self.owner.flops
         costs, positions = flops.full_layers[number], self.batch.positions
         attention: Any = self.owner.attentions[number]
         mixed = self._cached_mixture(row, cached)
@@ -188,20 +191,20 @@ class BatchPass:
                 return forward(state, **kwargs)
         pairs = flops.pairs(*self.batch.input_ids.shape)
         self.operations += costs.linear * positions
-        if not self._worth_both(number, cached):
+        if not self._worth_every(number, cached):
             self.operations += flops.attention(row, pairs)
             return forward(state, **kwargs)
         self.savings.add(self._mixture_of(row))
-        self.operations += flops.both(pairs)
-        with replace_attention(attention, self._attend_both(number)):
+        self.operations += flops.every(pairs)
+        with replace_attention(attention, self._attend_every(number)):
             return forward(state, **kwargs)
 
     def _mixture_of(self, row: Any) -> str:
-        """Name of the saving to verify: a GPU chooses kernels by the number of full heads."""
-        return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {int(row.sum())}"
+        """Name of the saving to verify: a GPU chooses kernels by the number of heads of a kind."""
+        return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {np.bincount(row)}"
 
-    def _worth_both(self, number: int, cached: LayerActivations | None) -> bool:
-        """Whether to compute this layer's attention of both kinds, for passes to come.
+    def _worth_every(self, number: int, cached: LayerActivations | None) -> bool:
+        """Whether to compute this layer's attention under every choice, for passes to come.
 
         It pays where later passes have the same rows below this layer and another row in it, which
         they have if they start here too. Every pass may start at layer 0; at a higher layer
@@ -214,8 +217,8 @@ class BatchPass:
         cached.starts += 1
         return number == 0 or cached.starts > 1 or self.owner.cache.is_pinned(number)
 
-    def _attend_both(self, number: int) -> Attend:
-        """Attention that computes and caches both kinds, and returns the mask's mixture."""
+    def _attend_every(self, number: int) -> Attend:
+        """Attention that computes and caches every choice, and returns the mask's mixture."""
 
         def attend(
             module: nn.Module,
@@ -227,37 +230,38 @@ class BatchPass:
         ) -> Tensor:
             state = head_state(module)
             assert state is not None
-            full, sliding = (
+            outputs = [
                 hybrid_attention(
                     query, key, value, layout, context, backend=state.backend, **transform.options
                 )
-                for layout in (self.owner.all_full, self.owner.all_sliding)
-            )
-            self._add(number, full=full, sliding=sliding)
-            return self.mix(self.mask.is_full[number], full, sliding)
+                for layout in self.owner.layouts
+            ]
+            self._add(number, outputs=outputs)
+            return self.mix(self.mask.choices[number], outputs)
 
         return attend
 
     def _cached_mixture(self, row: Any, cached: LayerActivations | None) -> Tensor | None:
         """Attention output [E, T, HQ, D] of a row of the mask, if what it needs is cached."""
-        if cached is None:
+        if cached is None or not cached.outputs:
             return None
-        if row.all():
-            return cached.full
-        if not row.any():
-            return cached.sliding
-        if cached.full is None or cached.sliding is None:
-            return None
-        return self.mix(row, cached.full, cached.sliding)
+        return self.mix(row, cached.outputs)
 
-    def mix(self, row: Any, full: Tensor, sliding: Tensor) -> Tensor:
-        """Each head's output from one of both kinds, as a row of the mask says."""
-        is_full = torch.tensor(self.owner.own_heads(row), device=full.device)
-        return torch.where(is_full.repeat_interleave(self.owner.q_per_kv)[:, None], full, sliding)
+    def mix(self, row: Any, outputs: Sequence[Tensor]) -> Tensor:
+        """Each head's output from that of its choice, as a row of the mask says."""
+        *others, last = np.unique(row).tolist()
+        mixture: Tensor = outputs[last]
+        choices = torch.tensor(self.owner.own_heads(row), device=mixture.device)
+        choices = choices.repeat_interleave(self.owner.q_per_kv)[:, None]
+        for choice in others:
+            mixture = torch.where(choices == choice, outputs[choice], mixture)
+        return mixture
 
-    def _add(self, number: int, **tensors: Tensor) -> None:
+    def _add(
+        self, number: int, state: Tensor | None = None, outputs: Sequence[Tensor] = ()
+    ) -> None:
         if self.reuse:
-            self.owner.cache.add(self.mask, number, self.index, **tensors)
+            self.owner.cache.add(self.mask, number, self.index, state, outputs)
 
     def _last_layer(
         self,
@@ -272,11 +276,11 @@ class BatchPass:
         An answer's query needs the keys and values of all positions, and nothing else of them. So
         the layer's forward runs twice: over all positions until its keys and values are known, then
         over the answers' positions with an attention that takes those. The cache holds input and
-        attention of the answers' positions; with both kinds cached neither run is needed.
+        attention of the answers' positions; with these cached neither run is needed.
         """
         attention: Any = self.owner.attentions[number]
         flops, columns = self.owner.flops, self.batch.answer_columns.to(state.device)
-        costs, row = flops.full_layers[number], self.mask.is_full[number]
+        costs, row = flops.full_layers[number], self.mask.choices[number]
         narrow = _at_columns(kwargs, self.batch.input_ids.shape[1], columns)
         mixed = self._cached_mixture(row, cached)
         if number == self.start > 0 and mixed is not None:
@@ -285,7 +289,9 @@ class BatchPass:
                 return forward(state, **narrow)
         key, value = keys_and_values(attention, forward, state, kwargs)
         self.operations += costs.key_value * self.batch.positions + costs.linear * columns.numel()
-        self.operations += 2 * flops.answers(columns.numel(), self.batch.input_ids.shape[1])
+        self.operations += len(self.owner.layouts) * flops.answers(
+            columns.numel(), self.batch.input_ids.shape[1]
+        )
         state = state.gather(1, columns[:, :, None].expand(-1, -1, state.shape[2]))
 
         def attend(
@@ -296,12 +302,12 @@ class BatchPass:
             context: AttentionContext | None,
             transform: LogitTransform,
         ) -> Tensor:
-            full, sliding = (
+            outputs = [
                 answer_attention(query, key, value, columns, layout, transform)
-                for layout in (self.owner.all_full, self.owner.all_sliding)
-            )
-            self._add(number, state=state, full=full, sliding=sliding)
-            return self.mix(row, full, sliding)
+                for layout in self.owner.layouts
+            ]
+            self._add(number, state, outputs)
+            return self.mix(row, outputs)
 
         with replace_attention(attention, attend):
             return forward(state, **narrow)
@@ -318,12 +324,14 @@ def answer_attention(
 ) -> Tensor:
     """Attention [E, A, HQ, D] of queries [E, HQ, A, D] that stand at `columns` [E, A].
 
+    All heads of the layout see the same.
+
     Few kernels take a mask, and without one all logits are in memory at once: examples are computed
     in groups of at most `max_logits`.
     """
     keys = torch.arange(key.shape[2], device=key.device)
-    window = layout.window if layout.sliding else None
-    visible = AttentionContext(key.shape[2]).visible(columns, keys[None], window)
+    (group,) = layout.groups
+    visible = AttentionContext(key.shape[2]).visible(columns, keys[None], group.window)
     step = max(1, max_logits // (query.shape[1] * visible[0].numel()))
     outputs = [
         _masked_attention(query[rows], key[rows], value[rows], visible[rows, None], transform)

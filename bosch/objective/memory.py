@@ -1,6 +1,6 @@
-"""Memory of the activations of one batch: the formulas that plans state and searches go by.
+"""Memory of the activations of one batch, for plans, and what it leaves a search for reuse.
 
-Imports no torch. Measured against the bytes that are really alive in
+Measured against the bytes that are really alive in
 `tests/benchmarks/test_gradient_memory.py`. T tokens of an example, W window.
 """
 
@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from bosch.model.decoder_shape import DecoderShape
-from bosch.window import block_size
+import torch
 
+from bosch.errors import RunError
+from bosch.hardware import free_host_memory
+from bosch.objective.decoder_shape import DecoderShape
+from bosch.window import Windows, block_size, window_menu
+
+# What a device's allocator loses between blocks, and what other programs of a machine may want.
+_SHARE_OF_DEVICE = 0.85
+_SHARE_OF_HOST = 0.5
 # Tokens of each example whose feed-forward activations are in memory together in a backward pass.
 RECOMPUTED_TOKENS = 512
 
@@ -44,9 +52,13 @@ class ActivationSizes:
         """Hidden states of so many tokens."""
         return tokens * self.hidden * self.value_bytes
 
-    def layer_entry(self, tokens: int) -> int:
-        """A layer's input and its attention of both kinds: all that reuse keeps of a layer."""
-        return tokens * (self.hidden + 2 * self._per_shard(self.query)) * self.value_bytes
+    def layer_entry(self, tokens: int, windows: int = 1) -> int:
+        """A layer's input, and its attention with full heads and with each of so many windows.
+
+        It is all that reuse keeps of a layer.
+        """
+        outputs = (1 + windows) * self._per_shard(self.query)
+        return tokens * (self.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:
         """Peak activations of a pass without gradients: those of one feed-forward block."""
@@ -54,17 +66,21 @@ class ActivationSizes:
             tokens * (4 * self.hidden + 3 * self._per_shard(self.feed_forward)) * self.value_bytes
         )
 
-    def gradient(self, rows: int, length: int, window: int) -> int:
+    def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak activations of a gate gradient over `rows` examples of `length` tokens.
+
+        `windows` are the sizes of the menu.
 
         Every layer's input, and the attention of one layer with what its backward pass needs. The
         bands of the sliding heads overlap: their gradients are W / block + 1 times keys and values.
         """
         tokens = rows * length
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
-        values = 6 * self.hidden + 12 * query + 4 * key_value
-        banded = rows * max(0, length - window)
-        bands = 2 * key_value * (1 + window / block_size(window)) * banded
+        values = 6 * self.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
+        bands = sum(
+            2 * key_value * (1 + window / block_size(window)) * rows * max(0, length - window)
+            for window in windows
+        )
         size = self.value_bytes * (tokens * values + bands)
         if self.value_bytes < 4:  # norms compute in float32
             size += 4 * tokens * (2 * self.hidden + query + key_value)
@@ -72,15 +88,42 @@ class ActivationSizes:
         work = max(size, self.plain_pass(tokens) + self.value_bytes * recomputed)
         return self.layers * self.state(tokens) + math.ceil(work)
 
-    def kept_gradient(self, rows: int, length: int, window: int) -> int:
+    def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
         """Bytes that a gate gradient takes which keeps the activations of every layer.
 
         Those of one layer are what a backward pass has of it at once, and its feed-forward block's.
         """
         tokens = rows * length
-        of_layer = self.gradient(rows, length, window) - self.layers * self.state(tokens)
+        of_layer = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
         feed_forward = tokens * 7 * self._per_shard(self.feed_forward) * self.value_bytes
         return self.layers * (self.state(tokens) + of_layer + feed_forward)
 
     def _per_shard(self, width: int) -> int:
         return -(-width // self.shards)
+
+
+def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
+    """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
+    return ActivationSizes.of(DecoderShape.of(model.config), model.dtype.itemsize, shards)
+
+
+def reuse_room(
+    model: Any, windows: Windows, rows: int, length: int, *, processes: int = 1, shards: int = 1
+) -> int:
+    """Bytes that this process may keep between passes of batches of `rows` x `length` tokens.
+
+    `processes` share this machine's memory where the model is on the CPU. Call it when the model is
+    loaded.
+    """
+    sizes = [window.size for window in window_menu(windows)]
+    needed = activation_sizes(model, shards).gradient(rows, length, *sizes)
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        free += torch.cuda.memory_reserved(model.device)
+        free -= torch.cuda.memory_allocated(model.device)
+        return max(0, int(_SHARE_OF_DEVICE * free) - needed)
+    try:
+        free = free_host_memory()
+    except RunError as error:
+        raise RunError(f"{error}: set runtime.reuse_memory to a size") from error
+    return max(0, int(_SHARE_OF_HOST * (free / processes - needed)))

@@ -29,11 +29,11 @@ from bosch.objective.batches import batch_of, batches_by_round, batches_of_rank
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
 from bosch.objective.finite import remedy
-from bosch.objective.free_memory import activation_sizes
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
+from bosch.objective.memory import activation_sizes
 from bosch.ranks import Ranks
-from bosch.window import Window
+from bosch.window import Window, Windows, window_menu
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +58,22 @@ class Objective:
         self,
         model: Any,
         calibration: CalibrationSet,
-        window: Window,
+        windows: Windows,
         *,
         batch_size: int = 8,
         reuse_bytes: int = _REUSE_BYTES,
         answers_only: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
-        if window.size >= calibration.max_length:
+        self.windows = window_menu(windows)
+        if self.window.size >= calibration.max_length:
             raise UserError(
-                f"search.window_size is {window.size}, no shorter than the longest calibration "
-                f"example ({calibration.max_length} tokens): lower it or raise "
+                f"search.window_size is {self.window.size}, no shorter than the longest "
+                f"calibration example ({calibration.max_length} tokens): lower it or raise "
                 "prepare.calibration.length"
             )
         family_of(model.config)
         self.model, self.calibration = model, calibration
-        self.window = window
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
         self.ranks = ranks or Ranks()
         rounds = batches_by_round(calibration, batch_size, _vocabulary(model))
@@ -90,6 +90,11 @@ class Objective:
         self._checked = False
 
     @property
+    def window(self) -> Window:
+        """The widest window of the menu."""
+        return self.windows[0]
+
+    @property
     def batches(self) -> int:
         """Number of batches; further ranks have nothing to do."""
         return len(self._batches)
@@ -102,10 +107,11 @@ class Objective:
     @property
     def context(self) -> EvaluationContext:
         """Everything besides the mask that the scores depend on."""
+        one, *more = (window.size for window in self.windows)
         return EvaluationContext(
             calibration=self.calibration.fingerprint,
             model=model_fingerprint(self.model),
-            window_size=self.window.size,
+            window_size=one if not more else [one, *more],
             sinks=self.window.sinks,
         )
 
@@ -182,21 +188,40 @@ class Objective:
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Derivative of the mean log-likelihood by each KV head's gate, at `mask`.
 
-        The mean is over share number `share` of `shares` shares of the rounds. There are at most as
-        many shares as rounds; a higher number starts again from 0. Raises RunError as `evaluate`.
+        The gate leads from the narrowest window to full attention. The mean is over share number
+        `share` of `shares` shares of the rounds. There are at most as many shares as rounds; a
+        higher number starts again from 0. Raises RunError as `evaluate`.
         """
+        values, seconds, operations = self._gate_gradients(mask, share, shares)
+        return GateGradient(values[..., 0].tolist(), seconds, operations)
+
+    def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> Tensor:
+        """Estimated changes of the mean log-likelihood [L, HKV, 1 + windows], from one gradient.
+
+        Entry k of a head is what choice k of `HeadMask.choices` would change; its own choice's is
+        0. To first order: many changes at once add up to less. Otherwise as `gate_gradient`.
+        """
+        values = self._gate_gradients(mask, share, shares)[0]
+        values = torch.cat([values, torch.zeros_like(values[..., :1])], dim=2)
+        chosen = torch.tensor(mask.choices.astype(int))[..., None]
+        return values - values.gather(2, chosen)
+
+    def _gate_gradients(
+        self, mask: HeadMask, share: int, shares: int
+    ) -> tuple[Tensor, float, float]:
+        """Derivatives [L, HKV, windows] by all gates, seconds, and full-forward equivalents."""
         started = time.perf_counter()
-        apply_head_mask(self.model, mask, self.window)
+        apply_head_mask(self.model, mask, self.windows)
         self.check_output_head(mask)
         indices = self._batches_of_share(share, shares)
-        gradients = torch.zeros(len(self._batches), *mask.is_full.shape, dtype=torch.float64)
+        shape = len(self._batches), *mask.is_full.shape, len(self.windows)
+        gradients = torch.zeros(shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
         for index in sorted(self._own_batches.intersection(indices)):
             batch, recompute = self._batches[index], not self._keeps_activations(index)
             gradients[index] = gate_gradients(
-                self.model, batch, mask, self._forward.all_full, self._forward.all_sliding,
-                recompute=recompute,
-            )  # fmt: skip
+                self.model, batch, mask, self._forward.layouts, recompute=recompute
+            )
             operations[index] = self._forward.flops.gradient(batch, recompute=recompute)
         gradients, operations, seconds = self._merge(mask, gradients, operations, started)
         values = gradients[indices].sum(dim=0) / self._examples(indices)
@@ -206,11 +231,12 @@ class Objective:
                 + remedy(self.model)
             )
         all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
-        return GateGradient(values.tolist(), seconds, float(operations.sum()) / all_full)
+        return values, seconds, float(operations.sum()) / all_full
 
     def _keeps_activations(self, index: int) -> bool:
         """Whether what a backward pass of this batch needs fits beside what reuse has cached."""
-        needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, self.window.size)
+        windows = [window.size for window in self.windows]
+        needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
 
     def example_results(self, mask: HeadMask) -> Tensor:
@@ -226,7 +252,7 @@ class Objective:
     def whole_pass_operations(self, mask: HeadMask) -> int:
         """Operations of a pass over the set under `mask` without any saving."""
         flops = self._forward.flops
-        return sum(flops.whole_pass(mask.is_full, batch) for batch in self._batches)
+        return sum(flops.whole_pass(mask, batch) for batch in self._batches)
 
     def memory(self) -> dict[str, int]:
         """Memory of cached activations on this rank: the limit and the highest use."""
@@ -238,12 +264,12 @@ class Objective:
 
     def _incremental_forward(self, cache: ActivationCache) -> IncrementalForward:
         return IncrementalForward(
-            self.model, self.window, cache,
+            self.model, self.windows, cache,
             answers_only=self._answers_only, agree=self.ranks.agree,
         )  # fmt: skip
 
     def _begin(self, mask: HeadMask, shared_layers: int) -> None:
-        apply_head_mask(self.model, mask, self.window)
+        apply_head_mask(self.model, mask, self.windows)
         self.check_output_head(mask)
         self.cache.begin(mask, shared_layers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.search.bosch import (
     SearchResult,
@@ -45,14 +44,13 @@ def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """
     anchors, loss = measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
-    budget = swa_budget(layers * units, settings.swa_ratio)
-    quota = -(-budget // units)
+    quota = -(-evaluator.budget // units)
     everything = list(range(layers))
     solution = optimise_layers(
         evaluator, settings, loss, HeadMask.all_full(layers, units), everything, quota,
         "layer_importance", group_name(everything), whole_layers=True,
     )  # fmt: skip
-    mask, surplus = solution.mask, quota * units - budget
+    mask, surplus = solution.mask, quota * units - evaluator.budget
     if solution.plateau:
         how = "by log-likelihood alone" if settings.break_ties else "arbitrarily"
         evaluator.note(
@@ -75,7 +73,7 @@ def _algorithm_one(
     importance = layer_importance(evaluator, settings, loss, layers_per_group)
     ratios = rank_layers(evaluator, settings, importance, anchors)
     mask = importance.mask
-    surplus = mask.num_sliding - swa_budget(mask.is_full.size, settings.swa_ratio)
+    surplus = mask.num_sliding - evaluator.budget
     if surplus > 0:
         evaluator.note(
             f"Algorithm 1 localised {surplus} units too many: turned back in the hardest layers"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
@@ -59,11 +58,10 @@ def final_result(
 
     `mask` is one of units, that of the result one of heads. Says in a note where the two differ.
     """
+    sliding, budget = mask.num_sliding, evaluator.budget
+    assert sliding == budget, f"{sliding} units sliding on a budget of {budget}"
     evaluation = evaluator.evaluate(mask, "final", "final mask")
     mask = evaluator.units.head_mask(mask)
-    sliding = mask.num_sliding
-    budget = swa_budget(mask.is_full.size, settings.swa_ratio)
-    assert sliding == budget, f"{sliding} heads sliding on a budget of {budget}"
     best_mask, best = mask, evaluation
     if evaluator.best_on_budget is not None:
         best_mask, best = evaluator.best_on_budget
@@ -108,7 +106,7 @@ def rank_layers(
             layer_drops(importance.best_log_likelihoods, original.log_likelihood, scale=1.0)
         )
     _note_ties(evaluator, drops, importance.groups, settings.break_ties)
-    return assign_ratios(drops, evaluator.shape[1], settings.swa_ratio, settings.buckets, tie_drops)
+    return assign_ratios(drops, evaluator.shape[1], evaluator.budget, settings.buckets, tie_drops)
 
 
 def _note_ties(

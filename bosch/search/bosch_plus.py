@@ -29,18 +29,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
 from bosch.search.gates import Gates, largest, scaled
-from bosch.search.methods import plus_budget
+from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
 
 logger = logging.getLogger(__name__)
@@ -89,6 +88,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = _Search(evaluator, settings)
+    _note_least_budget(evaluator, settings)
     if evaluator.has_gradients and search.left >= 1 + search.gradient_cost:
         search.start()
         search.improve()
@@ -101,6 +101,25 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
         evaluator.note(f"{reason}: bosch_plus made swaps at random instead")
         search.swap_at_random()
     return final_result(evaluator, settings, search.best.mask, anchors)
+
+
+def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
+    """Say where other budgets per layer would be the same budget."""
+    layers, kappa = evaluator.shape[0], settings.budget_per_layer
+    larger = replace(settings, budget_per_layer=kappa + 1)
+    if plus_budget(settings, layers) == plus_budget(larger, layers) == LEAST_PLUS_BUDGET:
+        evaluator.note(
+            f"search.budget_per_layer: {kappa} with {layers} layers is the least budget of "
+            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to "
+            f"{_highest_of_least_budget(settings, layers)}"
+        )
+
+
+def _highest_of_least_budget(settings: SearchSettings, layers: int) -> int:
+    kappa = settings.budget_per_layer
+    while plus_budget(replace(settings, budget_per_layer=kappa + 1), layers) == LEAST_PLUS_BUDGET:
+        kappa += 1
+    return kappa
 
 
 @dataclass(frozen=True)
@@ -157,7 +176,7 @@ class _Search:
         self.evaluator = evaluator
         self.shape = evaluator.shape
         self.num_units = self.shape[0] * self.shape[1]
-        self.full_units = self.num_units - swa_budget(self.num_units, settings.swa_ratio)
+        self.full_units = self.num_units - evaluator.budget
         self.budget = self.left = float(plus_budget(settings, self.shape[0]))
         self.gradients = 0
         # The dearest share's, so that no gradient costs more than was left for it.

@@ -96,10 +96,10 @@ class Evaluator:
     """Evaluates masks, each once: the log holds the results of this search and of earlier ones.
 
     Methods give masks of `units`, by default single heads; log, trace and `best_on_budget` hold
-    masks of heads. It counts what the search costs and collects its trace and notes. `target` is
-    the number of sliding heads of a mask on budget, once the anchors are measured; `best_on_budget`
-    the best such mask so far with its evaluation. `fresh_seconds` is the time the scorer took in
-    this process. `watch`, where set, is called after each evaluation.
+    masks of heads. It counts what the search costs and collects its trace and notes. `budget` is
+    the number of sliding units of every mask on budget, once the anchors are measured;
+    `best_on_budget` is the best such mask so far with its evaluation. `fresh_seconds` is the time
+    the scorer took in this process. `watch`, where set, is called after each evaluation.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Evaluator:
         self._gradients: dict[tuple[str, str], GateGradient] = {}
         self._best_in_subproblem: dict[tuple[str, str], float] = {}
         self.best_on_budget: tuple[HeadMask, Evaluation] | None = None
-        self.target = -1
+        self.budget = -1
         self.gradient_bound = 0.0
         self.fresh_seconds = 0.0
         self._naive = 0.0
@@ -225,8 +225,9 @@ class Evaluator:
         return sum(g.full_forward_equivalents for g in self._gradients.values())
 
     def anchors(self, swa_ratio: float) -> Anchors:
-        """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets the target."""
-        self.target = swa_budget(self.units.heads.size, swa_ratio)
+        """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets the budget."""
+        layers, units = self.shape
+        self.budget = swa_budget(layers * units, swa_ratio)
         sliding = self.evaluate(HeadMask.all_sliding(*self.shape), "anchors", "all sliding")
         full = self.evaluate(HeadMask.all_full(*self.shape), "anchors", "all full")
         logger.info("anchors: all sliding %.4f, all full %.4f", sliding.score, full.score)
@@ -280,7 +281,7 @@ class Evaluator:
             is_bound=evaluation.is_bound,
         )
         self.trace.append(point)
-        if mask.num_sliding == self.target and not evaluation.is_bound:
+        if mask.num_sliding == self.budget * self.units.heads.shape[2] and not evaluation.is_bound:
             best_so_far = self.best_on_budget
             if best_so_far is None or evaluation.rank > best_so_far[1].rank:
                 self.best_on_budget = mask, evaluation

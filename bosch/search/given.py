@@ -8,6 +8,7 @@ from bosch.budget import swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.search.settings import SearchSettings
+from bosch.window import windows_text
 
 
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
@@ -32,11 +33,14 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
             f"search.swa_ratio: {settings.swa_ratio:g} means {budget} sliding heads, {path} has "
             f"{sliding}; set it to {file.mask.swa_ratio:.6g}"
         )
-    window = getattr(scorer, "window", file.window)
-    if window != file.window:
+    widest = file.windows[0]
+    window = getattr(scorer, "window", widest)
+    if window != widest:
+        several = f"windows of {windows_text(file.windows)}, of which the widest counts"
         raise UserError(
-            f"search.window_size: the window is {window}, {path} is a mask for a window of "
-            f"{file.window}; set window_size: {file.window_size} and sinks: {file.sinks}"
+            f"search.window_size: the window is {window}, {path} is a mask for "
+            f"{several if len(file.windows) > 1 else f'a window of {widest}'}; "
+            f"set window_size: {widest.size} and sinks: {widest.sinks}"
         )
     granularity = settings.head_granularity
     for layer, full in enumerate(file.mask.full_kv_heads_per_layer):

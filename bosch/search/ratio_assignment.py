@@ -49,11 +49,11 @@ def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def assign_ratios(
     drops: npt.NDArray[np.float64],
     num_heads: int,
-    swa_ratio: float,
+    budget: int,
     buckets: Sequence[float],
     tie_drops: npt.NDArray[np.float64] | None = None,
 ) -> LayerRatios:
-    """Sliding units per layer, ceil(rho L H) in all (Algorithm 2).
+    """Sliding units per layer, `budget` in all (Algorithm 2).
 
     `drops` is d of `layer_drops`. Layers of equal weight are ordered by `tie_drops` (hardest is
     largest) where given, then by index. With `tie_drops`, layers that all have the same weight get
@@ -65,16 +65,15 @@ def assign_ratios(
     tie = np.zeros(num_layers) if tie_drops is None else tie_drops
     hardest_first = np.lexsort((np.arange(num_layers), -tie, -weights)).tolist()
     units = [swa_budget(num_heads, b) for b in buckets]
-    target = swa_budget(num_layers * num_heads, swa_ratio)  # line 5
     if tie_drops is not None and np.ptp(weights) == 0:
-        quotas = [target // num_layers] * num_layers
+        quotas = [budget // num_layers] * num_layers
     else:
         rank = [0] * num_layers
         for j, group in enumerate(split_evenly(hardest_first, len(buckets))):  # line 12
             for layer in group:
                 rank[layer] = j  # line 13
-        quotas = _step_buckets(rank, units, hardest_first, target)
-    quotas = _give_remainder(quotas, num_heads, hardest_first, target)
+        quotas = _step_buckets(rank, units, hardest_first, budget)
+    quotas = _give_remainder(quotas, num_heads, hardest_first, budget)
     return LayerRatios(drops.tolist(), weights.tolist(), quotas, hardest_first)
 
 

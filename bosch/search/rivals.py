@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from bosch.budget import swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
@@ -35,8 +34,7 @@ def _whole_mask(evaluator: Evaluator, settings: SearchSettings, solver: SolverNa
     shape = evaluator.shape
     solution = optimise_layers(
         evaluator, replace(settings, solver=solver), loss, HeadMask.all_full(*shape),
-        range(shape[0]), swa_budget(shape[0] * shape[1], settings.swa_ratio),
-        "head_selection", "whole mask",
+        range(shape[0]), evaluator.budget, "head_selection", "whole mask",
     )  # fmt: skip
     return final_result(evaluator, settings, solution.mask, anchors)
 
@@ -60,7 +58,7 @@ def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchRes
     # sorted() keeps the order of equal ones: the unit of lower index slides.
     order = sorted(range(len(ranks)), key=lambda unit: ranks[unit], reverse=True)
     bits = np.ones(len(ranks), dtype=np.bool_)
-    bits[order[: swa_budget(len(ranks), settings.swa_ratio)]] = False
+    bits[order[: evaluator.budget]] = False
     return final_result(evaluator, settings, HeadMask(bits.reshape(full.is_full.shape)), anchors)
 
 
@@ -80,7 +78,7 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
         for layer in range(layers)
     ]
     is_full = full.is_full.copy()
-    left = swa_budget(layers * units, settings.swa_ratio)
+    left = evaluator.budget
     for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
         is_full[layer, : min(left, units)] = False
         left -= min(left, units)
@@ -98,7 +96,7 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     anchors, _ = measure_anchors(evaluator, settings)
     shape = evaluator.shape
     units = shape[0] * shape[1]
-    full_units = units - swa_budget(units, settings.swa_ratio)
+    full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
     left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_bound, 0
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):

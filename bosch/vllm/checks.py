@@ -12,7 +12,15 @@ from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, text_config
-from bosch.vllm.plan import Grouping, ModulePlan, layers_refusal, module_plan, rank_order
+from bosch.vllm.plan import (
+    EngineHeads,
+    Grouping,
+    ModulePlan,
+    engine_heads,
+    layers_refusal,
+    module_plan,
+    rank_order,
+)
 from bosch.weight_files import weight_faults
 
 # Arguments of vLLM's attention module that the plugin passes.
@@ -88,31 +96,22 @@ def grouping_of(vllm_config: Any) -> Grouping:
 
 def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "engine") -> ModulePlan:
     """The attention modules of these layers; raises UserError for sinks and impossible shares."""
-    sinks = max((layout.window.sinks for layout in layouts if layout.sliding), default=0)
+    sinks = max(layout.sinks for layout in layouts)
     if sinks:
         raise UserError(
             f"hybrid_attention.sinks is {sinks}: vLLM keeps a window of a sliding head and no "
             "sinks before it; search and train with sinks: 0 for this engine, or serve the model "
             "with transformers"
         )
-    return module_plan(
-        [len(layout.full) for layout in layouts],
-        layouts[0].num_key_value_heads,
-        [layout.window.vllm for layout in layouts],
-        ranks,
-        grouping,
-    )
+    rows = ({group.window: len(group.heads) for group in layout.groups} for layout in layouts)
+    return module_plan(engine_heads(rows), ranks, grouping)
 
 
 def original_plan(config: Any, ranks: int) -> ModulePlan:
     """The modules of the model that a hybrid was made from, as vLLM serves it."""
-    kinds, layouts = decoder_layers(config), served_layouts(config)
-    return module_plan(
-        [0 if n in kinds.windows else kinds.heads for n in range(len(layouts))],
-        kinds.heads,
-        [layout.window.vllm for layout in layouts],
-        ranks,
-    )
+    kinds = decoder_layers(config)
+    layers: list[EngineHeads] = [{kinds.windows.get(n): kinds.heads} for n in range(kinds.count)]
+    return module_plan(layers, ranks)
 
 
 def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:

@@ -60,16 +60,17 @@ class SplitAttention(nn.Module):
         return torch.cat(outputs, dim=-1)
 
 
-class FullyCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window whose cache is a full one, as the same module has it on another rank.
+class WiderCachedAttention(Attention):  # type: ignore[misc]
+    """Attention in a window with a wider cache, as the same module needs it on another rank.
 
-    vLLM requires equal caches on all ranks.
+    vLLM requires equal caches on all ranks. `cache_window` is None for a full cache.
     """
 
     sliding_window: int | None
+    cache_window: int | None = None
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        window, self.sliding_window = self.sliding_window, None
+        window, self.sliding_window = self.sliding_window, self.cache_window
         try:
             return super().get_kv_cache_spec(vllm_config)
         finally:
@@ -120,6 +121,15 @@ def _module_arguments(
     return {**arguments, **changed}
 
 
+def _attention(arguments: dict[str, Any], window: int | None, cache: int | None) -> Attention:
+    """The module that attends in a window and keeps a cache for this or a wider one."""
+    if window == cache:
+        return Attention(**arguments)
+    attention = WiderCachedAttention(**arguments)
+    attention.cache_window = cache
+    return attention
+
+
 class HybridMixin:
     """Splits the attention of the vLLM class it is mixed into."""
 
@@ -157,9 +167,7 @@ class HybridMixin:
                 )
             del registered[attention.layer_name]
             attentions = [
-                (FullyCachedAttention if cache is None and window else Attention)(
-                    **_module_arguments(arguments, sizes, index, window)
-                )
+                _attention(_module_arguments(arguments, sizes, index, window), window, cache)
                 for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
             ]
             _check_windows(attentions, windows, layer)
@@ -186,7 +194,7 @@ class HybridMixin:
         return groups_of_modules(vllm_config, kv_cache_spec)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Load a checkpoint, with each rank's full heads first."""
+        """Load a checkpoint, with each rank's widest heads first."""
         module: Any = self
         parent: Any = super()
         orders = [
@@ -236,7 +244,7 @@ def _own_class(family: Family) -> str | None:
 def hybrid_engine_class(family: Family) -> Any:
     """vLLM's model class of a family's hybrid models."""
     # vLLM looks at the class before its checks, which refuse these: one without images will do.
-    refused = family.takes_more_than_text or family.linear_every or family.beside_states
+    refused = family.takes_more_than_text or family.mixes_states
     own = None if refused else _own_class(family)
     backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
     engine_class = ModelRegistry.models[own or backend].load_model_cls()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Literal
+from itertools import accumulate, islice, pairwise
+from typing import Literal, TypeAlias
 
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
+from bosch.window import Window
 
 # A kind's modules fill groups as large as the largest kind where that pads the others by less.
 _PADDED_UP_TO = 1.5
@@ -159,15 +160,24 @@ def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
     return bins
 
 
+# KV heads of a layer by the window in which they attend, the widest first; None is full.
+EngineHeads: TypeAlias = Mapping[int | None, int]
+
+
+def engine_heads(rows: Iterable[Mapping[Window | None, int]]) -> list[EngineHeads]:
+    """Heads by window as vLLM counts windows."""
+    return [{None if w is None else w.vllm: count for w, count in row.items()} for row in rows]
+
+
 @dataclass(frozen=True)
 class ModulePlan:
     """The attention modules of every layer on each tensor-parallel rank.
 
-    `caches` holds those of a layer's modules in their order, full ones first: None for a full one,
+    `caches` holds those of a layer's modules in their order, the widest first: None for a full one,
     else the window in tokens, the query's own included; `sizes` holds the modules' KV heads. The
-    shards share a layer's `full_heads` in units of `unit` KV heads. Where they cannot share them
-    equally, some modules of sliding heads have a full cache, so that all shards have the same
-    caches; `layer_windows` are the windows in which sliding heads attend.
+    shards share a layer's `heads` of each window in units of `unit` KV heads. Where they cannot
+    share them equally, some modules have a cache that is wider than their window, so that all
+    shards have the same caches.
     """
 
     ranks: int
@@ -175,25 +185,35 @@ class ModulePlan:
     unit: int
     caches: tuple[tuple[int | None, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
-    full_heads: tuple[int, ...]
-    layer_windows: tuple[int, ...]
+    heads: tuple[EngineHeads, ...]
     grouping: Grouping = "engine"
 
-    def full_heads_on(self, layer: int, shard: int) -> int:
-        """Full KV heads of a layer on a shard: the first shards have a unit more."""
-        units = self.full_heads[layer] // self.unit
-        return (units // self.shards + (shard < units % self.shards)) * self.unit
+    def heads_on(self, layer: int, shard: int) -> dict[int | None, int]:
+        """KV heads of each window of a layer on a shard: the first shards have a unit more."""
+        ends = []
+        for end in accumulate(self.heads[layer].values()):
+            units = end // self.unit
+            ends.append((units // self.shards + (shard < units % self.shards)) * self.unit)
+        counts = (end - start for start, end in pairwise([0, *ends]))
+        return dict(zip(self.heads[layer], counts, strict=True))
 
     def windows(self, layer: int, rank: int) -> tuple[int | None, ...]:
         """The windows in which a layer's modules attend on a rank, in their order; None is full."""
-        full = self.full_heads_on(layer, rank * self.shards // self.ranks)
-        ends = accumulate(self.sizes[layer])
-        return tuple(None if end <= full else self.layer_windows[layer] for end in ends)
+        counts = self.heads_on(layer, rank * self.shards // self.ranks)
+        window_of_head = [window for window, count in counts.items() for _ in range(count)]
+        return tuple(window_of_head[end - 1] for end in accumulate(self.sizes[layer]))
 
     @property
     def padded_kv_heads(self) -> int:
-        """Sliding KV heads of all shards that have a full cache."""
-        return sum(self._modules().get(None, ())) * self.shards - sum(self.full_heads)
+        """KV heads of all shards that have a wider cache than they need."""
+        ranks = [shard * self.ranks // self.shards for shard in range(self.shards)]
+        return sum(
+            size
+            for layer, (caches, sizes) in enumerate(zip(self.caches, self.sizes, strict=True))
+            for rank in ranks
+            for window, cache, size in zip(self.windows(layer, rank), caches, sizes, strict=True)
+            if window != cache
+        )
 
     @property
     def sliding_windows(self) -> set[int]:
@@ -248,16 +268,13 @@ class ModulePlan:
 
 
 def module_plan(
-    full_kv_heads_per_layer: Sequence[int],
-    num_key_value_heads: int,
-    windows: Sequence[int],
-    ranks: int = 1,
-    grouping: Grouping = "engine",
+    layers: Sequence[EngineHeads], ranks: int = 1, grouping: Grouping = "engine"
 ) -> ModulePlan:
-    """The plan for layers with these full counts and windows of their sliding heads.
+    """The plan for layers with these heads.
 
     Raises UserError where vLLM cannot share a layer's heads among the tensor-parallel ranks.
     """
+    num_key_value_heads = sum(layers[0].values())
     if ranks < 1 or max(ranks, num_key_value_heads) % min(ranks, num_key_value_heads):
         raise UserError(
             f"tensor_parallel_size: {num_key_value_heads} KV heads cannot be shared by {ranks} "
@@ -266,34 +283,27 @@ def module_plan(
     # With more ranks than heads vLLM gives each rank a copy of one head.
     shards = min(ranks, num_key_value_heads)
     heads = num_key_value_heads // shards
-    unit = 1 if grouping == "unequal" else _unit(full_kv_heads_per_layer, heads, shards)
+    unit = 1 if grouping == "unequal" else _unit(layers, heads, shards)
 
     def plan_of_modules(most: int) -> ModulePlan:
         """With modules of at most so many KV heads."""
         caches, sizes = [], []
-        for full, window in zip(full_kv_heads_per_layer, windows, strict=True):
-            cached = -(-full // (unit * shards)) * unit
-            # Where shards have unequal shares, what is full on some has a module of its own.
-            shared = full // (unit * shards) * unit
+        for layer in layers:
+            ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
+            # How far the heads of a window reach on the shards with the least and the most of them.
+            least = [whole * unit for whole, _ in ends]
+            cached = [(whole + bool(rest)) * unit for whole, rest in ends]
+            # What has another window on some shards has a module of its own.
+            parts = pairwise(sorted({0, *least, *cached}))
             modules = [
-                (kind, min(most, size - first))
-                for kind, size in (
-                    (None, shared), (None, cached - shared), (window, heads - cached),
-                )
-                for first in range(0, size, most)
-            ]  # fmt: skip
+                (next(w for w, last in zip(layer, cached, strict=True) if end <= last), size)
+                for start, end in parts
+                for first in range(start, end, most)
+                for size in [min(most, end - first)]
+            ]
             caches.append(tuple(kind for kind, _ in modules))
             sizes.append(tuple(size for _, size in modules))
-        return ModulePlan(
-            ranks,
-            shards,
-            unit,
-            tuple(caches),
-            tuple(sizes),
-            tuple(full_kv_heads_per_layer),
-            tuple(windows),
-            grouping,
-        )
+        return ModulePlan(ranks, shards, unit, tuple(caches), tuple(sizes), tuple(layers), grouping)
 
     if grouping != "unequal":
         return plan_of_modules(unit)
@@ -305,19 +315,15 @@ def module_plan(
     )
 
 
-def _unit(full_kv_heads_per_layer: Sequence[int], heads: int, shards: int) -> int:
-    """KV heads of each module, where all have as many: for the fewest heads with a full cache.
+def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
+    """KV heads of each module, where all have as many: for the fewest heads with a wider cache.
 
     Of those the fewest modules. A shard has `heads` KV heads of a layer.
     """
-    largest = math.gcd(heads, *full_kv_heads_per_layer)
+    largest = math.gcd(heads, *(count for layer in layers for count in layer.values()))
     units = [unit for unit in range(largest, 0, -1) if largest % unit == 0]
-    return min(
-        units,
-        key=lambda unit: (
-            unit * sum(-(-full // (unit * shards)) for full in full_kv_heads_per_layer)
-        ),
-    )
+    ends = [end for layer in layers for end in list(accumulate(layer.values()))[:-1]]
+    return min(units, key=lambda unit: unit * sum(-(-end // (unit * shards)) for end in ends))
 
 
 @dataclass(frozen=True)
@@ -354,9 +360,7 @@ def served_tokens(longest: int | None) -> tuple[int, ...]:
 
 
 def served_caches(
-    full_kv_heads_per_layer: Sequence[int],
-    num_key_value_heads: int,
-    windows: Sequence[int],
+    layers: Sequence[EngineHeads],
     bytes_per_head: int,
     own: Sequence[int] = (),
     *,
@@ -367,18 +371,19 @@ def served_caches(
 
     `own` are the windows of layers that slide in the original model too.
     """
-    full_kv_heads_per_layer = [*full_kv_heads_per_layer, *[0] * len(own)]
-    originally_full = [num_key_value_heads] * len(windows) + [0] * len(own)
-    windows = [*windows, *own]
-    one_rank = module_plan(full_kv_heads_per_layer, num_key_value_heads, windows)
+    heads = sum(layers[0].values())
+    full: EngineHeads = {None: heads}
+    sliding: list[EngineHeads] = [{window: heads} for window in own]
+    hybrid_layers, original_layers = [*layers, *sliding], [*[full] * len(layers), *sliding]
+    one_rank = module_plan(hybrid_layers)
     for ranks in SERVED_RANKS:
         try:
-            hybrid = module_plan(full_kv_heads_per_layer, num_key_value_heads, windows, ranks)
+            hybrid = module_plan(hybrid_layers, ranks)
         except UserError as error:
             for tokens in lengths:
                 yield ServedCache(engine, ranks, tokens, refusal=str(error))
             continue
-        original = module_plan(originally_full, num_key_value_heads, windows, ranks)
+        original = module_plan(original_layers, ranks)
         for tokens in lengths:
             request, equal_share = (
                 Request(tokens, engine.block_size, engine.tokens_in_flight(windows, ranks))
@@ -441,14 +446,15 @@ def worst_shared_mask(
 
 
 def rank_order(plan: ModulePlan, layer: int) -> list[int]:
-    """Order of a layer's KV heads in which each rank's share has its full heads first.
+    """Order of a layer's KV heads in which each rank's share has its widest heads first.
 
-    The weights hold all full heads first, and vLLM gives each rank a contiguous share.
+    The weights hold all of the widest heads first, and vLLM gives each rank a contiguous share.
     """
-    heads, num_full = sum(plan.sizes[layer]), plan.full_heads[layer]
-    full, sliding = iter(range(num_full)), iter(range(num_full, heads * plan.shards))
-    order: list[int] = []
-    for shard in range(plan.shards):
-        mine = plan.full_heads_on(layer, shard)
-        order += [*islice(full, mine), *islice(sliding, heads - mine)]
-    return order
+    ends = pairwise(accumulate(plan.heads[layer].values(), initial=0))
+    left = {w: iter(range(*end)) for w, end in zip(plan.heads[layer], ends, strict=True)}
+    return [
+        head
+        for shard in range(plan.shards)
+        for window, count in plan.heads_on(layer, shard).items()
+        for head in islice(left[window], count)
+    ]

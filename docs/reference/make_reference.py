@@ -1,4 +1,4 @@
-"""Write docs/reference/recipe.md and commands.md from the types and parsers that the program uses.
+"""Write recipe.md, recipe.schema.json and commands.md from the program's own types and parsers.
 
     python docs/reference/make_reference.py
 
@@ -7,6 +7,7 @@ tests/unit/test_recipe_reference.py fails while the pages and the program differ
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli import COMMANDS, parser_of  # noqa: E402
+from bosch.commands import command_parser  # noqa: E402
+from pipeline.cli import commands  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
-from stages.fields import Section, parse_bytes, parse_count  # noqa: E402
+from stages.fields import (  # noqa: E402
+    Section,
+    parse_bytes,
+    parse_count,
+    parse_flag,
+    parse_number,
+)
 from stages.recipe import recipe_type  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -32,7 +41,9 @@ INTRODUCTION = """\
 <!-- Written by docs/reference/make_reference.py from the sections in
 stages/*/stage.py. -->
 
-A recipe is one YAML file. A key that is not listed here is refused. The sections `train` and
+A recipe is one YAML file. A key that is not listed here is refused.
+With `# yaml-language-server: $schema=…/docs/reference/recipe.schema.json` as its first line, an
+editor completes keys and checks values. The sections `train` and
 `evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
 the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
 
@@ -40,14 +51,32 @@ the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.so
   (× 1,000,000,000).
 - *size*: bytes, or `512MiB`, `40GB`.
 - *number*: `1e-5` is read as one.
+- *path*: a relative one starts at the folder of the recipe's file; in an override, at the current
+  directory; a default, at the checkout.
 """
+
+# Texts that stand for other values, as patterns: editors run no code.
+_WRITTEN = {
+    parse_count: r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKmMbB]?\s*$",
+    parse_bytes: r"^\s*[0-9]+(\.[0-9]+)?\s*[kmgtKMGT]?i?[bB]?\s*$",
+    parse_number: r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$",
+    parse_flag: r"^(yes|on|true|no|off|false)$",
+}
+
+_BOUNDS = {
+    "ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum",
+}  # fmt: skip
 
 COMMANDS_INTRODUCTION = """\
 # Command reference
 
 <!-- Written by docs/reference/make_reference.py from the commands' parsers. -->
 
-`python -m pipeline COMMAND …` needs the project's Python: `source .venv/bin/activate` first.
+`bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first. It works from
+any folder, and is the same as `python -m pipeline COMMAND …` in the checkout. `bosch --version`
+prints the version, `bosch completion bash` what completes commands and options in a shell.
+Where `pip install .` has put the library alone, `bosch` has the commands that need no more, `mask`
+and `show`.
 `launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
 finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
 read as YAML.
@@ -69,14 +98,45 @@ def recipe_reference() -> str:
     return INTRODUCTION + "".join(_sections(recipe_type(STAGES), "", "The recipe"))
 
 
+class _RecipeSchema(GenerateJsonSchema):
+    """A schema that knows the texts which stand for counts, sizes, numbers and flags."""
+
+    def function_before_schema(self, schema: Any) -> dict[str, Any]:
+        inner = super().function_before_schema(schema)
+        pattern = _WRITTEN.get(schema["function"]["function"])
+        return {"anyOf": [inner, {"type": "string", "pattern": pattern}]} if pattern else inner
+
+
+def recipe_schema() -> str:
+    """Text of recipe.schema.json: what editors complete and check while a recipe is written."""
+    recipe = recipe_type(STAGES)
+    schema = _with_bounds(recipe.model_json_schema(schema_generator=_RecipeSchema))
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    # A default that the loader fills in.
+    filled = [name for name, f in recipe.model_fields.items() if "default:" in str(f.description)]
+    schema["required"] = [name for name in schema["required"] if name not in filled]
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _with_bounds(schema: Any) -> Any:
+    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser."""
+    if isinstance(schema, list):
+        return [_with_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
+
+
 def command_reference() -> str:
     """Text of commands.md."""
-    return COMMANDS_INTRODUCTION + "".join(map(_command, COMMANDS))
+    return COMMANDS_INTRODUCTION + "".join(
+        _command(name, module) for name, module in commands().items()
+    )
 
 
-def _command(name: str) -> str:
+def _command(name: str, module: types.ModuleType) -> str:
     """A table of a command's arguments and options."""
-    parser, rows = parser_of(name), []
+    parser, rows, about = command_parser(name, module), [], module.COMMAND.help
     for action in parser._actions:
         if "--help" not in action.option_strings:
             choices = "|".join(map(str, action.choices or []))
@@ -84,10 +144,10 @@ def _command(name: str) -> str:
             option = " ".join(action.option_strings)
             takes_value = not option or action.nargs != 0
             usage = f"{option} {words}" if option and takes_value else option or words
-            about = (action.help or "") % {"default": action.default, "prog": parser.prog}
-            rows.append(f"| `{_escape(usage)}` | {_escape(about)} |\n")
+            meaning = (action.help or "") % {"default": action.default, "prog": parser.prog}
+            rows.append(f"| `{_escape(usage)}` | {_escape(meaning)} |\n")
     table = "\n| argument | meaning |\n|---|---|\n" + "".join(rows)
-    return f"\n## {name}\n\n{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n{table}"
+    return f"\n## {name}\n\n{about[0].upper()}{about[1:]}.\n{table}"
 
 
 def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
@@ -183,6 +243,10 @@ def _escape(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, text in (("recipe.md", recipe_reference()), ("commands.md", command_reference())):
+    for page, text in (
+        ("recipe.md", recipe_reference()),
+        ("recipe.schema.json", recipe_schema()),
+        ("commands.md", command_reference()),
+    ):
         (FOLDER / page).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{(FOLDER / page).relative_to(ROOT)} written\n")

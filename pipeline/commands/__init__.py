@@ -1,1 +1,36 @@
-"""The commands beside `run`: compare, study, measure and plan."""
+"""The commands that need the checkout, as `bosch.commands` describes them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from bosch.commands import Command
+
+
+@dataclass(frozen=True)
+class RecipeCommand(Command):
+    """A command that works on a recipe: `run(loaded, options)` returns the exit status.
+
+    `fetch` allows looking the recipe's model up over the network; without `input_files` its data
+    need not be there, without `model_files` neither weights nor tokenizer. Without `model_family`
+    nothing is checked that takes transformers.
+    """
+
+    fetch: bool = True
+    input_files: bool = True
+    model_files: bool = True
+    model_family: bool = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "-v", "--verbose", action="store_true", help="show the stages' logs on the terminal"
+        )
+        parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
+        parser.add_argument(
+            "overrides",
+            metavar="key.path=value",
+            nargs="*",
+            help="replaces a value of the recipe, like search.swa_ratio=0.5",
+        )

@@ -1,4 +1,4 @@
-"""`python -m pipeline run RECIPE`: brings the stages of a recipe up to date."""
+"""`bosch run RECIPE`: brings the stages of a recipe up to date."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 
 from bosch.errors import UserError
 from bosch.files import make_folder
+from pipeline.commands import RecipeCommand
 from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
@@ -14,6 +15,8 @@ from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
 from stages.recipe import LoadedRecipe
 from stages.report.stage import PAGE
+
+COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +51,6 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
         )
         runner.hasher.save()
         return 0
-    for stage in loaded.stages:
-        if stage.name in runner.chosen:
-            stage.refuse(loaded)
     results = loaded.output_root / loaded.recipe.name
     try:
         make_folder(results)

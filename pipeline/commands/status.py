@@ -1,4 +1,4 @@
-"""`python -m pipeline status RECIPE`: the state of each stage, within half a second."""
+"""`bosch status RECIPE`: the state of each stage, within half a second."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 
+from bosch.commands import print_json
 from bosch.errors import printable
+from pipeline.commands import RecipeCommand
 from pipeline.run.graph import resolve
 from pipeline.run.status import StageState, inspect
 from pipeline.run.store import Store
 from stages.recipe import LoadedRecipe
+
+COMMAND = RecipeCommand(
+    "say for each stage whether it is cached, to run, running or failed, and why",
+    json=True,
+    fetch=False,
+    model_family=False,
+)
 
 # At most so much of new input files is read; beyond it, they are said not to be hashed.
 _BUDGET_BYTES = 64 * 1024**2
@@ -25,7 +34,21 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     store = Store(loaded.output_root)
     hasher = store.hasher(_BUDGET_BYTES)
     nodes = resolve(loaded, hasher)
-    print_states(loaded, inspect(nodes, store, hasher, loaded.recipe.name))
+    states = inspect(nodes, store, hasher, loaded.recipe.name)
+    if options.json:
+        print_json(
+            {
+                "recipe": loaded.recipe.name,
+                "file": str(loaded.file),
+                "results": str(loaded.output_root / loaded.recipe.name),
+                "stages": [
+                    {"stage": one.node.name, "state": one.state, "reason": one.reason}
+                    for one in states
+                ],
+            }
+        )
+    else:
+        print_states(loaded, states)
     if store.root.exists():
         with contextlib.suppress(OSError):
             hasher.save()

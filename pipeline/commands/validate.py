@@ -1,4 +1,4 @@
-"""`python -m pipeline validate RECIPE`: what loading a recipe checks, without the network."""
+"""`bosch validate RECIPE`: what loading a recipe checks, without the network."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from bosch.commands import print_json
 from bosch.errors import UserError
+from pipeline.commands import RecipeCommand
 from pipeline.recipe.load import listing
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
+
+COMMAND = RecipeCommand("check a recipe, its model and its input files", json=True, fetch=False)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,15 +22,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Say that the recipe, which has been loaded, is valid, and what a run would fetch."""
+    """Say that the recipe, which has been loaded, is valid, and what a run would fetch.
+
+    1 where a run would go on without a part of what the recipe asks for.
+    """
     faults = [fault for stage in loaded.stages for fault in stage.slow_faults(loaded)]
     if faults:
         raise UserError(listing(str(loaded.file), faults))
     names = [stage.name for stage in loaded.present]
+    gaps = [gap for stage in loaded.stages for gap in stage.known_gaps(loaded)]
+    if options.json:
+        print_json(
+            {
+                "recipe": loaded.recipe.name,
+                "file": str(loaded.file),
+                "stages": names,
+                "fetches": list(downloads(loaded)),
+                "gaps": gaps,
+            }
+        )
+        return 1 if gaps else 0
     print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
     for download in downloads(loaded):
         print(f"a run fetches {download}")
-    return 0
+    for gap in gaps:
+        print(f"a run goes on without {gap.removeprefix('evaluate.presets: ')}")
+    return 1 if gaps else 0
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from pydantic import ValidationError
 from bosch.errors import UserError
 from pipeline.recipe.faults import sentences
 from pipeline.recipe.model_shape import read_model
-from pipeline.recipe.overrides import apply_overrides
+from pipeline.recipe.overrides import apply_overrides, dotted_path
 from pipeline.recipe.processes import find_world
 from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import read_mapping
-from stages.inputs import absolute, input_faults
+from stages.inputs import Origins, absolute, input_faults
 from stages.recipe import LoadedRecipe, Recipe, recipe_type
 from stages.stage import Stage
 
-# Relative paths in a recipe are taken from the checkout, wherever the command is called from.
 ROOT = Path(__file__).resolve().parents[2]
 _NO_FILES = ("/proc", "/sys")
 
@@ -35,14 +35,18 @@ def load_recipe(
     fetch: bool = True,
     input_files: bool = True,
     model_files: bool = True,
+    model_family: bool = True,
     stages: Sequence[Stage[Any]] = STAGES,
     env: Mapping[str, str] = os.environ,
-    root: Path = ROOT,
 ) -> LoadedRecipe:
-    """Read, override and check a recipe; relative paths become absolute below `root`.
+    """Read, override and check a recipe, and make its paths absolute.
+
+    Relative ones start at the recipe's folder, those of overrides at the current directory, as a
+    shell's do, and defaults at the checkout.
 
     `fetch` allows looking a hub model up over the network; without `input_files` the data need not
     be there yet, without `model_files` a model's directory needs nothing but its config.json.
+    Without `model_family` nothing is checked that transformers must be asked for.
 
     Raises:
         UserError: lists with dotted paths every field at fault, or every fault between fields.
@@ -52,16 +56,24 @@ def load_recipe(
     # A key without a value counts as left out, as YAML's writers mean it.
     values = {key: value for key, value in content.items() if value is not None}
     try:
-        recipe = absolute(kind.model_validate({"name": file.stem, **values}), root)
+        recipe = kind.model_validate({"name": file.stem, **values})
     except ValidationError as error:
         raise UserError(listing(str(file), sentences(kind, error))) from None
-    recipe = _completed(recipe, stages)
+    places = frozenset(tuple(dotted_path(override)) for override in overrides)
+    origins = Origins(file.absolute().parent, Path.cwd() if places else ROOT, ROOT, places)
+    recipe = _completed(absolute(recipe, origins), stages)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
-        recipe.model.path, recipe.model.revision, root, fetch=fetch, files=model_files
+        recipe.model.path,
+        recipe.model.revision,
+        origins.of(("model", "path")),
+        fetch=fetch,
+        files=model_files,
+        family=model_family,
     )
     loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
-    faults += find_faults(loaded, input_files=input_files)
+    checked = loaded if model_family else replace(loaded, info=None)
+    faults += find_faults(checked, input_files=input_files)
     if faults:
         raise UserError(listing(str(file), faults))
     return loaded

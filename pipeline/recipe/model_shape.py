@@ -6,17 +6,15 @@ Only config.json and the headers of the safetensors files are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
-from bosch.model.families import HYBRID_PREFIX
-from bosch.model.stored_config import merged_text
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
-from data_prep.tokenizer_files import tokenizer_files
+from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import is_hub_name
 from stages.recipe import ModelInfo
 
@@ -31,18 +29,20 @@ def read_model(
     *,
     fetch: bool,
     files: bool = True,
+    family: bool = True,
     hybrid: bool = False,
 ) -> tuple[ModelInfo | None, list[str]]:
     """Find and check a base model: what is known of it, and everything wrong with it.
 
     Without `fetch`, a hub model that is not on this machine has the shape that recipes/shapes holds
     for its name. Nothing is known of any other one, nor of a directory whose config.json cannot be
-    read. Without `files`, a directory needs neither weights nor tokenizer. With `hybrid` it may
-    hold a hybrid, which counts as its base.
+    read. Without `files`, a directory needs neither weights nor tokenizer. Without `family`,
+    transformers is not asked whether the model can be made hybrid. With `hybrid` the model may be
+    a hybrid, which counts as its base.
     """
     directory = Path(path)
     if directory.is_dir():
-        return _read_directory(directory, files, hybrid)
+        return _read_directory(directory, files, family, hybrid)
     if directory.exists():
         return None, [f"model.path: {path} is a file; expected a model directory"]
     name = os.path.relpath(path, root) if directory.is_absolute() else path
@@ -55,36 +55,35 @@ def read_model(
         info = _read_hub_model(name, revision, fetch) or _published_shape(name)
     except UserError as fault:
         return None, [str(fault)]
-    return info, _shape_faults(info) if info is not None else []
+    return info, _shape_faults(info, family) if info is not None else []
 
 
 def _read_directory(
-    directory: Path, files: bool, hybrid: bool
+    directory: Path, files: bool, family: bool, hybrid: bool
 ) -> tuple[ModelInfo | None, list[str]]:
     faults = list(file_faults(directory)) if files else []
     try:
         info = ModelInfo(_read_config(directory, hybrid), directory)
     except UserError as fault:
         return None, [str(fault), *faults]
-    return info, [*_shape_faults(info), *faults]
+    return info, [*_shape_faults(info, family), *faults]
 
 
-def _shape_faults(info: ModelInfo) -> list[str]:
+def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
     """Faults of a config.json that is not that of a searchable decoder."""
     faults = []
     reads: tuple[Callable[[], object], ...] = (
         lambda: info.layers,
         lambda: info.hidden_size,
-        lambda: info.head_dim,
         lambda: info.max_positions,
-        info.check_heads,
+        info.check_sizes,
     )
     for read in reads:
         try:
             read()
         except UserError as fault:
             faults.append(str(fault))
-    if not faults:
+    if family and not faults:
         try:
             info.check_family()
         except UserError as fault:
@@ -140,23 +139,20 @@ def has_tokenizer(directory: Path) -> bool:
     return any(name for name in tokenizer_files(directory) if "config" not in name)
 
 
-def _read_config(directory: Path, hybrid: bool = False) -> Mapping[str, Any]:
+def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
     content = _read_json(path)
     for fault in code_faults(content):
         raise UserError(f"model.path: {path}: {fault}")
-    config = merged_text(content)
-    if not isinstance(config.get("model_type"), str):
+    if not isinstance(content.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")
-    if config.get("hybrid_attention") and hybrid:
-        return {**config, "model_type": config["model_type"].removeprefix(HYBRID_PREFIX)}
-    if config.get("hybrid_attention"):
+    if content.get("hybrid_attention") and not hybrid:
         raise UserError(
             f"model.path: {directory} is a hybrid model already; expected its full-attention base"
         )
-    return config
+    return content
 
 
 def _read_json(path: Path) -> dict[str, Any]:

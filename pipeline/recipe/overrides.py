@@ -18,14 +18,18 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[s
     """
     result = copy.deepcopy(content)
     for override in overrides:
-        path, equals, text = override.partition("=")
-        keys = path.strip().split(".")
+        keys, (_, equals, text) = dotted_path(override), override.partition("=")
         if not equals or not all(keys):
             raise UserError(
                 f"override '{override}': expected key.path=value, like search.swa_ratio=0.5"
             )
         _set(result, keys, parse_yaml(text, f"override '{override}'"), override)
     return result
+
+
+def dotted_path(override: str) -> list[str]:
+    """The keys that lead to what an override replaces."""
+    return override.partition("=")[0].strip().split(".")
 
 
 def _set(content: dict[str, Any], keys: list[str], value: Any, override: str) -> None:

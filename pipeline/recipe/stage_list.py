@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import graphlib
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +26,9 @@ def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
 
 def _packages() -> Iterable[Stage[Any]]:
     for package in pkgutil.iter_modules(stages.__path__, "stages."):
-        if package.ispkg:
-            yield importlib.import_module(f"{package.name}.stage").STAGE
+        module = f"{package.name}.stage"
+        if package.ispkg and importlib.util.find_spec(module):
+            yield importlib.import_module(module).STAGE
 
 
 STAGES = in_order(_packages())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.weight_files import weight_files
-from data_prep.tokenizer_files import tokenizer_files
+from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import Hasher
 from stages.licence import licence_of
 from stages.recipe import LoadedRecipe

@@ -21,6 +21,7 @@ from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
     ENDED,
+    FROZEN_RANK,
     LOST_RANK,
     LOST_RANK_STATUS,
     REQUEUE_STATUS,
@@ -192,9 +193,11 @@ def _failure(
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
             return RunError(f"{name}: {disk_full_sentence(work_dir)}")
-    for path in sorted(control.glob(f"{LOST_RANK}.*.json")):
+    # The status may be that of a frozen process, which torchrun has killed.
+    kinds = [FROZEN_RANK, *([LOST_RANK] if status == LOST_RANK_STATUS else [])]
+    for path in (path for kind in kinds for path in sorted(control.glob(f"{kind}.*.json"))):
         lost = read_json(path)
-        if isinstance(lost, dict) and status == LOST_RANK_STATUS:
+        if isinstance(lost, dict):
             return LostRankError(f"{name}: {lost['message']}; {_GOES_ON}")
     ended = read_json(control / ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0

@@ -12,6 +12,8 @@ from bosch.errors import printable
 
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _CLOCK = "%H:%M:%S"
+# Set for the processes of a run where the terminal shows their steps, too.
+_STEPS = "BOSCH_SHOW_STEPS"
 
 
 class _Formatter(logging.Formatter):
@@ -28,10 +30,26 @@ def show_any_character() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def show_steps(shown: bool) -> None:
+    """Whether the terminal shows every step of a stage, here and in the processes started here."""
+    if shown:
+        os.environ[_STEPS] = "1"
+
+
+def _is_for_terminal(record: logging.LogRecord) -> bool:
+    """Warnings and the progress of long work; steps are in the log file of their stage."""
+    return (
+        record.levelno >= logging.WARNING
+        or record.name == "bosch.progress"
+        or os.environ.get(_STEPS) == "1"
+    )
+
+
 def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     """Set up the root logger; other ranks show only warnings on the terminal, with their number.
 
-    `file` gets everything at `level` and above, appended.
+    `file` gets everything at `level` and above, appended. The first rank's terminal gets warnings
+    and progress, and all of it after `show_steps`.
     """
     # A log line that finds the disk full must not print a traceback over the run's own message.
     logging.raiseExceptions = False
@@ -39,13 +57,14 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     terminal = logging.StreamHandler(sys.stderr)
     terminal.setFormatter(_Formatter(prefix + _FORMAT, _CLOCK))
     terminal.setLevel(logging.WARNING if rank else level.upper())
+    terminal.addFilter(_is_for_terminal)
     handlers: list[logging.Handler] = [terminal]
     if file is not None:
         record = logging.FileHandler(file, encoding="utf-8")
         record.setFormatter(_Formatter(_FORMAT))
         handlers.append(record)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
-    for noisy in ("filelock", "fsspec", "matplotlib", "PIL", "urllib3", "httpx", "h5py"):
+    for noisy in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if level != "debug":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

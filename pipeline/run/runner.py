@@ -134,6 +134,8 @@ class Runner:
             f"{self.name}: {len(todo)} of {len(self.chosen)} stages to run: {', '.join(todo)}",
             flush=True,
         )
+        for name in todo:
+            self._node(name).stage.refuse(self.loaded)
         self._write_recipe()
         self.store.tidy(self.name)
         for name in self.chosen:

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +25,7 @@ from bosch.this_process import die_with_parent
 from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
+    FROZEN_RANK,
     LOST_RANK,
     LOST_RANK_STATUS,
     OUTPUT_FULL,
@@ -30,6 +33,7 @@ from pipeline.run.failures import (
     describe,
     is_disk_full,
 )
+from pipeline.run.heartbeat import signs_of_life
 from stages.context import StageConfig
 
 logger = logging.getLogger(__name__)
@@ -92,7 +96,8 @@ def _run_order() -> int:
     die_with_runner()
     log.show_any_character()
     for number in _STOPS:
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
+    sys.unraisablehook = interrupt_again
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(os.environ.get("RANK", "0"))
     work_dir, control = Path(order["work_dir"]), Path(sys.argv[1]).parent
@@ -100,7 +105,9 @@ def _run_order() -> int:
     try:
         log.configure(order["log_level"], log_file, rank)
         try:
-            summary = execute(order)
+            minutes = _section(order["runtime"]).collective_timeout_minutes
+            with signs_of_life(minutes, partial(_end_without_partner, control, rank)):
+                summary = execute(order)
         finally:
             # torchrun stops all ranks when one has failed, also one that is telling how it ended.
             _ignore_stops()
@@ -111,9 +118,7 @@ def _run_order() -> int:
         logger.info("%s", stop)
         return REQUEUE_STATUS
     except LostRankError as error:
-        logger.error("%s", error)
-        with contextlib.suppress(OSError):
-            write_json(control / f"{LOST_RANK}.{rank}.json", {"message": str(error)})
+        _leave_sentence(LOST_RANK, control, rank, str(error))
         return LOST_RANK_STATUS
     except Exception as error:
         failure = describe(error, work_dir, log_file)
@@ -126,6 +131,18 @@ def _run_order() -> int:
         return 2 if failure["kind"] == "user" else 1
 
 
+def _leave_sentence(kind: str, control: Path, rank: int, message: str) -> None:
+    logger.error("%s", message)
+    with contextlib.suppress(OSError):
+        write_json(control / f"{kind}.{rank}.json", {"message": message})
+
+
+def _end_without_partner(control: Path, rank: int, message: str) -> None:
+    """End the process from a thread: its main one waits for the process that is frozen."""
+    _leave_sentence(FROZEN_RANK, control, rank, message)
+    os._exit(LOST_RANK_STATUS)
+
+
 class _Signalled(KeyboardInterrupt):
     """A signal that ends the process as Ctrl-C does."""
 
@@ -134,9 +151,21 @@ class _Signalled(KeyboardInterrupt):
         self.number = number
 
 
-def _interrupt(signum: int, frame: object) -> None:
+def interrupt(signum: int, frame: object) -> None:
     """End as Ctrl-C does, so that helpers a stage has forked are ended with it."""
     raise _Signalled(signum)
+
+
+def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeat a signal that came in a destructor or a callback, whose exceptions go nowhere.
+
+    The import system has such callbacks.
+    """
+    if isinstance(lost.exc_value, _Signalled):
+        # From here it would go nowhere again.
+        threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _ignore_stops() -> None:

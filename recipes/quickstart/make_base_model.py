@@ -3,7 +3,7 @@
     python -m recipes.quickstart.make_base_model --output recipes/quickstart/base_model
 
 Trains a byte-level BPE tokenizer and the model on the standard library's source, pydoc's topics and
-synthetic retrieval documents (data_prep/retrieval.py), in phases of growing sequence length.
+synthetic documents (data_prep/documents/retrieval.py), in phases of growing sequence length.
 Everything is seeded; a stopped run resumes from its last save. The output directory also gets the
 log, `training_log.jsonl`. `measure_base_model.py` measures the model.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from bosch.files import replacing
-from data_prep.essays import haystack_words
+from data_prep.text import haystack_words
 from recipes.quickstart.small_qwen3 import (
     LocalHeads,
     look_back_one,

@@ -26,9 +26,8 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.progress import progress
 from bosch.window import Window
-from data_prep.essays import haystack_words
-from data_prep.haystacks import make_sample
-from data_prep.needles import forced_ids
+from data_prep.tasks.needles import forced_ids, make_sample
+from data_prep.text import haystack_words
 from recipes.quickstart.training_rows import python_text
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")

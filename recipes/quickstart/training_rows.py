@@ -1,7 +1,7 @@
 """Training data of the small models in this folder and in `recipes/study`.
 
 Plain text is the standard library's source and pydoc's topics; retrieval documents come from
-`data_prep.retrieval`; copies repeat a block of random tokens. B rows, T tokens.
+`data_prep.documents.retrieval`; copies repeat a block of random tokens. B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.essays import pydoc_topics
-from data_prep.retrieval import Document, Segment, retrieval_document
+from data_prep.documents.retrieval import Document, Segment, retrieval_document
+from data_prep.text import pydoc_topics
 
 SEED = 7
 VOCABULARY = 2048

@@ -29,8 +29,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data_prep.essays import haystack_words
-from data_prep.retrieval import retrieval_document
+from data_prep.documents.retrieval import retrieval_document
+from data_prep.text import haystack_words
 from recipes.quickstart.small_qwen3 import (
     local_heads_attention,
     look_back_one,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -109,7 +110,7 @@ class Suite(Protocol):
 class AnswerFolder:
     """The answers below a folder, written by one rank, read of all.
 
-    Answers of models with an identity lie in `shared`, where there is one, and outlive the run.
+    Answers of models with an identity lie below `shared`, where there is one, and outlive the run.
     """
 
     own: Path
@@ -130,9 +131,20 @@ class AnswerFolder:
 
     def _folder(self, model: Evaluated) -> Path:
         if self.shared is not None and model.identity is not None:
-            return self.shared / VERSIONS / model.identity
+            return answers_of(self.shared) / model.identity
         # A name may be any text, a path too.
         return self.own / digest_of({"name": model.name, "identity": model.identity})
+
+
+def answers_of(shared: Path) -> Path:
+    """Where the answers of models with an identity lie below a folder that runs share."""
+    return shared / "answers" / VERSIONS
+
+
+def forget_answers(shared: Path, identities: Iterable[str]) -> None:
+    """Delete the answers of these models."""
+    for identity in identities:
+        shutil.rmtree(answers_of(shared) / identity, ignore_errors=True)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from bosch.budget import even_layout
+from collections.abc import Mapping
+
+from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
+from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.evaluate.presets import benchmarks
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import format_bytes
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 from stages.train.stage import TrainConfig
 
 # A sample's question, answer and score on disk.
@@ -19,7 +24,7 @@ _SAMPLE_BYTES = 300.0
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The original model's answers, once for all recipes on it."""
-    return _cost(loaded, devices, 1, None, ", once for all recipes on this model")
+    return _cost(loaded, devices, 1, False, ", once for all recipes on this model")
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -32,44 +37,65 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     of_whom = f" for the hybrid and each of {checkpoints} checkpoints"
     of_whom += f" and {rivals} rivals" if rivals else ""
     of_whom += f", the untrained ones at {windows} more windows" if windows else ""
-    return _cost(loaded, devices, models, search.swa_ratio, of_whom)
+    return _cost(loaded, devices, models, True, of_whom)
 
 
 def _cost(
-    loaded: LoadedRecipe, devices: Devices, models: int, swa_ratio: float | None, of_whom: str
+    loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
 ) -> Cost:
-    """Needle samples of so many hybrids, or of the original (no ratio); other suites are small."""
-    recipe, shape = loaded.recipe, loaded.shape
-    needle, search = recipe[EvaluateConfig].needle, recipe[SearchConfig]
+    """Needle samples and presets of so many hybrids, or of the original; other suites are small."""
+    recipe, shape = loaded.recipe, shape_of(loaded)
+    evaluate, search = recipe[EvaluateConfig], recipe[SearchConfig]
+    needle, efficiency = evaluate.needle, devices.efficiency or EFFICIENCY
+    rows_by_window = search.kv_heads(shape.full_layers, shape.key_value_heads)
+    shares = window_shares(rows_by_window) if is_hybrid else None
+    passes, disk, facts = _presets(evaluate, shape, shares)
     if needle is None:
-        return Cost(0, 1e6, [])
+        return Cost(models * passes, 1e6 + models * disk, facts, efficiency=efficiency)
     each = needle.samples * len(needle.tasks)
     samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
     longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
-    assert shape.kinds is not None
-    counts = even_layout(shape.full_layers, shape.key_value_heads, search.swa_ratio)
-    cache = CacheSize.of(counts, shape.kinds, search.window, number)
-    is_hybrid = swa_ratio is not None
+    cache = CacheSize.of(rows_by_window, shape.kinds, number)
     cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
     # A hybrid that is made from the original takes its weights over one by one.
     weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
     activations = ActivationSizes.of(shape, number).plain_pass(rows * longest)
     facts = [
+        *facts,
         f"{samples:,} samples{of_whom}",
         f"per process: {format_bytes(number * weights)} of weights, "
         f"{format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}"
         f"{_states_text(shape)}, about {format_bytes(activations)} in a pass",
     ]
-    passes = sum(
-        shape.forward_flops(each * length, length, swa_ratio or 0.0, search.window)
-        for length in needle.lengths
-    )
-    efficiency = devices.efficiency or EFFICIENCY
-    disk = samples * models * _SAMPLE_BYTES
+    passes += sum(shape.forward_flops(each * length, length, shares) for length in needle.lengths)
+    disk = models * (disk + samples * _SAMPLE_BYTES)
     return Cost(models * passes, disk, facts, (samples,), efficiency=efficiency)
+
+
+def _presets(
+    evaluate: EvaluateConfig, shape: DecoderShape, shares: Mapping[Window, float] | None
+) -> tuple[float, float, list[str]]:
+    """Operations and bytes on disk of the presets' benchmarks of lm-eval, and what they are."""
+    flops, disk, facts = 0.0, 0.0, []
+    limit = evaluate.harness.samples if evaluate.harness is not None else None
+    for one in benchmarks(evaluate.presets):
+        left_out = f"; without {one.left_out}" if one.left_out else ""
+        if not one.documents:
+            facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
+            continue
+        documents = min(one.documents, limit or one.documents)
+        length = one.prompt + one.answer
+        flops += shape.forward_flops(documents * one.answers * length, length, shares)
+        disk += documents * _SAMPLE_BYTES
+        answers = f", {one.answers} answers each" if one.answers > 1 else ""
+        facts.append(
+            f"{one.name}: {documents:,} documents of about {length:,} tokens{answers}, data: "
+            f"{one.data}{left_out}"
+        )
+    return flops, disk, facts
 
 
 def _states_text(shape: DecoderShape) -> str:
     """What the cache's bytes leave out."""
-    layers = len(shape.kinds.states) if shape.kinds is not None else 0
+    layers = len(shape.kinds.states)
     return f" beside the states of {layers} layers of other kinds" if layers else ""

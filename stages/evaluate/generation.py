@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from data_prep.scoring import string_match
+from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 
 

@@ -18,9 +18,10 @@ from transformers import LogitsProcessorList
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
 from bosch.progress import Progress
-from data_prep import longbench
-from data_prep.ruler_samples import tokenizer_digest
+from data_prep.tasks import longbench
+from data_prep.tasks.samples import tokenizer_digest
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.harness_tasks import (
     load_tasks,
@@ -41,7 +42,7 @@ CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
 # The first of these that a task has is its score.
-_METRICS = ("acc_norm", "acc", "exact_match", "f1", "score")
+_METRICS = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class HarnessSuite:
     rank: int
     world: int
     batch_size: int
+    chat: ChatTemplate | None = None
     name: str = "harness"
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -76,12 +78,19 @@ class HarnessSuite:
         """
         names = self.section.task_names
         manager = task_manager(names)
-        refuse_unscorable(manager, names)  # before the first is loaded
+        required = set(self.section.required)
+        refuse_unscorable(
+            manager, [one for one in names if one in required]
+        )  # before any is loaded
         for name in names:
             try:
                 loaded = load_tasks(manager, name, self.section)
-            except UserError:
-                raise
+            except UserError as fault:
+                if name in required:
+                    raise
+                self.missing[name] = str(fault)
+                logger.warning("%s has no score: %s", name, fault)
+                continue
             except Exception as error:  # whatever a group's own files raise
                 self.missing[name] = no_data(error)
                 logger.warning("%s has no score: %s", name, self.missing[name])
@@ -143,6 +152,7 @@ class HarnessSuite:
                 "version": installed_versions(["lm-eval"]),
                 "max_length": self.section.max_length,
                 "tokenizer": tokenizer_digest(self.tokenizer),
+                **({"chat": self.chat.digest} if self.chat is not None else {}),
             }
         )
 
@@ -155,7 +165,13 @@ class HarnessSuite:
         if subtask not in self._requests:
             task = self._tasks[subtask]
             task.set_fewshot_seed(_FEWSHOT_SEED)
-            task.build_all_requests(limit=self.samples(subtask))
+            task.build_all_requests(
+                limit=self.samples(subtask),
+                apply_chat_template=self.chat is not None,
+                fewshot_as_multiturn=self.chat is not None,
+                chat_template=self.chat.text if self.chat is not None else None,
+                tokenizer_name=self.chat.digest if self.chat is not None else "",
+            )
             task.build_all_requests = lambda **_: None
             requests: dict[int, list[Any]] = {}
             for request in task.instances:
@@ -172,7 +188,10 @@ class HarnessSuite:
         for index in indices:
             document = task.eval_docs[index]
             text = longbench.prompt(name, task.config.doc_to_text, document)
-            ids = np.asarray(longbench.truncated_ids(self.tokenizer, text, limit), np.int32)
+            ids = longbench.truncated_ids(self.tokenizer, text, limit)
+            if self.chat is not None and name not in longbench.NO_CHAT:
+                ids = self.chat.ids(ids)
+            ids = np.asarray(ids, np.int32)
             questions.append(Question(index, ids, [], text[-300:]))
         for batch in generate(
             loaded, self.tokenizer, questions, longbench.TASKS[name].new_tokens, self.batch_size,
@@ -209,6 +228,8 @@ class HarnessSuite:
                 {"tasks": {subtask.task: task}},
                 samples={subtask.task: chunk},
                 bootstrap_iters=0,
+                # Those that execute what a model writes were refused.
+                confirm_run_unsafe_code=True,
             )
             by_document: dict[int, list[Mapping[str, Any]]] = {}
             for logged in result["samples"][subtask.task]:

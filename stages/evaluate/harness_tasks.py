@@ -17,10 +17,11 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import JsonLimits, check_json_text, read_within
-from data_prep import longbench
+from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import MetricRule, TaskGroup
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.evaluate.presets import PRESETS, Benchmark
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, missing_ruler_file
 from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,10 @@ _LIST_THEM = "`lm-eval ls tasks` lists them all"
 _WORD = re.compile(r"[\w.+-]+")
 # Of a split of a task, which is held whole: the largest of LongBench has 25 MB.
 _DATA_LIMITS = JsonLimits(2**30, 6_000_000)
+# lm-eval marks all of LongProc as unsafe; the scores of these execute nothing that a model writes.
+_EXECUTES_NOTHING = re.compile(
+    r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_[\d.]+k"
+)
 # Shares whose mean no other way to sum them up gives.
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
@@ -56,7 +61,7 @@ class _Absent:
 def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """Tasks that lm-eval does not know, or that a run would refuse: what `validate` looks for."""
     evaluate = loaded.recipe.get(EvaluateConfig)
-    names = evaluate.harness.task_names if evaluate and evaluate.harness else []
+    names = evaluate.harness.required if evaluate and evaluate.harness else []
     unknown = _unknown(names)
     yield from (f"{_WHERE}: lm-eval knows no task {n}; {_LIST_THEM}" for n in unknown)
     others = [name for name in names if longbench.task_of(name) is None]
@@ -65,6 +70,43 @@ def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
             refuse_unscorable(task_manager(others), others)
         except UserError as fault:
             yield str(fault)
+
+
+def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
+    """What of the recipe's presets will have no score here, as far as it is known before a run."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    if evaluate is None:
+        return
+    needle, harness = evaluate.needle, evaluate.harness
+    for preset in evaluate.presets:
+        for one in PRESETS[preset]:
+            reasons = [
+                f"the package {package} is not installed"
+                for package in one.packages
+                if importlib.util.find_spec(package) is None
+            ]
+            for task in one.needle if needle is not None else ():
+                if needle is not None and (fault := missing_ruler_file(task, needle.data_dir)):
+                    reasons.append(fault)
+            if harness is not None and not harness.hub:
+                reasons += _without_files(one, harness)
+            yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
+
+
+def _without_files(benchmark: Benchmark, section: HarnessEvaluation) -> Iterator[str]:
+    """Tasks of a benchmark without local files, all together where that is most of them."""
+    names = [one for name in benchmark.harness for one in section.expanded(name)]
+    manager = task_manager(names) if names else None
+    leaves = [one for name in names for one in leaf_configs(manager, name)]
+    absent = [
+        name for name in leaves if not local_files(manager.task_index, name, section.data_dir)
+    ]
+    if absent:
+        listed = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if absent[3:] else "")
+        yield (
+            f"{len(absent)} of {len(leaves)} tasks have no files below evaluate.harness.data_dir "
+            f"({listed}), and evaluate.harness.hub is off"
+        )
 
 
 def _unknown(names: Sequence[str]) -> list[str]:
@@ -161,7 +203,9 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
         configs = leaf_configs(manager, name)
         faults = {
             "runs code that the model writes, which this project does not do": [
-                one for one, config in configs.items() if config.get("unsafe_code")
+                one
+                for one, config in configs.items()
+                if config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(one) is None
             ],
             "measures perplexity, which is no share of 1 (evaluate.positions measures loss)": [
                 one
@@ -195,7 +239,9 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()
-    with _built_by(manager, lambda *args: _build(manager, section, loaded.missing, *args)):
+    settings = section.settings.get(name, {})
+    build = functools.partial(_build, manager, section, settings, loaded.missing)
+    with _built_by(manager, build):
         whole = manager.load([name])
     loaded.tasks = {
         one: task for one, task in whole["tasks"].items() if not isinstance(task, _Absent)
@@ -237,6 +283,7 @@ class _built_by:
 def _build(
     manager: Any,
     section: HarnessEvaluation,
+    settings: Mapping[str, Any],
     missing: dict[str, str],
     original: Callable[..., Any],
     entry: Any,
@@ -245,6 +292,10 @@ def _build(
     """A task with its data; without them its place, with the reason in `missing`."""
     changes = dict(overrides or {})
     try:
+        whole = {**entry.cfg, **changes}
+        for key, value in {**settings, **section.settings.get(entry.name, {})}.items():
+            is_mapping = isinstance(value, Mapping)
+            changes[key] = {**(whole.get(key) or {}), **value} if is_mapping else value
         files = local_files(manager.task_index, entry.name, section.data_dir)
         if not files and not section.hub:
             raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
@@ -254,6 +305,8 @@ def _build(
         if section.num_fewshot is not None:
             changes["num_fewshot"] = section.num_fewshot
         task = original(entry, changes)
+        if task.config.repeats > 1:
+            score_all_answers(task)
         _check_task(task)
     except UserError:
         raise
@@ -262,6 +315,20 @@ def _build(
         logger.warning("%s has no score: %s", entry.name, reason)
         return _Absent(entry.name)
     return task
+
+
+def score_all_answers(task: Any) -> None:
+    """Have a document's score be the mean over all its answers; lm-eval takes the first alone."""
+    from lm_eval.filters import build_filter_ensemble
+
+    score, count = task.process_results, task.config.repeats
+    task._filters = [build_filter_ensemble("mean", [["take_first_k", {"k": count}]])]
+
+    def mean(document: Any, results: Sequence[Any]) -> dict[str, float]:
+        scores = [score(document, [answer]) for answer in results[0]]
+        return {name: sum(one[name] for one in scores) / len(scores) for name in scores[0]}
+
+    task.process_results = mean
 
 
 def no_data(error: Exception) -> str:

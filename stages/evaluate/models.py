@@ -20,14 +20,14 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.progress import progress
 from bosch.ranks import partners_alive
-from data_prep.calibration import CalibrationNeedles
-from data_prep.essays import essay_identity, haystack_words
-from data_prep.ruler_base import Corpus
-from data_prep.sentences import sentences_identity
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.words import words_identity
+from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.ruler import Corpus
+from data_prep.tasks.words import sentences_identity, words_identity
+from data_prep.text import essay_identity, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Suite, digest_of
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.needle_suite import NeedleSuite
 from stages.evaluate.position_suite import (
@@ -83,13 +83,13 @@ def evaluate_models(
     """
     state = process_state(config.runtime)
     own = work_dir / "answers"
-    shared = config.shared / "answers" if config.shared is not None else None
-    folder = AnswerFolder(own, shared, state.process_index)
+    folder = AnswerFolder(own, config.shared, state.process_index)
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites: list[Suite] = []
+        chat, tables["prompts"] = _chat_template(config.section, load_tokenizer(tokenizer))
         if config.section.needle is not None:
-            needle = _needle_suite(config, tokenizer, calibration, folder, own, state)
+            needle = _needle_suite(config, tokenizer, calibration, chat, folder, own, state)
             suites.append(needle)
             tables["corpus"] = _corpus(config, needle.corpus)
         if config.section.harness is not None:
@@ -101,6 +101,7 @@ def evaluate_models(
                     rank=state.process_index,
                     world=state.num_processes,
                     batch_size=config.runtime.eval_batch_size,
+                    chat=chat,
                 )
             )
         if config.section.positions is not None:
@@ -148,6 +149,7 @@ def _needle_suite(
     config: StageConfig[EvaluateConfig],
     tokenizer: TokenizerSpec,
     calibration: CalibrationNeedles | None,
+    chat: ChatTemplate | None,
     folder: AnswerFolder,
     own: Path,
     state: PartialState,
@@ -166,7 +168,21 @@ def _needle_suite(
         rank=state.process_index,
         world=state.num_processes,
         batch_size=config.runtime.eval_batch_size,
+        chat=chat,
     )
+
+
+def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
+    """The template that prompts are put into, and what scores say of it."""
+    if section.chat_template:
+        return ChatTemplate(tokenizer), "in the tokenizer's chat template"
+    if tokenizer.chat_template:
+        logger.warning(
+            "the tokenizer has a chat template, which evaluate.chat_template: true would apply: "
+            "an instruct model is asked in raw text"
+        )
+        return None, "raw; the tokenizer's chat template is not applied"
+    return None, "raw"
 
 
 def _corpus(config: StageConfig[EvaluateConfig], corpus: Corpus) -> dict[str, Any]:
@@ -239,7 +255,7 @@ def load_evaluated(
     config.check_inputs()
     if mask is None:
         return loaded
-    hybrid = materialize(loaded, mask.mask, mask.window, take_weights=True)
+    hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)
     hybrid.set_attn_implementation(resolve_backend(config.runtime.attention))
     return hybrid
 

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bosch.model.yarn import yarn
 from bosch.progress import Progress, progress
-from data_prep.calibration import CalibrationNeedles
-from data_prep.ruler_base import Corpus
-from data_prep.ruler_samples import SampleFolder
-from data_prep.ruler_tasks import ANY_ANSWER
-from data_prep.scoring import string_match
+from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.tasks.needles import string_match
+from data_prep.tasks.ruler import Corpus
+from data_prep.tasks.samples import SampleFolder
+from data_prep.tasks.tables import ANY_ANSWER
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
-from stages.evaluate.stage import NeedleEvaluation
+from stages.evaluate.stage import NeedleEvaluation, missing_ruler_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class NeedleSuite:
     rank: int
     world: int
     batch_size: int
+    chat: ChatTemplate | None = None
     name: str = "needle"
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -42,13 +46,21 @@ class NeedleSuite:
 
     def __post_init__(self) -> None:
         self._folders = {}
+        for task in self.section.optional:
+            if fault := missing_ruler_file(task, self.section.data_dir):
+                self.missing[task] = fault
         for length in self.section.lengths:
             for task in self.section.tasks:
+                if task in self.missing:
+                    continue
                 folder = SampleFolder(
                     self.folder, task, length, self.section.new_tokens(task), self.seed,
                     self.corpus, self.tokenizer,
                 )  # fmt: skip
-                digest = digest_of({**folder.identity, "yarn": self.section.yarn_factor(length)})
+                identity = {**folder.identity, "yarn": self.section.yarn_factor(length)}
+                if self.chat is not None:
+                    identity["chat"] = self.chat.digest
+                digest = digest_of(identity)
                 self._folders[Subtask(task, length, digest)] = folder
 
     @property
@@ -115,8 +127,11 @@ class NeedleSuite:
             for sample in self._folders[subtask].read(self._indices):
                 if self.calibration is not None:
                     self.calibration.check(sample)
-                any_answer = subtask.task in ANY_ANSWER
+                any_answer, ids = subtask.task in ANY_ANSWER, sample.ids
+                if self.chat is not None:
+                    chat_ids = self.chat.ids(ids.tolist(), sample.prefix)
+                    ids = np.array(chat_ids, np.int32)
                 questions.append(
-                    Question(sample.index, sample.ids, sample.answers, sample.tail, any_answer)
+                    Question(sample.index, ids, sample.answers, sample.tail, any_answer)
                 )
         return self._questions[subtask]

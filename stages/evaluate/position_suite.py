@@ -17,10 +17,8 @@ import torch
 from bosch.analysis.intervals import student
 from bosch.errors import UserError
 from bosch.progress import Progress
-from data_prep.essays import haystack_files
-from data_prep.needles import encode_prompt
-from data_prep.ruler_samples import tokenizer_digest
-from data_prep.text import TextFile
+from data_prep.tasks.samples import tokenizer_digest
+from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.scores import read_samples

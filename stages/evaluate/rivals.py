@@ -16,6 +16,7 @@ from bosch.model.loading import load_model
 from bosch.objective.calibration import CalibrationSet
 from bosch.ranks import partners_alive
 from bosch.search.runs import unsearched_mask
+from bosch.window import Window
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, digest_of
 from stages.evaluate.models import process_state
@@ -62,7 +63,7 @@ def other_windows(
     for method, mask in masks.items():
         for size in config.section.windows:
             if size != mask.window_size:
-                file = replace(mask, window_size=size)
+                file = replace(mask, windows=(Window(size, mask.sinks),))
                 identity = _identity(config.model_identity, file)
                 models.append(Evaluated(window_name(size, method), config.model, identity, file))
     return models
@@ -101,5 +102,5 @@ def _masks(
 def _identity(model: str | None, file: HeadMaskFile) -> str | None:
     if model is None:
         return None
-    mask = {"mask": file.swa_kv_heads, "window": [file.window_size, file.sinks]}
+    mask = {"mask": file.mask.swa_kv_heads, "window": [file.window_size, file.sinks]}
     return f"{model}-{digest_of(mask)}"

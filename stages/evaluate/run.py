@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bosch.heads import HeadMaskFile
-from data_prep.calibration import CalibrationNeedles
-from data_prep.tokenizer import TokenizerSpec
+from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, published_identity
 from stages.evaluate.models import evaluate_models

@@ -174,7 +174,7 @@ class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the prose of the haystacks.
 
     `missing` names tasks that have no score, with the reason, by suite, and under FAILED_MODELS
-    models that have none.
+    models that have none. `prompts`: whether they are in the tokenizer's chat template.
     """
 
     FILE = "scores.json"
@@ -183,6 +183,7 @@ class Scores(WorkSummary):
     positions: dict[str, PositionLoss] = Field(default={})
     missing: dict[str, dict[str, str]] = Field(default={})
     corpus: dict[str, Any] | None = None
+    prompts: str | None = None
 
     @property
     def failed_models(self) -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import load_json
-from data_prep.ruler_samples import tokenizer_digest
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.samples import tokenizer_digest
 from stages.context import StageConfig
 from stages.evaluate.answers import MODELS, Evaluated
 from stages.evaluate.models import evaluate_models

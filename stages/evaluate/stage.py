@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.model.yarn import yarn_fault
 from bosch.search.methods import METHODS, MethodName
-from data_prep.longbench import TASKS as LONGBENCH
-from data_prep.ruler_tasks import DATA_FILES, NEW_TOKENS, RulerTask
-from data_prep.sentences import sentences_identity
-from data_prep.source_files import files_below
-from data_prep.words import words_identity
+from data_prep.documents.source_files import files_below
+from data_prep.tasks.longbench import TASKS as LONGBENCH
+from data_prep.tasks.longbench import task_of
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, RulerTask
+from data_prep.tasks.words import sentences_identity, words_identity
+from stages.evaluate.chat import has_template
+from stages.evaluate.presets import PresetName, benchmarks, task_settings
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.recipe import LoadedRecipe, position_faults
 from stages.stage import Stage
 from stages.versions import installed_versions
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 def unsearched(names: list[MethodName]) -> list[MethodName]:
@@ -105,6 +110,11 @@ class NeedleEvaluation(Section):
         ),
     )
 
+    optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(
+        default=[],
+        description="Tasks that have no score, with the reason, where their data is not there.",
+    )
+
     def environment(self) -> dict[str, Any]:
         """Words that samples are made of, and what splits sentences."""
         return {"words": words_identity(), "sentences": sentences_identity()}
@@ -122,7 +132,7 @@ class HarnessEvaluation(Section):
     """Tasks of lm-evaluation-harness (the extra eval): LongBench v1, GSM8K and many others."""
 
     tasks: Annotated[list[Line], AfterValidator(different)] = Field(
-        min_length=1,
+        default=[],
         description=(
             "Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; "
             "longbench stands for the 21 tasks of LongBench v1."
@@ -144,6 +154,17 @@ class HarnessEvaluation(Section):
     num_fewshot: int | None = Field(
         None, ge=0, le=1000, description="Worked examples in a prompt; default: the task's own."
     )
+    settings: dict[Line, dict[str, Any]] = Field(
+        default={},
+        description=(
+            "What to change in tasks, by the name of a task or group, as lm-eval writes it, like "
+            "{aime25: {repeats: 4}}; a score is the mean over `repeats` sampled answers."
+        ),
+    )
+    optional: Annotated[list[Line], AfterValidator(different)] = Field(
+        default=[],
+        description="Tasks that have no score, with the reason, where they cannot be run.",
+    )
     max_length: Count = Field(
         31500,
         description="LongBench: tokens of a prompt, of which the first and last half are kept.",
@@ -153,11 +174,20 @@ class HarnessEvaluation(Section):
         """The harness, which holds the prompts and the metrics."""
         return dict(installed_versions(["lm-eval"]))
 
+    def expanded(self, name: str) -> list[str]:
+        """LongBench's tasks one by one, any other name as it is."""
+        return [f"longbench_{task}" for task in LONGBENCH] if name == "longbench" else [name]
+
     @property
     def task_names(self) -> list[str]:
         """The tasks, LongBench's one by one."""
-        every = {"longbench": [f"longbench_{task}" for task in LONGBENCH]}
-        return list(dict.fromkeys(one for name in self.tasks for one in every.get(name, [name])))
+        return list(dict.fromkeys(one for name in self.tasks for one in self.expanded(name)))
+
+    @property
+    def required(self) -> list[str]:
+        """Those of `task_names` that are not optional."""
+        optional = {one for name in self.optional for one in self.expanded(name)}
+        return [name for name in self.task_names if name not in optional]
 
 
 class PositionEvaluation(Section):
@@ -177,6 +207,22 @@ class PositionEvaluation(Section):
 class EvaluateConfig(Section):
     """Scores of the original, the untrained hybrid and every checkpoint."""
 
+    presets: Annotated[list[PresetName], AfterValidator(different)] = Field(
+        default=[],
+        description=(
+            "Lists of benchmarks that add their tasks to needle and harness: short (MMLU, ARC, "
+            "HellaSwag, WinoGrande, GSM8K), long (RULER, LongBench v1 and v2, BABILong, LongProc, "
+            "GraphWalks, InfiniteBench), reasoning (MATH500, AIME). What cannot be run has no "
+            "score; `validate` names it."
+        ),
+    )
+    chat_template: Flag = Field(
+        False,
+        description=(
+            "Whether prompts are put into the tokenizer's chat template, as instruct models need "
+            "it; where the benchmark has a template of its own, as its authors do."
+        ),
+    )
     needle: NeedleEvaluation | None = NeedleEvaluation()
     harness: HarnessEvaluation | None = None
     positions: PositionEvaluation | None = None
@@ -198,10 +244,31 @@ class EvaluateConfig(Section):
         ),
     )
 
+    def completed(self, recipe_name: str) -> Self:
+        """The section with the tasks of its presets, which are optional."""
+        needle, harness = self.needle, self.harness
+        chosen = list(benchmarks(self.presets))
+        if ruler := [task for one in chosen for task in one.needle]:
+            needle = needle or NeedleEvaluation()
+            changes = _added(needle.tasks, ruler, needle.optional)
+            needle = needle.model_copy(update=changes)
+        if names := [task for one in chosen for task in one.harness]:
+            harness = harness or HarnessEvaluation()
+            changes = _added(harness.tasks, names, harness.optional)
+            changes["settings"] = {**task_settings(self.presets), **harness.settings}
+            harness = harness.model_copy(update=changes)
+        return self.model_copy(update={"needle": needle, "harness": harness})
+
     @property
     def suites(self) -> dict[str, Section | None]:
         """The sections of the suites by name, None where the recipe leaves one out."""
         return {"needle": self.needle, "harness": self.harness, "positions": self.positions}
+
+
+def _added(tasks: list[Any], of_preset: list[Any], optional: list[Any]) -> dict[str, Any]:
+    """A suite's tasks with those of presets; who names a task himself needs it."""
+    missing = [task for task in of_preset if task not in tasks]
+    return {"tasks": [*tasks, *missing], "optional": [*optional, *missing]}
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
@@ -250,7 +317,13 @@ def _stretched(loaded: LoadedRecipe, needle: NeedleEvaluation, limit: int | None
 
 
 def _harness(loaded: LoadedRecipe, harness: HarnessEvaluation) -> Iterator[str]:
-    if any(name.startswith("longbench") for name in harness.tasks):
+    if not harness.tasks:
+        yield "evaluate.harness.tasks: names no task; set some, or evaluate.presets"
+    for name in (*harness.settings, *harness.optional):
+        if name not in harness.tasks:
+            field = "settings" if name in harness.settings else "optional"
+            yield f"evaluate.harness.{field}: {name} is not among evaluate.harness.tasks"
+    if any(name in ("longbench", "longbench_e") or task_of(name) for name in harness.tasks):
         yield from position_faults(loaded, "evaluate.harness.max_length", harness.max_length)
 
 
@@ -260,8 +333,16 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate is None:
         return
     for task in ("qa_1", "qa_2"):
-        if evaluate.needle is not None and task in evaluate.needle.tasks:
-            yield from _missing_ruler_file(task, evaluate.needle.data_dir)
+        if evaluate.needle is not None and task in _required(evaluate.needle):
+            fault = missing_ruler_file(task, evaluate.needle.data_dir)
+            if fault is not None:
+                yield f"evaluate.needle.data_dir: {fault}"
+    folder = loaded.info.directory if loaded.info is not None else None
+    if evaluate.chat_template and folder is not None and not has_template(Path(folder)):
+        yield (
+            f"evaluate.chat_template: the tokenizer in {folder} has no chat template; set it to "
+            "false, or add chat_template.jinja"
+        )
     if evaluate.harness is not None and not installed_versions(["lm-eval"]):
         yield (
             "evaluate.harness: lm-evaluation-harness is not installed; "
@@ -269,14 +350,17 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
-def _missing_ruler_file(task: str, folder: str | None) -> Iterator[str]:
-    name = DATA_FILES[task]
-    if folder is None or not Path(folder, name).is_file():
-        where = f"{folder} holds none" if folder is not None else "none is named"
-        yield (
-            f"evaluate.needle.data_dir: {task} needs a folder with {name}, as RULER downloads it; "
-            f"{where}"
-        )
+def _required(section: NeedleEvaluation) -> set[str]:
+    return {*section.tasks} - {*section.optional}
+
+
+def missing_ruler_file(task: str, folder: str | None) -> str | None:
+    """Why a task of RULER cannot be made; None where it can."""
+    name = DATA_FILES.get(task) if task != "cwe" else None  # its words may suffice
+    if name is None or (folder is not None and Path(folder, name).is_file()):
+        return None
+    where = f"{folder} holds none" if folder is not None else "none is named"
+    return f"{task} needs a folder with {name}, as RULER downloads it; {where}"
 
 
 STAGE = Stage(
@@ -292,5 +376,6 @@ STAGE = Stage(
     checks=_faults,
     missing=_missing,
     slow_checks="stages.evaluate.harness_tasks:name_faults",
+    gaps="stages.evaluate.harness_tasks:preset_gaps",
     cost="stages.evaluate.cost:cost",
 )

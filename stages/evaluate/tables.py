@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bosch.analysis.intervals import Interval, compare, mean_score
 from bosch.errors import RunError
-from data_prep.scoring import mean_and_error
 from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Suite, TaskGroup
 
 # Scores in [0, 1] of a model in a suite, by task and length, in the order of the samples.
@@ -86,7 +86,7 @@ def suite_table(
     for (task, length), part in parts.items():
         table.setdefault(task, {})[str(length)] = {
             **_over([part]),
-            "standard_error": mean_and_error(part[0])[1],
+            "standard_error": _standard_error(part[0]),
             "samples": len(part[0]),
         }
     rows = {
@@ -100,7 +100,7 @@ def suite_table(
                 del averaged[key]
             averaged[name, 0] = pooled
     average = _over(list(averaged.values()))
-    errors = [mean_and_error(scores)[1] for scores, _ in averaged.values()]
+    errors = [_standard_error(scores) for scores, _ in averaged.values()]
     return {
         "average": average.pop("score"),
         **average,
@@ -200,6 +200,15 @@ def _points(interval: Interval) -> dict[str, float]:
     # Ten decimals: 0.975 of 100 is 97.5.
     names = ("score", "low", "high")
     return {name: round(100 * value, 10) for name, value in zip(names, interval, strict=True)}
+
+
+def _standard_error(scores: Sequence[float]) -> float:
+    """Of their mean, in percent; 0 for a single score."""
+    if len(scores) < 2:
+        return 0.0
+    mean = _mean(scores)
+    variance = sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
+    return 100 * math.sqrt(variance / len(scores))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -82,7 +82,7 @@ others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}
 | base model | {base}{f" ({model.revision})" if model.revision else ""} |
 | licence of the base model | {stated or "not stated in its card"} |
 | sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
-| window | {mask_file.window_size} tokens, the query's own included |
+| {_windows_row(mask_file)} |
 | sinks | {mask_file.sinks} |
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
@@ -95,8 +95,8 @@ others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}
 {_LOADING}
 ## Head mask
 
-One row per layer, one sign per KV head in the base model's order: ■ full, □ sliding. In the weights
-here each layer's full heads come first.
+One row per layer, one sign per KV head in the base model's order: ■ full,
+{_legend(mask_file)}. In the weights here each layer's full heads come first{_then(mask_file)}.
 
 ```
 {mask_rows(mask_file)}
@@ -123,10 +123,35 @@ def note_training(folder: Path, tokens: int, averaged: int = 1) -> None:
 def mask_rows(mask_file: HeadMaskFile) -> str:
     """The head mask as text, a row per layer."""
     width = len(str(mask_file.num_layers - 1))
+    signs = ["■", *_signs(mask_file).values()]
     return "\n".join(
-        f"{layer:>{width}}  {' '.join('■' if full else '□' for full in row)}"
-        for layer, row in enumerate(mask_file.mask.is_full)
+        f"{layer:>{width}}  {' '.join(signs[choice] for choice in row)}"
+        for layer, row in enumerate(mask_file.mask.choices)
     )
+
+
+def _signs(mask_file: HeadMaskFile) -> dict[int, str]:
+    """The sign of a head of each window, by size: □, or its place from the widest window down."""
+    if len(mask_file.windows) == 1:
+        return {mask_file.window_size: "□"}
+    return {w.size: f"{place:x}" for place, w in enumerate(mask_file.windows, start=1)}
+
+
+def _legend(mask_file: HeadMaskFile) -> str:
+    if len(mask_file.windows) == 1:
+        return "□ sliding"
+    signs = (f"{sign} a window of {size}" for size, sign in _signs(mask_file).items())
+    return ", ".join(signs)
+
+
+def _then(mask_file: HeadMaskFile) -> str:
+    return ", then those of each window from the widest down" if len(mask_file.windows) > 1 else ""
+
+
+def _windows_row(mask_file: HeadMaskFile) -> str:
+    sizes = " or ".join(str(window.size) for window in mask_file.windows)
+    plural = "s" if len(mask_file.windows) > 1 else ""
+    return f"window{plural} | {sizes} tokens, the query's own included"
 
 
 def base_licence(model: ModelConfig) -> dict[str, str]:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.heads import HeadMaskFile
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask
-from bosch.window import Window
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
-from stages.materialize.memory import FLOAT32_PARAMETERS
+from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import write_model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.search.stage import HEAD_MASK
@@ -60,14 +60,14 @@ def run(
     config.check_inputs()
     _check_fit(base, file, mask_path)
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
-    summary = _memory(base, file.mask, file.window)
+    summary = _memory(base, file)
     tokens = _probe(base, file.window_size, config.seed)
     exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file, tokens, exact)
     if exact:  # it is in float32 by now, with some of its buffers
         del base
         base = _load_base(config, device)
-    hybrid = materialize(base, file.mask, file.window, take_weights=True)
+    hybrid = materialize(base, file.mask, file.windows, take_weights=True)
     del base
     target = work_dir / MODEL
     _save(hybrid, target, config, section.max_shard_size)
@@ -99,16 +99,14 @@ def _check_fit(base: Any, file: HeadMaskFile, mask_path: Path) -> None:
         raise UserError(f"{mask_path}: {error}") from error
 
 
-def _memory(base: Any, mask: HeadMask, window: Window) -> dict[str, Any]:
-    """Parameters, and bytes of the key/value cache before and after."""
-    counts, layers = mask.full_kv_heads_per_layer, decoder_layers(base.config)
-    size = CacheSize.of(counts, layers, window, base.dtype.itemsize, state_bytes(base))
+def _memory(base: Any, file: HeadMaskFile) -> dict[str, Any]:
+    """Parameters, heads of each window, and bytes of the key/value cache before and after."""
+    rows, layers = file.mask.heads_per_layer(file.windows), decoder_layers(base.config)
+    size = CacheSize.of(rows, layers, base.dtype.itemsize, state_bytes(base))
     return {
         "parameters": sum(p.numel() for p in base.parameters()),
-        "window_size": window.size,
-        "sinks": window.sinks,
-        "swa_ratio": mask.swa_ratio,
-        "full_kv_heads_per_layer": counts,
+        "swa_ratio": file.mask.swa_ratio,
+        **head_table(rows),
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.windows,
@@ -130,7 +128,7 @@ def _probe(base: Any, window: int, seed: int) -> Tensor:
 
 def _searched_logits(base: Any, file: HeadMaskFile, tokens: Tensor, exact: bool) -> Tensor:
 
-    with head_mask(base, file.mask, file.window):
+    with head_mask(base, file.mask, file.windows):
         return _logits(base, tokens, exact)
 
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import RunError
 from bosch.files import read_json
-from bosch.model.stored_config import StoredConfig, merged_text
+from bosch.model.stored_config import StoredConfig
 from stages.fields import Section, file_size
 from stages.published import RUN_AGAIN, Summary
 from stages.stage import Stage
@@ -49,7 +49,7 @@ def read_model_config(materialize: Path) -> StoredConfig:
     config = read_json(path)
     if not isinstance(config, dict):
         raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
-    return StoredConfig(merged_text(config))
+    return StoredConfig(config)
 
 
 STAGE = Stage(

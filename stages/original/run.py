@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokenizer import TokenizerSpec
+from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.models import evaluate_models

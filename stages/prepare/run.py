@@ -12,14 +12,13 @@ from typing import Any
 from bosch.files import file_hashes
 from bosch.hardware import cpu_cores
 from bosch.progress import progress
-from data_prep.calibration import write_calibration
-from data_prep.essays import essay_identity, haystack_words
-from data_prep.filters import Filters
-from data_prep.mixture import DocumentStream, mix
-from data_prep.packing import pack, write_dataset
-from data_prep.sources import Source
-from data_prep.tokenization import tokenise_source
-from data_prep.tokenizer import Encoder, TokenizerSpec, load_tokenizer
+from data_prep.documents.calibration import write_calibration
+from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Source
+from data_prep.documents.tokenization import tokenise_source
+from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
+from data_prep.text import essay_identity, haystack_words
 from stages.context import StageConfig
 from stages.prepare.stage import (
     CALIBRATION,

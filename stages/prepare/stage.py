@@ -11,10 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
-from data_prep.mds_index import read_index
-from data_prep.ruler_tasks import NeedleTask
-from data_prep.source_files import check_source, is_local, source_files
-from data_prep.tokenizer_files import tokenizer_files
+from data_prep.documents.mds_index import read_index
+from data_prep.documents.source_files import check_source, is_local, source_files, tokenizer_files
+from data_prep.tasks.tables import NeedleTask
 from stages.fields import (
     Count,
     Line,

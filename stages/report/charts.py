@@ -1,208 +1,375 @@
-"""Inline SVG by hand: scales, axes and marks whose colours come from the page's style sheet.
-
-A mark's look is a CSS class, never an attribute, so that one drawing serves light, dark and print.
-"""
+"""The report's charts of scores, head mask, training, memory and time."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from html import escape
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-Point = tuple[float, float]
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+import altair as alt
 
+from bosch.model.cache_size import CacheSize
+from bosch.search.methods import METHODS
+from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, SuiteScores, named_window
+from stages.formats import (
+    format_bytes,
+    format_count,
+    format_length,
+    format_score,
+    format_seconds,
+    format_share,
+)
+from stages.pages.charts import (
+    Axis,
+    Picture,
+    Style,
+    colour,
+    curves,
+    layers,
+    ranking,
+    styles,
+    values,
+)
+from stages.report.results import Results, Search, label_of
+from stages.report.verdict import differences, final_model, kind_of
+from stages.train.stage import TrainingStep
 
-@dataclass(frozen=True)
-class Scale:
-    """Maps [low, high] to the pixels [start, end], linearly or by the logarithm."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
-        if self.log:
-            low, high, at = math.log(low), math.log(high), math.log(value)
-        share = (at - low) / (high - low) if high > low else 0.5
-        return self.start + share * (self.end - self.start)
-
-
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values inside [low, high], steps of 1, 2 or 5 times a power of ten."""
-    span = high - low
-    if span <= 0:
-        return [low]
-    raw = span / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    if last < first:
-        return nice_ticks(low, high, count + 1)
-    return [round(index * step, 12) for index in range(first, last + 1)]
-
-
-def whole_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """As `nice_ticks`, for axes that count: whole numbers only."""
-    return [tick for tick in nice_ticks(low, high, count) if tick == round(tick)]
+LOOK = {
+    "original": Style("original", dashed=True),
+    "untrained": Style("untrained", "diamond"),
+    "trained": Style("hybrid"),
+    "rival": Style("soft", "square"),
+}
+# With room for a text right of the longest bar.
+POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=range(0, 101, 20))
 
 
-def left_margin(labels: Iterable[str]) -> float:
-    """Pixels left of a plot that hold its tick labels and the upright axis label beside them."""
-    return max(52.0, 36.0 + 7.0 * max(map(len, labels), default=0))
+def standing(results: Results) -> Picture | None:
+    """The averages of the search's hybrid, its rivals and the original; None without scores."""
+    label = METHODS[results.search.mask.method].label
+    hybrid, trained = results.checkpoint(HYBRID), results.trained
+    models = [(one.label, "rival", one.suite) for one in results.rivals]
+    models += [(f"{label}, untrained", "untrained", hybrid.suite)] if hybrid else []
+    models += [(f"{label}, trained", "trained", trained.suite)] if trained else []
+    if not models:
+        return None
+    rows = [ranked(name, series, *interval_of(suite)) for name, series, suite in models]
+    return Picture(
+        "standing",
+        ranking(rows, POINTS, LOOK,
+                reference=_original(results)),
+        ", ".join(f"{row['label']} {row['text']}" for row in rows) + _spoken_original(results),
+    )  # fmt: skip
 
 
-def power_ticks(low: float, high: float, base: int, count: int) -> list[float]:
-    """Powers of `base` in [low, high], thinned to at most `count` of them by a regular step."""
-    first = math.ceil(math.log(low, base) - 1e-9)
-    last = math.floor(math.log(high, base) + 1e-9)
-    step = max(1, math.ceil((last - first + 1) / count))
-    return [float(base**exponent) for exponent in range(first, last + 1, step)]
+def ranked(
+    label: str, series: str, average: float, low: float, high: float, kind: str = "interval"
+) -> dict[str, Any]:
+    """A row of a ranking: an average in points with its interval."""
+    text = format_score(average)
+    tip = f"{label}: {text}, {kind} {format_score(low)} to {format_score(high)}"
+    row = {"label": label, "series": series, "x": average, "low": low, "high": high}
+    return row | {"text": text, "tip": tip}
 
 
-@dataclass
-class Canvas:
-    """A drawing of `width` x `height` pixels; every method adds marks in drawing order."""
-
-    width: float
-    height: float
-    elements: list[str] = field(default_factory=list)
-
-    def rect(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        css: str,
-        tip: str = "",
-        round_: float = 0,
-    ) -> None:
-        """A filled rectangle; `tip` shows on hover."""
-        corner = f' rx="{_px(round_)}"' if round_ else ""
-        box = (
-            f'x="{_px(x)}" y="{_px(y)}" width="{_px(max(width, 0))}" height="{_px(max(height, 0))}"'
-        )
-        self.elements.append(f'<rect class="{css}" {box}{corner}{_tip(tip, "rect")}')
-
-    def line(self, points: Sequence[Point], css: str) -> None:
-        """A polyline through `points`."""
-        if len(points) > 1:
-            path = "L".join(f"{_px(x)} {_px(y)}" for x, y in points)
-            self.elements.append(f'<path class="{css}" d="M{path}"/>')
-
-    def dots(self, points: Sequence[Point], css: str) -> None:
-        """Many round dots as one path of zero-length strokes: ten thousand stay a small file."""
-        if points:
-            path = "".join(f"M{_px(x)} {_px(y)}h0" for x, y in points)
-            self.elements.append(f'<path class="{css}" d="{path}"/>')
-
-    def circle(self, x: float, y: float, radius: float, css: str, tip: str = "") -> None:
-        """One circle; `tip` shows on hover."""
-        at = f'cx="{_px(x)}" cy="{_px(y)}" r="{_px(radius)}"'
-        self.elements.append(f'<circle class="{css}" {at}{_tip(tip, "circle")}')
-
-    def diamond(self, x: float, y: float, radius: float, css: str, tip: str = "") -> None:
-        """A square on its corner, to tell series apart without colour."""
-        reach = radius * 1.25
-        corners = ((x, y - reach), (x + reach, y), (x, y + reach), (x - reach, y))
-        path = "M" + "L".join(f"{_px(left)} {_px(top)}" for left, top in corners) + "Z"
-        self.elements.append(f'<path class="{css}" d="{path}"{_tip(tip, "path")}')
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        content: str,
-        css: str = "tick",
-        anchor: str = "start",
-        turn: float = 0,
-    ) -> None:
-        """Text whose anchor is at (x, y), turned by `turn` degrees."""
-        rotate = f' transform="rotate({_px(turn)} {_px(x)} {_px(y)})"' if turn else ""
-        place = f'x="{_px(x)}" y="{_px(y)}" text-anchor="{anchor}"'
-        self.elements.append(f'<text class="{css}" {place}{rotate}>{escape(content)}</text>')
-
-    def svg(self, name: str, title: str, description: str) -> str:
-        """The element, named by `title` and `description` for people who do not see it."""
-        return (
-            f'<svg viewBox="0 0 {_px(self.width)} {_px(self.height)}" role="img" '
-            f'aria-labelledby="{name}-t {name}-d">'
-            f'<title id="{name}-t">{escape(title)}</title>'
-            f'<desc id="{name}-d">{escape(description)}</desc>{"".join(self.elements)}</svg>'
-        )
+def interval_of(suite: SuiteScores) -> tuple[float, float, float]:
+    """The average and the ends of its interval."""
+    low = suite.average if suite.low is None else suite.low
+    high = suite.average if suite.high is None else suite.high
+    return suite.average, low, high
 
 
-def svg_file(element: str) -> str:
-    """The element of a drawing as a file of its own, with the page's style sheet inside."""
-    opening, _, content = element.partition(">")
-    style = f"{STYLE}svg {{ background: var(--card); font-family: sans-serif; }}"
-    return f'{opening} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{content}'
+def against_original(results: Results) -> list[Picture]:
+    """Paired differences of the untrained and the last trained hybrid, a picture for each unit."""
+    models = dict.fromkeys((HYBRID, final_model(results)))
+    pictures = []
+    for unit, title in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
+        rows = [
+            {"label": f"{one.name}, {kind_of(model)}", "series": kind_of(model), "x": one.mean,
+             "low": one.low, "high": one.high, "text": one.text, "tip": one.text}
+            for model in models for one in differences(results, model) if one.unit == unit
+        ]  # fmt: skip
+        if rows:
+            ends = [row[name] for row in rows for name in ("x", "low", "high")]
+            low, high = extent([0.0, *(end for end in ends if end is not None)])
+            # Room for the texts right of the marks.
+            axis = Axis(f"{title}, less the original's", domain=(low, high + 0.3 * (high - low)))
+            chart = ranking(rows, axis, LOOK, reference=("", 0.0), bars=False)
+            text = "; ".join(f"{row['label']} {row['text']}" for row in rows)
+            pictures.append(Picture(f"difference-{unit}", chart, f"{text}."))
+    return pictures
 
 
-@dataclass
-class Plot:
-    """A canvas with an x and a y axis."""
-
-    canvas: Canvas
-    x: Scale
-    y: Scale
-
-    @classmethod
-    def make(
-        cls,
-        width: float,
-        height: float,
-        x_range: tuple[float, float],
-        y_range: tuple[float, float],
-        *,
-        log_x: bool = False,
-        log_y: bool = False,
-        left: float = 52,
-        right: float = 14,
-        top: float = 14,
-        bottom: float = 44,
-    ) -> Plot:
-        """A plot that leaves the given margins for labels."""
-        return cls(
-            Canvas(width, height),
-            Scale(*x_range, left, width - right, log_x),
-            Scale(*y_range, height - bottom, top, log_y),
-        )
-
-    def x_axis(self, ticks: Sequence[float], label: str, fmt: Callable[[float], str]) -> None:
-        """Tick labels below the plot and the axis label in the middle under them."""
-        base = self.y.start
-        self.canvas.line([(self.x.start, base), (self.x.end, base)], "axis")
-        for tick in ticks:
-            at = self.x(tick)
-            self.canvas.line([(at, base), (at, base + 4)], "axis")
-            self.canvas.text(at, base + 17, fmt(tick), anchor="middle")
-        middle = (self.x.start + self.x.end) / 2
-        self.canvas.text(middle, base + 37, label, "label", "middle")
-
-    def y_axis(self, ticks: Sequence[float], label: str, fmt: Callable[[float], str]) -> None:
-        """Grid lines with tick labels left of the plot, and the axis label upright beside them."""
-        for tick in ticks:
-            at = self.y(tick)
-            self.canvas.line([(self.x.start, at), (self.x.end, at)], "grid")
-            self.canvas.text(self.x.start - 8, at + 4, fmt(tick), anchor="end")
-        self.canvas.text(13, (self.y.start + self.y.end) / 2, label, "label", "middle", -90)
-
-    def points(self, values: Sequence[Point]) -> list[Point]:
-        """Data as pixels."""
-        return [(self.x(x), self.y(y)) for x, y in values]
+def head_mask(search: Search) -> Picture:
+    """Layers (x) by KV heads (y), dark where the head is full and the lighter the less it sees."""
+    mask, menu = search.mask.mask, search.mask.windows
+    sliding = mask.swa_kv_heads
+    kinds = ["full", *(f"W = {window.size:,}" for window in menu)]
+    if len(menu) == 1:
+        kinds = ["full", "sliding"]
+    rows = [
+        {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
+        for layer, own in enumerate(mask.choices.tolist())
+        for head, kind in enumerate(kinds[choice] for choice in own)
+    ]
+    counts = [{"x": layer, "text": len(own)} for layer, own in enumerate(sliding)]
+    x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
+    look = styles(kinds, {"full": Style("full"), "sliding": Style("sliding")})
+    cells = alt.Chart(values(rows)).mark_rect(cornerRadius=2).encode(
+        x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
+        color=colour(look), tooltip="tip:N",
+    )  # fmt: skip
+    above = alt.Chart(values(counts)).mark_text(y=-9, fontWeight="bold", fontSize=11)
+    text = ", ".join(f"{layer}: {len(own)}" for layer, own in enumerate(sliding))
+    return Picture(
+        "mask",
+        alt.layer(cells, above.encode(x=x, text="text:N")).properties(
+            height=24 * search.mask.num_key_value_heads
+        ),
+        f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}.",
+    )
 
 
-def _px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+_LAYER_PANELS = (
+    ("best_score", "Best score", "hybrid", "Score once this layer and those above slide"),
+    ("drop", "Added drop d", "untrained", "Drop added by this layer, relative to the original"),
+    ("weight", "Weight w", "fourth", "Weight: the larger, the harder to localise"),
+    ("ratio", "SWA ratio", "fifth", "Assigned share of sliding heads"),
+)
 
 
-def _tip(tip: str, tag: str) -> str:
-    return f"><title>{escape(tip)}</title></{tag}>" if tip else "/>"
+def layers_probed(search: Search) -> list[Picture]:
+    """Each quantity of Algorithms 1 and 2 by layer; none where no layer was probed."""
+    pictures = []
+    for field, label, paint, heading in _LAYER_PANELS:
+        importance = sorted(search.summary.layer_importance, key=lambda row: row.layer)
+        rows = [
+            {"x": row.layer, "y": value, "tip": f"layer {row.layer}: {label.lower()} {value:.4g}"}
+            for row in importance if (value := getattr(row, field)) is not None
+        ]  # fmt: skip
+        if not rows:
+            continue
+        high = max(abs(row["y"]) for row in rows)
+        whole = (0.0, 1.0) if field != "drop" else None
+        form = "number" if field == "weight" or (field == "drop" and high < 0.02) else "share"
+        chart = alt.Chart(values(rows)).mark_bar(color=f"var(--{paint})").encode(
+            x=alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0)),
+            y=Axis(label, form, zero=True, domain=whole).of(alt.Y, "y"),
+            tooltip="tip:N",
+        )  # fmt: skip
+        text = ", ".join(f"{row['x']}: {row['y']:.3g}" for row in rows)
+        chart = chart.properties(height=130)
+        pictures.append(Picture(f"layer-{field}", chart, f"{text}.", heading, is_half=True))
+    return pictures
+
+
+def recovery(results: Results) -> Picture:
+    """Needle average over training tokens: the hybrid's checkpoints, and the original."""
+    rows = []
+    for one in sorted(results.needle or [], key=lambda one: one.tokens or 0):
+        if one.tokens is not None:
+            average, low, high = interval_of(one.suite)
+            series = "trained" if one.tokens else "untrained"
+            at = f"{format_count(one.tokens)} tokens" if one.tokens else "untrained"
+            rows.append({"x": one.tokens, "y": average, "low": low, "high": high, "series": series,
+                         "tip": f"{at}: {format_score(average)}"})  # fmt: skip
+    look = {name: LOOK[name] for name in ("untrained", "trained")}
+    text = ", ".join(f"{format_score(row['y'])} at {format_count(row['x'])} tokens" for row in rows)
+    y = Axis("Needle average (points)", domain=(0.0, 105.0))
+    chart = curves(rows, Axis("Training tokens", "count", zero=True), y, look,
+                   reference=_original(results), has_lines=False)  # fmt: skip
+    line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)").encode(x="x:Q", y="y:Q")
+    return Picture(
+        "recovery", chart + line, f"Hybrid: {text}{_spoken_original(results)}",
+        "Needle average over training tokens", is_half=True,
+    )  # fmt: skip
+
+
+def training_loss(steps: Sequence[TrainingStep]) -> Picture:
+    """Training loss over tokens: every logged step faint, a running mean over it."""
+    rows = [
+        {
+            "x": one.tokens,
+            "y": one.loss,
+            "tip": f"{format_count(one.tokens)} tokens: {one.loss:.3f}",
+        }
+        for one in steps
+    ]
+    reach = max(1, len(rows) // 25)
+    base = alt.Chart(values(rows)).encode(x=Axis("Training tokens", "count").of(alt.X, "x"))
+    y = Axis("Loss (nats per token)")
+    each = base.mark_line(opacity=0.35, strokeWidth=1, point={"size": 14, "opacity": 0.35})
+    mean = base.transform_window(mean="mean(y)", frame=[-reach, reach]).mark_line()
+    return Picture(
+        "loss",
+        layers(
+            each.encode(y=y.of(alt.Y, "y"), color=alt.value("var(--hybrid)"), tooltip="tip:N"),
+            mean.encode(y=y.of(alt.Y, "mean"), color=alt.value("var(--hybrid)")),
+            height=280,
+        ),
+        f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token.",
+        "Training loss: running mean, each logged step behind it", is_half=True,
+    )  # fmt: skip
+
+
+def windows(results: Results) -> Picture | None:
+    """Needle average over the window size, a curve for each mask; None without other windows."""
+    hybrid = results.checkpoint(HYBRID)
+    if not results.windows or hybrid is None:
+        return None
+    searched, by_mask = results.search.mask, dict[str, dict[int, SuiteScores]]()
+    own = METHODS[searched.method].label
+    by_mask[own] = {searched.window_size: hybrid.suite}
+    for rival in results.rivals:
+        by_mask[METHODS[rival.name].label] = {searched.window_size: rival.suite}
+    for model in results.windows:
+        method, size = named_window(model.name) or (None, 0)
+        by_mask[METHODS[method or searched.method].label][size] = model.suite
+    rows = [
+        {"series": label, "x": size, **dict(zip(("y", "low", "high"), ends, strict=True)),
+         "tip": f"{label}, W = {size:,}: {format_score(ends[0])}, interval {format_score(ends[1])} "
+         f"to {format_score(ends[2])}"}
+        for label, by_size in by_mask.items() for size, suite in sorted(by_size.items())
+        for ends in [interval_of(suite)]
+    ]  # fmt: skip
+    sizes = sorted({row["x"] for row in rows})
+    axis = Axis("Window (tokens, log)", "length", log=True, values=sizes)
+    look = styles(by_mask, {own: LOOK["untrained"]})
+    text = "; ".join(
+        f"{label} "
+        + ", ".join(f"{format_score(by[size].average)} at {size:,}" for size in sorted(by))
+        for label, by in by_mask.items()
+    )
+    y = Axis("Needle average (points)", domain=(0.0, 105.0))
+    chart = curves(rows, axis, y, look, reference=_original(results))
+    return Picture("windows", chart, f"{text}{_spoken_original(results)}")
+
+
+def positions(results: Results) -> list[Picture]:
+    """Loss by position of the original, the untrained hybrid and the last checkpoint."""
+    tables = results.scores.positions if results.scores is not None else {}
+    last = results.scores.last_trained if results.scores is not None else None
+    names = {ORIGINAL: "original", HYBRID: "untrained", last: "trained"}
+    shown = {
+        str(label_of(str(n))).lower(): (tables[n], LOOK[k]) for n, k in names.items() if n in tables
+    }
+    pictures = []
+    for name, field, title, heading in (
+        ("positions", "loss", "Loss (nats per token)", ""),
+        ("positions-difference", "difference", "Difference (nats per token)",
+         "Less the original's loss, on the same documents"),
+    ):  # fmt: skip
+        bins = {label: getattr(one, field) for label, (one, _) in shown.items()}
+        rows = [
+            row
+            for label, of in bins.items()
+            if of
+            for row in _bins(label, shown[label][0].edges, of)
+        ]
+        if rows:
+            look = {label: style for label, (_, style) in shown.items() if bins[label]}
+            axis = Axis("Position (tokens, log)", "length", log=True)
+            ends = ", ".join(f"{label} {of[-1].mean:.3f}" for label, of in bins.items() if of)
+            chart = curves(rows, axis, Axis(title), look)
+            pictures.append(Picture(name, chart, f"In the last bin: {ends}.", heading))
+    return pictures
+
+
+def _bins(label: str, edges: Sequence[int], bins: Sequence[BinLoss]) -> Iterable[dict[str, Any]]:
+    for (first, end), one in zip(itertools.pairwise(edges), bins, strict=True):
+        ends = "" if one.low is None else f" ({one.low:.3f} to {one.high:.3f})"
+        tip = f"{label}, tokens {first:,} to {end - 1:,}: {one.mean:.3f}{ends} nats"
+        row = {"series": label, "x": math.sqrt(first * end), "y": one.mean, "tip": tip}
+        yield row | {"low": one.low, "high": one.high}
+
+
+def cache_lengths(cache: CacheSize) -> list[int]:
+    """Powers of two from below the window to 256 windows: the context lengths worth showing."""
+    widest = max(window.size for window in cache.sliding)
+    first = max(1, widest // 4).bit_length() - 1
+    return [2**power for power in range(first, first + 11)]
+
+
+def cache_by_length(cache: CacheSize) -> Picture:
+    """KV-cache bytes of one sequence over the context length, both axes logarithmic."""
+    lengths = cache_lengths(cache)
+    rows = [
+        {"series": series, "x": at, "y": size, "tip": f"{series}, {format_length(at)}: "
+         f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original"}
+        for series, of in (("original", cache.original), ("hybrid", cache.dynamic))
+        for at in lengths for size in [of(at)]
+    ]  # fmt: skip
+    low, high = (math.log2(rows[len(lengths)]["y"]), math.log2(rows[len(lengths) - 1]["y"]))
+    powers = [2.0**power for power in range(math.ceil(low), math.floor(high) + 1, 2)]
+    x = Axis("Context (tokens, log)", "length", log=True, values=lengths)
+    y = Axis("KV cache (bytes, log)", "bytes", log=True, values=powers)
+    edges = [max(window.past, lengths[0]) for window in cache.sliding]
+    texts = ["window full"] + [""] * (len(edges) - 1)  # at the widest
+    ends = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
+    full = alt.Chart(values(ends))
+    marks = full.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
+    marks += full.mark_text(y="height", dy=-8, dx=6, align="left").encode(x="x:Q", text="text:N")
+    look = {"original": LOOK["original"], "hybrid": LOOK["trained"]}
+    at, last = format_length(lengths[-1]), lengths[-1]
+    return Picture(
+        "cache", curves(rows, x, y, look) + marks,
+        f"At {at} tokens the original holds {format_bytes(cache.original(last))}, the hybrid "
+        f"{format_bytes(cache.dynamic(last))}.", "Cache of one sequence", is_half=True,
+    )  # fmt: skip
+
+
+def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
+    """The share of each source's tokens by the length of their document; None without lengths."""
+    sources = statistics.get("sources", {})
+    rows, most = [], []
+    for name, source in sources.items():
+        lengths = source.get("lengths") or []
+        total = sum(one["tokens"] for one in lengths)
+        label = f"{name}: {format_count(total)} tokens"
+        for one in lengths:
+            share = one["tokens"] / total
+            tip = (
+                f"{name}, at most {one['up_to']:,} tokens: {one['documents']:,} documents, "
+                f"{format_share(share)} of the tokens"
+            )
+            rows.append({"series": label, "x": one["up_to"], "y": share, "tip": tip})
+        if lengths:
+            longest = max(lengths, key=lambda one: one["tokens"])
+            most.append(f"{name} mostly in documents of at most {longest['up_to']:,} tokens")
+    if not rows:
+        return None
+    x = Axis("Document length, at most (tokens, log)", "length", log=True)
+    look = styles(row["series"] for row in rows)
+    chart = curves(rows, x, Axis("Share of the source's tokens", "share", zero=True), look)
+    return Picture("lengths", chart, f"{'; '.join(most)}.")
+
+
+def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
+    """A bar for each stage, as long as it ran."""
+    rows = [
+        {"label": stage, "series": "trained", "x": value, "text": format_seconds(value),
+         "tip": f"{stage}: {format_seconds(value)}"}
+        for stage, value in seconds
+    ]  # fmt: skip
+    longest = max(value for _, value in seconds) or 1.0
+    axis = Axis("Seconds", "count", domain=(0.0, 1.12 * longest))
+    text = ", ".join(f"{row['label']} {row['text']}" for row in rows)
+    return Picture("time", ranking(rows, axis, LOOK, step=28), f"{text}.")
+
+
+def extent(numbers: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
+    """Smallest and largest value with a little room on both sides, never of zero height."""
+    low, high = min(numbers), max(numbers)
+    room = pad * (high - low) or max(abs(high) * pad, 1e-6)
+    return low - room, high + room
+
+
+def _original(results: Results) -> tuple[str, float] | None:
+    original = results.checkpoint(ORIGINAL)
+    return original and (f"original {format_score(original.average)}", original.average)
+
+
+def _spoken_original(results: Results) -> str:
+    original = results.checkpoint(ORIGINAL)
+    return "." if original is None else f"; original {format_score(original.average)}."

@@ -1,13 +1,13 @@
-"""The report as one HTML page, from the headline numbers down to their provenance."""
+"""The report's tiles and tables, and its page (page.html)."""
 
 from __future__ import annotations
 
-from functools import partial
-from html import escape
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from bosch.model.cache_size import CacheSize
-from bosch.vllm.plan import CPU, LARGE_GPU, served_caches, served_tokens
-from stages.evaluate.scores import HYBRID, ORIGINAL
+from bosch.vllm.plan import CPU, LARGE_GPU, engine_heads, served_caches, served_tokens
+from stages.evaluate.scores import ABOUT_MARKS, HYBRID, ORIGINAL, MeanScore, SuiteScores, mark
 from stages.formats import (
     format_bytes,
     format_count,
@@ -16,284 +16,297 @@ from stages.formats import (
     format_score,
     format_seconds,
     format_share,
+    signed,
 )
-from stages.report import figures, markup
-from stages.report.charts import STYLE
-from stages.report.predictions import anchor, predictions_section
-from stages.report.provenance import Provenance, provenance_section
-from stages.report.results import Results
-from stages.report.scores_section import (
-    HARNESS,
-    harness_section,
-    positions_section,
-    scores_section,
-    standing_section,
-    windows_section,
-)
-from stages.report.search_section import mask_section, search_section
+from stages.pages.page import render
+from stages.pages.tables import Cell, Group, Table
+from stages.report import charts
+from stages.report.predictions import anchor, samples_by_model
+from stages.report.provenance import Provenance
+from stages.report.results import SHOWN_SAMPLES, NeedleScores, Results, label_of
 from stages.report.stage import ReportConfig
 from stages.report.verdict import (
+    SUITE_NAMES,
     Difference,
-    difference_tiles,
-    differences_section,
-    verdict_section,
+    differences,
+    final_model,
+    kind_of,
+    verdict,
 )
+from stages.search.charts import trace
 
-NO_TRAIN = "Training is not part of this recipe."
-NO_EVALUATE = "Evaluation is not part of this recipe."
-NO_NEEDLE = "This recipe's evaluation has no needle tasks."
+_TEMPLATE = "stages/report/page.html"
+HARNESS = "harness"
 
 
-def render(results: Results, provenance: Provenance, section: ReportConfig) -> str:
-    """The self-contained page."""
-    sections = [
-        verdict_section(results),
-        _missing_section(results),
-        standing_section(results),
-        _tiles(results),
-        differences_section(results),
-        mask_section(results),
-        search_section(results),
-        _recovery_section(results),
-        scores_section(results, _why_no_score(results, trained=False)),
-        windows_section(results),
-        harness_section(results),
-        positions_section(results),
-        _memory_section(results),
-        _data_section(results),
-        predictions_section(results.predictions),
-        _time_section(results, section),
-        provenance_section(provenance),
+class Tile(NamedTuple):
+    """One headline number, which leads to `target`; without a value `more` says why."""
+
+    name: str
+    value: str
+    more: str
+    unit: str = ""
+    colour: str = ""
+    target: str = ""
+
+
+def page(results: Results, provenance: Provenance, section: ReportConfig) -> str:
+    """The self-contained page, from the headline numbers down to their provenance."""
+    mask, scores = results.search.mask, results.scores
+    traces = [
+        trace(results.search.summary, mask.mask.key, name) for name in ("score", "log_likelihood")
     ]
-    header = f"<h1>{escape(provenance.title)}</h1><p>{escape(provenance.subtitle)}</p>"
-    return markup.page(
-        provenance.title,
-        STYLE,
-        header,
-        "".join(sections),
-        "Written by BOSCH-pipeline. The page is self-contained and loads nothing.",
+    training = [step for step in results.training or [] if step.loss is not None]
+    return render(
+        _TEMPLATE,
+        title=provenance.title,
+        subtitle=provenance.subtitle,
+        results=results,
+        provenance=provenance,
+        verdict=verdict(results),
+        missing=scores.missing_sentences(HARNESS) if scores else [],
+        tiles=list(_tiles(results)),
+        why_no_score=_why_no_score(results, is_trained=False),
+        standing=charts.standing(results),
+        share=format_share(results.search.sliding / results.search.total),
+        against_original=charts.against_original(results),
+        mask=charts.head_mask(results.search),
+        traces=[one for one in traces if one is not None],
+        layers=charts.layers_probed(results.search),
+        search_facts=_search_facts(results),
+        recovery=charts.recovery(results) if results.needle else None,
+        loss=charts.training_loss(training) if training else None,
+        score_tables=[score_table(one) for one in [*(results.needle or []), *results.rivals]],
+        about_marks=ABOUT_MARKS,
+        filters=filters(scores.checkpoints.values() if scores else []),
+        windows=charts.windows(results),
+        window_tables=[score_table(one) for one in results.windows],
+        harness=harness_table(results),
+        harness_missing=scores.missing.get(HARNESS, {}) if scores else {},
+        positions=charts.positions(results),
+        cache=charts.cache_by_length(results.cache),
+        cache_table=cache_table(results.cache),
+        served=served_table(results),
+        lengths=charts.document_lengths(results.statistics),
+        predictions=samples_by_model(results.predictions),
+        shown_samples=SHOWN_SAMPLES,
+        time=charts.stage_times(results.stage_seconds) if results.stage_seconds else None,
+        costs=cost_table(results, section.gpu_hour_price, section.currency),
     )
 
 
-def _missing_section(results: Results) -> str:
-    """Models and tasks without a score, but for other tasks, which have their own section."""
-    scores = results.scores
-    return markup.notes(scores.missing_sentences(HARNESS)) if scores is not None else ""
-
-
-def _tiles(results: Results) -> str:
+def _tiles(results: Results) -> Iterable[Tile]:
     trained = results.scores.last_trained if results.scores is not None else None
-    tiles = [
-        _score_tile("Original model", ORIGINAL, results, "original"),
-        _score_tile("Hybrid, untrained", HYBRID, results, "untrained"),
-        _score_tile("Hybrid, trained", trained, results, "hybrid"),
-    ]
-    tiles += difference_tiles(results)
+    yield _score_tile("Original model", ORIGINAL, results, "original")
+    yield _score_tile("Hybrid, untrained", HYBRID, results, "untrained")
+    yield _score_tile("Hybrid, trained", trained, results, "hybrid")
+    model = final_model(results)
+    for row in differences(results, model):
+        if row.name != SUITE_NAMES["needle"]:  # its tiles show scores
+            value = signed(row.mean, 1 if row.unit == "points" else 2)
+            more = f"against the original, 95 % interval {row.text.partition(' ')[2]}"
+            paint = "untrained" if model == HYBRID else "hybrid"
+            yield Tile(f"{row.name}, {kind_of(model)}", value, more, row.unit, paint)
     search, cache = results.search, results.cache
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
     windows = f"and at most {format_bytes(cache.windows)} for the windows"
+    yield Tile("KV cache per token", value, windows)
     heads = f"{search.sliding} of {search.total} KV heads"
+    yield Tile("Sliding KV heads (ρ)", format_share(search.sliding / search.total), heads)
     sinks = search.mask.sinks
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
-    tiles += [
-        markup.tile("KV cache per token", value, windows),
-        markup.tile("Sliding KV heads (ρ)", format_share(search.sliding / search.total), heads),
-        markup.tile("Window (W)", f"{search.mask.window_size:,}", reach, "tokens"),
-    ]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+    several = "s" if len(search.mask.windows) > 1 else ""
+    yield Tile(f"Window{several} (W)", search.window_sizes, reach, "tokens")
 
 
-def _score_tile(
-    name: str,
-    model: str | None,
-    results: Results,
-    colour: str,
-) -> str:
+def _score_tile(name: str, model: str | None, results: Results, paint: str) -> Tile:
     scores = results.checkpoint(model) if model is not None else None
     if scores is None:
         failed = results.scores.failed_models if results.scores is not None else {}
         if model in failed:
-            return markup.empty_tile(name, f"Could not be evaluated: {failed[model]}.")
-        return markup.empty_tile(name, _why_no_score(results, trained=colour == "hybrid"))
-    more = f"needle average over {scores.suite.samples:,} samples"
-    against = scores.suite.against_original
-    if against is not None:
-        change = Difference.of_scores("", against).text
+            return Tile(name, "", f"Could not be evaluated: {failed[model]}.")
+        return Tile(name, "", _why_no_score(results, is_trained=paint == "hybrid"))
+    suite = scores.suite
+    more = f"needle average over {suite.samples:,} samples"
+    if suite.against_original is not None:
+        change = Difference.of_scores("", suite.against_original).text
         more = f"needle average, {change} against the original"
-    elif scores.suite.low is not None:
-        low, high = format_score(scores.suite.low), format_score(scores.suite.high)
-        more += f", 95 % interval {low} to {high}"
+    elif suite.low is not None:
+        more += f", 95 % interval {format_score(suite.low)} to {format_score(suite.high)}"
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     average = format_score(scores.average)
-    return markup.tile(name, average, more, "of 100", colour, f"#{anchor(scores.name)}")
+    return Tile(name, average, more, "of 100", paint, f"#{anchor(scores.name)}")
 
 
-def _why_no_score(results: Results, trained: bool) -> str:
-    if trained and "train" not in results.present:
-        return NO_TRAIN
+def _why_no_score(results: Results, *, is_trained: bool) -> str:
+    if is_trained and "train" not in results.present:
+        return "Training is not part of this recipe."
     if "evaluate" not in results.present:
-        return NO_EVALUATE
+        return "Evaluation is not part of this recipe."
     if results.needle is None:
-        return NO_NEEDLE
+        return "This recipe's evaluation has no needle tasks."
     return "Not among the evaluated checkpoints."
 
 
-def _recovery_section(results: Results) -> str:
-    lead = "Long-context quality over continual pretraining."
-    cards = []
-    if results.needle is None:
-        cards.append(markup.absent(_why_no_score(results, trained=False)))
-    else:
-        keys = [
-            ("stroke dashed", "original", "original"),
-            ("square", "untrained", "hybrid, untrained"),
-            ("round", "hybrid", "hybrid, trained"),
-        ]
-        inner = figures.responsive(
-            partial(figures.recovery, results.needle), "recovery", figures.HALF
-        )
-        cards.append(
-            markup.card(markup.legend(keys) + inner, "Needle average over training tokens")
-        )
-    training = [step for step in results.training or [] if step.loss is not None]
-    if not training:
-        cards.append(markup.absent(NO_TRAIN))
-    else:
-        keys = [("stroke", "hybrid", "running mean, each logged step behind it")]
-        inner = figures.responsive(partial(figures.training_loss, training), "loss", figures.HALF)
-        cards.append(markup.card(markup.legend(keys) + inner, "Training loss"))
-    return markup.section("Recovery", lead, markup.grid(cards))
-
-
-def _memory_section(results: Results) -> str:
-    lead = "A full head's cache grows with every token; a sliding head's stops at its window."
-    cache = results.cache
-    keys = [("stroke dashed", "original", "original"), ("stroke", "hybrid", "hybrid")]
-    inner = figures.responsive(partial(figures.cache_by_length, cache), "cache", figures.HALF)
-    cards = [
-        markup.card(markup.legend(keys) + inner, "Cache of one sequence"),
-        markup.card(cache_table(cache)),
-        markup.card(served_table(results)),
+def _search_facts(results: Results) -> list[tuple[str, str]]:
+    summary = results.search.summary
+    anchors, gradients = summary.anchors, summary.gradients
+    return [
+        ("Method", results.search.mask.method),
+        ("Anchor, every head sliding", _or_dash(anchors.all_sliding, format_share)),
+        ("Anchor, every head full", _or_dash(anchors.all_full, format_share)),
+        ("Score of the final mask", format_share(summary.best_score)),
+        ("Log-likelihood of the final mask", f"{summary.best_log_likelihood:,.4g} nats"),
+        ("Masks evaluated", f"{summary.evaluations:,}"),
+        *([("Gradients taken", f"{gradients:,}")] if gradients else []),
+        ("Model work", f"{summary.full_forward_equivalents:,.4g} full passes over D"),
+        (
+            "Model work without any reuse",
+            f"{summary.naive_full_forward_equivalents:,.4g} full passes over D",
+        ),
+        ("Time in the model", format_seconds(summary.model_seconds)),
+        ("Time in the solver", format_seconds(summary.solver_seconds)),
     ]
-    return markup.section("KV cache", lead, markup.grid(cards))
 
 
-def served_table(results: Results) -> str:
-    """What vLLM holds per request on each tensor-parallel rank, by the modules of its plugin."""
+def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]:
+    """Tasks and lengths that have a score, for menus."""
+    tables = [suite.tasks for suites in models for suite in suites.values()]
+    lengths = {length for tasks in tables for by in tasks.values() for length in by if length}
+    return {
+        "task": list(dict.fromkeys(task for tasks in tables for task in tasks)),
+        "length": [format_length(length) for length in sorted(lengths)],
+    }
+
+
+def score_table(scores: NeedleScores) -> Table:
+    """Tasks by lengths of one checkpoint, each cell tinted by its score and with its interval."""
+    suite = scores.suite
+    lengths = sorted({length for by in suite.tasks.values() for length in by})
+    header = ["task", *(Cell(format_length(at), length=format_length(at)) for at in lengths)]
+    rows = [
+        [
+            Cell(task, task=task),
+            *(_score(by.get(at), anchor(scores.name, "needle", task, at)) for at in lengths),
+        ]
+        for task, by in suite.tasks.items()
+    ]
+    groups = [Group(rows)]
+    if suite.by_length:
+        means = [_score(suite.by_length.get(at), anchor(scores.name)) for at in lengths]
+        groups.append(Group([["all tasks", *means]], is_total=True))
+    note = f"average {format_score(scores.average)}"
+    return Table(scores.label, header, groups, text_columns=1, note=note)
+
+
+def _score(score: MeanScore | None, target: str) -> Cell:
+    """A score which leads to its samples."""
+    if score is None:
+        return Cell(format_score(None), share=0.0)
+    text = mark(score.against_original) + format_score(score.score)
+    interval = f"{format_score(score.low)}–{format_score(score.high)}"
+    return Cell(text, target=f"#{target}", more=[(interval, "")], share=score.score / 100)
+
+
+def harness_table(results: Results) -> Table | None:
+    """Tasks of lm-evaluation-harness and averages of groups by model; None without them."""
+    models = results.scores.checkpoints if results.scores is not None else {}
+    suites = {name: tables[HARNESS] for name, tables in models.items() if HARNESS in tables}
+    if not suites:
+        return None
+    rows = [
+        [
+            Cell(task, task=task),
+            *(
+                _score(suite.tasks.get(task, {}).get(0), anchor(name, HARNESS, task, 0))
+                for name, suite in suites.items()
+            ),
+        ]
+        for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)
+    ]
+    totals = []
+    for group in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
+        means = {name: suite.groups.get(group) for name, suite in suites.items()}
+        most = max((mean for mean in means.values() if mean), key=lambda one: len(one.tasks))
+        label = f"{group} ({len(most.tasks)} of {most.of} tasks)"
+        totals.append([label, *(_score(mean, anchor(name)) for name, mean in means.items())])
+    header = ["task", *(label_of(name) for name in suites)]
+    return Table("", header, [Group(rows), Group(totals, is_total=True)], text_columns=1)
+
+
+def cache_table(cache: CacheSize) -> Table:
+    """Bytes of one sequence at some context lengths, and of each token after them."""
+    sizes = [
+        (format_length(at), cache.original(at), cache.dynamic(at))
+        for at in charts.cache_lengths(cache)[::2]
+    ]
+    sizes.append(("each further token", cache.original_per_token, cache.per_token))
+    return Table.of_rows(
+        "Computed from the head mask, not measured",
+        ("context (tokens)", "original", "hybrid", "share"),
+        [
+            (at, format_bytes(before), format_bytes(now), f"{now / before:.0%}")
+            for at, before, now in sizes
+        ],
+    )
+
+
+def served_table(results: Results) -> Table | str:
+    """What vLLM holds per request on each tensor-parallel rank; a sentence where it serves none."""
     file = results.search.mask
     title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
     if file.sinks:
-        return f"<p>{title}: not served, because vLLM has no sinks of a sliding head.</p>"
+        return f"{title}: not served, because vLLM has no sinks of a sliding head."
     cache, heads = results.cache, file.num_key_value_heads
     other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
     if cache.state_bytes or other:
-        return f"<p>{title}: not served by the plugin, because of layers of other kinds.</p>"
-    rows = [
-        (
-            served.engine.name,
-            str(served.ranks),
-            format_length(served.tokens),
-            *(
-                (served.refusal, "", "")
-                if served.refusal
-                else (
-                    format_bytes(served.original),
-                    format_bytes(served.hybrid),
-                    f"{served.hybrid / served.original:.0%}",
-                )
-            ),
-        )
-        for engine in (LARGE_GPU, CPU)
+        return f"{title}: not served by the plugin, because of layers of other kinds."
+    rows = []
+    for engine in (LARGE_GPU, CPU):
         for served in served_caches(
-            file.mask.full_kv_heads_per_layer,
-            heads,
-            [file.window.vllm] * file.num_layers,
+            engine_heads(file.mask.heads_per_layer(file.windows)),
             cache.bytes_per_head,
             [own.window for own in cache.own for _ in range(own.heads // heads)],
             engine=engine,
             lengths=served_tokens(results.positions),
-        )
-        if engine is LARGE_GPU or served.ranks == 1
-    ]
-    return markup.table(
-        title, ("engine on", "ranks", "context (tokens)", "original", "hybrid", "share"), rows
-    )
+        ):
+            if engine is LARGE_GPU or served.ranks == 1:
+                sizes = [
+                    format_bytes(served.original),
+                    format_bytes(served.hybrid),
+                    f"{served.hybrid / served.original:.0%}",
+                ] if not served.refusal else [served.refusal, "", ""]  # fmt: skip
+                place = [served.engine.name, str(served.ranks), format_length(served.tokens)]
+                rows.append(place + sizes)
+    header = ("engine on", "ranks", "context (tokens)", "original", "hybrid", "share")
+    return Table.of_rows(title, header, rows)
 
 
-def cache_table(cache: CacheSize) -> str:
-    """Bytes per token, and bytes of one sequence at some context lengths."""
+def cost_table(results: Results, price: float | None, currency: str) -> Table | None:
+    """GPU hours of each stage and what they cost at `price` an hour; None where none used a GPU."""
+    if not results.total_gpu_hours:
+        return None
+    seconds = dict(results.stage_seconds)
+
+    def cost(hours: float | None) -> list[str]:
+        amounts = [hours] if price is None else [hours, None if hours is None else hours * price]
+        return [_or_dash(amount, "{:,.2f}".format) for amount in amounts]
+
     rows = [
-        (
-            format_length(length),
-            format_bytes(cache.original(length)),
-            format_bytes(cache.dynamic(length)),
-            f"{cache.dynamic(length) / cache.original(length):.0%}",
-        )
-        for length in figures.cache_lengths(cache)[::2]
+        [
+            stage,
+            format_seconds(seconds[stage]),
+            "not recorded" if manifest.gpus is None else str(manifest.gpus),
+            *cost(manifest.gpu_hours),
+        ]
+        for stage, manifest in results.manifests.items()
     ]
-    rows.append(
-        (
-            "each further token",
-            format_bytes(cache.original_per_token),
-            format_bytes(cache.per_token),
-            f"{cache.per_token / cache.original_per_token:.0%}",
-        )
-    )
-    return markup.table(
-        "Computed from the head mask, not measured",
-        ("context (tokens)", "original", "hybrid", "share"),
-        rows,
-    )
+    total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]
+    title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
+    header = ["stage", "wall time", "GPUs", "GPU hours", *([] if price is None else [currency])]
+    return Table(title, header, [Group(rows), Group([total], is_total=True)], text_columns=1)
 
 
-def _data_section(results: Results) -> str:
-    lead = "Documents of the training data by their length, as shares of their source's tokens."
-    sources = results.statistics.get("sources", {})
-    lengths = [(name, one["lengths"]) for name, one in sources.items() if one.get("lengths")]
-    if not lengths:
-        absent = markup.absent("The prepared data's statistics hold no lengths.")
-        return markup.section("Training data", lead, absent)
-    picture = figures.responsive(partial(figures.document_lengths, lengths), "lengths")
-    return markup.section("Training data", lead, markup.card(picture))
-
-
-def _time_section(results: Results, section: ReportConfig) -> str:
-    heading = "Time and cost"
-    lead = "Wall time of each stage. Stages that are cached are not run again."
-    seconds = results.stage_seconds
-    if not seconds:
-        return markup.section(heading, lead, markup.absent("No stage recorded its time."))
-    picture = figures.responsive(partial(figures.stage_times, seconds), "time")
-    if results.total_gpu_hours:
-        cost = markup.card(cost_table(results, section.gpu_hour_price, section.currency))
-    else:
-        cost = markup.absent("No stage recorded that it ran on a GPU: there are no GPU hours.")
-    return markup.section(heading, lead, markup.card(picture) + cost)
-
-
-def cost_table(results: Results, price: float | None, currency: str) -> str:
-    """GPU hours of each stage, wall time by its GPUs, and what they cost at `price` an hour."""
-    hours, seconds = results.gpu_hours, dict(results.stage_seconds)
-    counts = {stage: manifest.gpus for stage, manifest in results.manifests.items()}
-    rows = [
-        (stage, format_seconds(seconds[stage]), _count(counts[stage]), *_cost(hours[stage], price))
-        for stage in seconds
-    ]
-    total = results.total_gpu_hours
-    rows.append(("together", format_seconds(sum(seconds.values())), "", *_cost(total, price)))
-    if price is None:
-        return markup.table("GPU hours", ("stage", "wall time", "GPUs", "GPU hours"), rows)
-    caption = f"GPU hours, at {format_money(price, currency)} each"
-    return markup.table(caption, ("stage", "wall time", "GPUs", "GPU hours", currency), rows)
-
-
-def _count(gpus: int | None) -> str:
-    return "not recorded" if gpus is None else str(gpus)
-
-
-def _cost(hours: float | None, price: float | None) -> list[str]:
-    cells = ["–" if hours is None else f"{hours:,.2f}"]
-    if price is not None:
-        cells.append("–" if hours is None else f"{hours * price:,.2f}")
-    return cells
+def _or_dash(value: float | None, form: object) -> str:
+    return "–" if value is None else str(form(value))  # type: ignore[operator]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from stages.formats import format_length, format_score
-from stages.report import markup
-from stages.report.results import SHOWN_SAMPLES, Place, label_of
+from stages.pages.tables import Table
+from stages.report.results import Place, label_of
 
 _LONGEST = 400
+
+
+class ScoreSamples(NamedTuple):
+    """Samples of a task at a length; `name` is their place on the page."""
+
+    name: str
+    label: str
+    task: str
+    length: str
+    table: Table
+
+
+class ModelSamples(NamedTuple):
+    """Samples of all scores of a model."""
+
+    name: str
+    label: str
+    cells: list[ScoreSamples]
 
 
 def anchor(*place: str | int) -> str:
@@ -18,38 +35,25 @@ def anchor(*place: str | int) -> str:
     return "-".join(("samples", *map(str, place)))
 
 
-def predictions_section(predictions: Mapping[Place, list[Mapping[str, Any]]]) -> str:
-    """All collected samples, closed until a score leads to them; empty without any."""
-    if not predictions:
-        return ""
-    lead = (
-        f"Of every score up to {SHOWN_SAMPLES} samples, the lowest first, each with the end of its "
-        "prompt. samples.jsonl beside scores.json holds all of them."
-    )
-    models: dict[str, str] = {}
+def samples_by_model(
+    predictions: Mapping[Place, Iterable[Mapping[str, Any]]],
+) -> list[ModelSamples]:
+    """All collected samples, for the macro `predictions`."""
+    models: dict[str, ModelSamples] = {}
     for place, records in predictions.items():
-        models[place[0]] = models.get(place[0], "") + _cell(place, records)
-    inner = "".join(
-        markup.details(label_of(name), cells, anchor(name)) for name, cells in models.items()
-    )
-    return markup.section("Predictions", lead, inner)
-
-
-def _cell(place: Place, records: list[Mapping[str, Any]]) -> str:
-    _, _, task, length = place
-    at = format_length(length) if length else ""
-    name = f"{task} at {at}" if at else task
-    rows = [
-        (
-            f"{record['index']}: {format_score(100 * record['score'])}",
-            f"…{str(record.get('question', ''))[-_LONGEST:]}",
-            ", ".join(map(str, record.get("answers", ()))),
-            str(record.get("output", ""))[:_LONGEST],
-        )
-        for record in records
-    ]
-    table = markup.table("", ("sample: score", "prompt", "expected", "output"), rows)
-    return (
-        f'<div class="samples"{markup.filtered(task, at)}><h4 id="{escape(anchor(*place))}">'
-        f"{escape(name)}</h4>{table}</div>"
-    )
+        name, _, task, length = place
+        model = models.setdefault(name, ModelSamples(anchor(name), label_of(name), []))
+        at = format_length(length) if length else ""
+        label = f"{task} at {at}" if at else task
+        rows = [
+            (
+                f"{record['index']}: {format_score(100 * record['score'])}",
+                f"…{str(record.get('question', ''))[-_LONGEST:]}",
+                ", ".join(map(str, record.get("answers", ()))),
+                str(record.get("output", ""))[:_LONGEST],
+            )
+            for record in records
+        ]
+        table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
+        model.cells.append(ScoreSamples(anchor(*place), label, task, at, table))
+    return list(models.values())

@@ -10,7 +10,6 @@ from typing import Any
 from stages.context import StageConfig
 from stages.formats import format_path
 from stages.published import Manifest
-from stages.report import markup
 from stages.report.results import Results
 from stages.report.stage import ReportConfig
 
@@ -37,7 +36,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
             recipe[stage] = values
     search = results.search
     share = f"ρ = {search.sliding / search.total:.3g}"
-    subtitle = f"{model} made hybrid: {share}, W = {search.mask.window_size:,}"
+    subtitle = f"{model} made hybrid: {share}, W = {search.window_sizes}"
     subtitle += f", method {search.mask.method}"
     return Provenance(
         title=config.section.title or f"Hybrid {model}",
@@ -102,17 +101,3 @@ def _versions(results: Results) -> list[tuple[str, str]]:
         for name, version in manifest.packages.items():
             versions.setdefault(name, {})[version] = None
     return [(name, ", ".join(each)) for name, each in sorted(versions.items())]
-
-
-def provenance_section(provenance: Provenance) -> str:
-    """The page's last section."""
-    inner = markup.card(markup.facts(provenance.origin))
-    inner += markup.details("Resolved recipe", markup.facts(provenance.recipe))
-    inner += markup.details("Prepared data", markup.facts(provenance.statistics))
-    if provenance.versions:
-        inner += markup.details("Package versions", markup.facts(provenance.versions))
-    else:
-        inner += markup.absent("The stages recorded no package versions.")
-    return markup.section(
-        "Provenance", "Everything that is needed to reproduce these results.", inner
-    )

@@ -14,6 +14,7 @@ from typing import Any
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
+from bosch.window import Window, windows_text
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_window, read_samples
 from stages.materialize.stage import MaterializeSummary, read_model_config
 from stages.prepare.stage import Statistics
@@ -33,6 +34,17 @@ class Search:
     def sliding(self) -> int:
         """Number of sliding KV heads in the whole model."""
         return self.mask.mask.num_sliding
+
+    @property
+    def heads(self) -> dict[Window | None, int]:
+        """KV heads of the whole model by window, None of full ones."""
+        rows = self.mask.mask.heads_per_layer(self.mask.windows)
+        return {window: sum(row[window] for row in rows) for window in rows[0]}
+
+    @property
+    def window_sizes(self) -> str:
+        """The windows for people: one, or all from the smallest up."""
+        return windows_text([Window(window.size) for window in self.mask.windows])
 
     @property
     def total(self) -> int:
@@ -131,6 +143,17 @@ class Results:
         return self.checkpoint(name) if name is not None else None
 
     @property
+    def sample_count(self) -> int:
+        """Needle samples of each model."""
+        return next((one.suite.samples for one in [*(self.needle or []), *self.rivals]), 0)
+
+    @property
+    def document_count(self) -> int:
+        """Documents whose loss by position was measured."""
+        tables = self.scores.positions.values() if self.scores is not None else ()
+        return next((table.documents for table in tables), 0)
+
+    @property
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Wall time of each stage, in the order of the pipeline."""
         return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]
@@ -159,9 +182,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         search=search,
         cache=CacheSize(
             bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-            full_heads=search.total - search.sliding,
-            sliding_heads=search.sliding,
-            window=search.mask.window,
+            heads=search.heads,
             own=tuple(OwnWindow(**own) for own in materialized.own_windows),
             state_bytes=materialized.state_bytes,
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from bosch.files import write_json, write_text
 from stages.context import StageConfig
 from stages.published import Summary
-from stages.report.page import render
+from stages.report.page import page
 from stages.report.provenance import collect_provenance
 from stages.report.results import load_results
 from stages.report.stage import PAGE, ReportConfig
@@ -31,10 +31,10 @@ def run(
 
     results = load_results(inputs, config.other_stages)
     provenance = collect_provenance(config, results)
-    page = work_dir / PAGE
-    write_text(page, render(results, provenance, config.section))
+    file = work_dir / PAGE
+    write_text(file, page(results, provenance, config.section))
     summary = summarize(results, provenance.title, config.section)
     write_json(work_dir / Summary.FILE, summary)
     print_summary(results, provenance.title, config.section)
-    logger.info("report written: %s bytes of HTML", f"{page.stat().st_size:,}")
+    logger.info("report written: %s bytes of HTML", f"{file.stat().st_size:,}")
     return summary

@@ -21,6 +21,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
     price, gpu_hours = section.gpu_hour_price, results.total_gpu_hours
     original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
     trained, search, cache = results.trained, results.search, results.cache
+    sizes = [window.size for window in search.mask.windows[::-1]]
     return {
         "title": title,
         "verdict": verdict(results),
@@ -42,6 +43,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         },
         "swa_ratio": search.sliding / search.total,
         "window_size": search.mask.window_size,
+        **({"window_sizes": sizes} if len(sizes) > 1 else {}),
         "sinks": search.mask.sinks,
         "kv_cache_bytes_per_token": {
             "before": cache.original_per_token,
@@ -90,7 +92,7 @@ def _rows(results: Results) -> list[tuple[str, str]]:
         ("KV cache per token", f"{before} → {now}"),
         ("KV cache of the windows, at most", format_bytes(cache.windows)),
         ("Sliding KV heads (ρ)", f"{share} ({search.sliding} of {search.total})"),
-        ("Window (W)", f"{search.mask.window_size:,} tokens"),
+        ("Window (W)", f"{search.window_sizes} tokens"),
     ]
     rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
     return rows

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from html import escape
 from typing import Literal, NamedTuple
 
 from stages.evaluate.scores import HYBRID, Against, SuiteScores
-from stages.formats import format_length
-from stages.report import figures, markup
+from stages.formats import format_length, signed
 from stages.report.results import Results, label_of
 
 # A ratio whose interval is wider says less than the difference does.
 _WIDEST_RATIO = 100.0
-_SUITES = {"needle": "Needle", "harness": "Other tasks"}
+SUITE_NAMES = {"needle": "Needle", "harness": "Other tasks"}
 
 
 class Difference(NamedTuple):
@@ -39,10 +36,10 @@ class Difference(NamedTuple):
     def text(self) -> str:
         """The difference with its interval."""
         digits = 1 if self.unit == "points" else 2
-        mean = figures.signed(self.mean, digits)
+        mean = signed(self.mean, digits)
         if self.low is None or self.high is None:
             return f"{mean} [too few]"
-        return f"{mean} [{figures.signed(self.low, digits)}, {figures.signed(self.high, digits)}]"
+        return f"{mean} [{signed(self.low, digits)}, {signed(self.high, digits)}]"
 
     @property
     def is_shown(self) -> bool:
@@ -60,7 +57,7 @@ def differences(results: Results, model: str) -> list[Difference]:
     if results.scores is None:
         return []
     rows = [
-        Difference.of_scores(_SUITES.get(name, name), suite.against_original)
+        Difference.of_scores(SUITE_NAMES.get(name, name), suite.against_original)
         for name, suite in results.scores.checkpoints.get(model, {}).items()
         if suite.against_original is not None
     ]
@@ -83,11 +80,11 @@ def verdict(results: Results) -> str | None:
     sentences = []
     needle = suites.get("needle")
     if needle is not None:
-        sentences += _needle_sentence(results, needle, _kind(model))
+        sentences += _needle_sentence(results, needle, kind_of(model))
     for row in differences(results, model):
         if row.against is None:
             sentences.append(_loss_sentence(row))
-        elif row.name != _SUITES["needle"]:
+        elif row.name != SUITE_NAMES["needle"]:
             end = _what_shows(row.against)
             sentences.append(f"{row.name}: {row.text} points against the original{end}.")
     return " ".join(sentences) or None
@@ -133,54 +130,6 @@ def _loss_sentence(row: Difference) -> str:
     return f"{row.name}: {row.text} nats against the original{undecided}."
 
 
-def _kind(model: str) -> str:
+def kind_of(model: str) -> str:
+    """Trained or not."""
     return "untrained" if model == HYBRID else "trained"
-
-
-def verdict_section(results: Results) -> str:
-    """The verdict as the page's first line; empty where there is none."""
-    sentence = verdict(results)
-    return f'<p class="verdict">{escape(sentence)}</p>' if sentence is not None else ""
-
-
-def difference_tiles(results: Results) -> list[str]:
-    """A tile for each suite but the needle's, whose tiles show scores."""
-    model = final_model(results)
-    return [
-        markup.tile(
-            f"{row.name}, {_kind(model)}",
-            figures.signed(row.mean, 1 if row.unit == "points" else 2),
-            f"against the original, 95 % interval {row.text.partition(' ')[2]}",
-            row.unit,
-            "untrained" if model == HYBRID else "hybrid",
-        )
-        for row in differences(results, model)
-        if row.name != _SUITES["needle"]
-    ]
-
-
-def differences_section(results: Results) -> str:
-    """Paired differences of the untrained and the last trained hybrid, a picture for each unit."""
-    models = dict.fromkeys((HYBRID, final_model(results)))
-    rows = [(model, row) for model in models for row in differences(results, model)]
-    pictures = ""
-    for unit, label in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
-        bars = [
-            figures.DifferenceBar(
-                f"{row.name}, {_kind(model)}",
-                "untrained" if model == HYBRID else "hybrid",
-                row.mean,
-                row.low,
-                row.high,
-                row.text,
-            )
-            for model, row in rows
-            if row.unit == unit
-        ]
-        if bars:
-            draw = partial(figures.differences, bars, f"{label}, less the original's")
-            pictures += figures.responsive(draw, f"difference-{unit}")
-    if not pictures:
-        return ""
-    note = "Differences on the same samples and documents, with 95 % intervals."
-    return markup.card(f'{pictures}<p class="lead">{escape(note)}</p>', "Against the original")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bosch.model.decoder_shape import DecoderShape
-from bosch.objective.calibration import MAX_ROUNDS
+from bosch.objective.batches import examples_by_round
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
@@ -14,11 +14,12 @@ from stages.formats import format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe, Recipe
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """At most the evaluations of the method's bound, each as if nothing were reused."""
-    recipe, shape = loaded.recipe, loaded.shape
+    recipe, shape = loaded.recipe, shape_of(loaded)
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     evaluations = _most_evaluations(loaded, shape, search.method)
@@ -67,7 +68,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
     """Batches of each round over the calibration set."""
     examples, batch = recipe[PrepareConfig].calibration.examples, recipe.runtime.eval_batch_size
-    return tuple(math.ceil(size / batch) for size in _split(examples, min(MAX_ROUNDS, examples)))
+    return tuple(math.ceil(len(indices) / batch) for indices in examples_by_round(examples))
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
@@ -77,11 +78,6 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
         recipe[SearchConfig].race and "race" in METHODS[method].settings
     )
     return batches if in_rounds else (sum(batches),)
-
-
-def _split(count: int, rounds: int) -> list[int]:
-    """Sizes of so many rounds of equal size, or nearly so."""
-    return [count // rounds + (number < count % rounds) for number in range(rounds)]
 
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
@@ -105,7 +101,7 @@ def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) ->
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
     """Most hours of every method, without reuse."""
-    shape = loaded.shape
+    shape = shape_of(loaded)
     one = search.flops / _most_evaluations(loaded, shape, loaded.recipe[SearchConfig].method)
     sharded = loaded.recipe.runtime.search_parallel == "tensor"
     times: dict[str, list[str]] = {}

@@ -26,8 +26,9 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
     search = loaded.recipe[SearchConfig]
     if search.method != "given" or loaded.info is None:
         return
-    shape = _Shape(len(loaded.info.kinds.full), loaded.info.key_value_heads, search.window)
     try:
+        kinds = loaded.info.kinds
+        shape = _Shape(len(kinds.full), kinds.heads, search.window)
         given_mask(shape, search.settings(loaded.recipe.seed))
     except UserError as fault:
         yield str(fault)

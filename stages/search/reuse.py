@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.free_memory import reuse_room
-from bosch.window import Window
+from bosch.objective.memory import reuse_room
+from bosch.window import Windows
 from stages.context import Runtime
 
 
 def reuse_bytes(
-    runtime: Runtime, model: Any, window: Window, calibration: CalibrationSet, shards: int = 1
+    runtime: Runtime, model: Any, windows: Windows, calibration: CalibrationSet, shards: int = 1
 ) -> int:
     """Bytes of `runtime.reuse_memory`, by default what this process has room for.
 
@@ -22,7 +22,7 @@ def reuse_bytes(
         return runtime.reuse_memory
     return reuse_room(
         model,
-        window,
+        windows,
         min(runtime.eval_batch_size, len(calibration)),
         calibration.max_length,
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

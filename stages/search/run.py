@@ -12,7 +12,6 @@ from typing import Any
 
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
-from bosch.files import write_text
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
@@ -30,9 +29,8 @@ from bosch.search.settings import SearchSettings
 from stages.context import StageConfig
 from stages.numerics import numerics
 from stages.prepare.stage import CALIBRATION
-from stages.report.results import Search
-from stages.report.search_figures import trace_files
-from stages.search.live import BEST, LiveView, mask_file
+from stages.search.charts import write_traces
+from stages.search.live import BEST, LiveView, mask_file, mask_windows
 from stages.search.processes import join_process_group
 from stages.search.reuse import reuse_bytes
 from stages.search.stage import EVALUATIONS, HEAD_MASK, STAGE, SearchConfig, SearchSummary
@@ -152,12 +150,13 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         model = load_model(config.model.path, device=ranks.device, **options)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
+    windows = mask_windows(section)
     return Objective(
         model,
         calibration,
-        section.window,
+        windows,
         batch_size=config.runtime.eval_batch_size,
-        reuse_bytes=reuse_bytes(config.runtime, model, section.window, calibration, ranks.shards),
+        reuse_bytes=reuse_bytes(config.runtime, model, windows, calibration, ranks.shards),
         ranks=ranks,
     )
 
@@ -192,8 +191,7 @@ def _write(
     published.write(work_dir)
     file = mask_file(config, result.mask, result.evaluation.score)
     file.save(work_dir / HEAD_MASK)
-    for name, picture in trace_files(Search(file, published)).items():
-        write_text(work_dir / name, picture)
+    write_traces(published, file.mask.key, work_dir)
     (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
         "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from bosch.backends import lacking
-from bosch.budget import check_granularity
+from bosch.budget import LayerHeads, check_granularity, even_layout, heads_of_mask_file
 from bosch.errors import UserError
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
@@ -109,8 +109,23 @@ class SearchConfig(Section):
 
     @property
     def window(self) -> Window:
-        """Window of the sliding heads."""
+        """Window of the sliding heads, the widest where a given mask has several."""
         return Window(self.window_size, self.sinks)
+
+    def kv_heads(self, layers: int, heads: int) -> list[LayerHeads]:
+        """KV heads of each layer by window: of the given mask, else spread evenly.
+
+        Raises UserError where the mask's file is none, or for another model.
+        """
+        if self.method != "given":
+            counts = even_layout(layers, heads, self.swa_ratio)
+            return [{None: full, self.window: heads - full} for full in counts]
+        rows = heads_of_mask_file(str(self.mask))
+        if len(rows) != layers or any(sum(row.values()) != heads for row in rows):
+            raise UserError(
+                f"search.mask: {self.mask} is no mask for {layers} layers of {heads} KV heads"
+            )
+        return rows
 
 
 HEAD_MASK = "head_mask.json"
@@ -196,9 +211,8 @@ def _granularity(search: SearchConfig, info: ModelInfo | None) -> Iterator[str]:
     if info is None:
         return
     try:
-        check_granularity(
-            len(info.kinds.full), info.key_value_heads, search.swa_ratio, search.head_granularity
-        )
+        kinds = info.kinds
+        check_granularity(len(kinds.full), kinds.heads, search.swa_ratio, search.head_granularity)
     except UserError as error:
         yield str(error)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bosch.budget import window_shares
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 from stages.train.fit import remedy, training_budget
 from stages.train.footprint import trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
@@ -23,12 +25,13 @@ EXPERTS_EFFICIENCY = 0.057
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Every step as the recipe has it, recomputation counted as work."""
-    recipe, shape = loaded.recipe, loaded.shape
+    recipe, shape = loaded.recipe, shape_of(loaded)
     train, runtime, search = recipe[TrainConfig], recipe.runtime, recipe[SearchConfig]
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
     steps = train.optimizer_steps
     tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
-    flops = shape.training_flops(tokens, length, search.swa_ratio, search.window)
+    shares = window_shares(search.kv_heads(shape.full_layers, shape.key_value_heads))
+    flops = shape.training_flops(tokens, length, shares)
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
     number = BYTES[recipe[MaterializeConfig].dtype]
@@ -37,14 +40,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     trained = trained_parameters(shape, train)
     restart = float(restart_disk_bytes(shape.parameters, trained))
-    writing = restart_host_bytes(
-        shape.parameters, trained, runtime.sharding, processes, local, on_gpu
-    )
+    writing = restart_host_bytes(shape.parameters, trained, runtime.sharding, processes, local)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
         f"{format_flops(flops)} without recomputation: "
-        f"{flops / shape.training_flops(tokens, length, 0.0, search.window):.0%} of the original's",
+        f"{flops / shape.training_flops(tokens, length):.0%} of the original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
         "restart points are written",
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
@@ -68,7 +69,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 
 def _memory_facts(loaded: LoadedRecipe, devices: Devices) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
-    recipe, shape, processes = loaded.recipe, loaded.shape, devices.processes
+    recipe, shape, processes = loaded.recipe, shape_of(loaded), devices.processes
     faults = list(
         batch_faults(
             recipe[TrainConfig],

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import load_from_disk
-from torch.utils.data import Dataset
 
 from bosch.errors import UserError
 from stages.train.loss import IGNORED
@@ -21,11 +20,10 @@ from stages.train.schedule import Schedule
 _ORDER_STREAM = 0x7261  # sets this use of the recipe's seed apart from others
 
 
-class PackedSequences(Dataset[dict[str, Any]]):
+class PackedSequences:
     """The packed sequences in the order training reads them, read from Arrow one at a time.
 
-    Item i belongs to step i // sequences-per-step whatever the number of processes, because the
-    data loader deals micro-batches out to the processes in turn.
+    Item i belongs to step i // sequences-per-step, whatever the number of processes.
     """
 
     def __init__(self, directory: Path) -> None:

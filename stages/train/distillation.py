@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bosch.model.families import decoder_layers
+from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
@@ -39,10 +40,9 @@ def load_teacher(
     """
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
     kinds = decoder_layers(config)
-    config.hybrid_attention = {
-        **config.hybrid_attention,
-        "full_kv_heads_per_layer": [kinds.heads] * len(kinds.full),
-    }
+    config.hybrid_attention = head_table(
+        [dict.fromkeys(row, 0) | {None: kinds.heads} for row in heads_by_window(config)]
+    )
     teacher = load_model(
         model_dir,
         dtype=teacher_dtype(train),

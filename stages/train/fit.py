@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bosch.errors import UserError
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.cost import memory_here
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
+from stages.shape import shape_of
 from stages.train.footprint import TrainingMemory, training_memory
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig, batch_faults
@@ -138,7 +139,7 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
     capacity = memory_here(loaded.world)
     if capacity is None:
         return
-    shape, on_gpu, count = loaded.info.decoder, loaded.world.gpus > 0, loaded.world.size
+    shape, on_gpu, count = shape_of(loaded), loaded.world.gpus > 0, loaded.world.size
     budget = training_budget(loaded, shape, count, capacity, on_gpu)
     if not budget.fits:
         raise UserError(

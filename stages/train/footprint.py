@@ -1,4 +1,4 @@
-"""What one process holds in training: its breakdown and its peak. Needs no torch.
+"""What one process holds in training: its breakdown and its peak.
 
 What data types and sharding decide stands in `stages.train.memory`; here is what a layer and
 the tables take during a step, and what is in memory together.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bosch.model.decoder_shape import DecoderShape
+from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.memory import (
     distillation_bytes,
@@ -86,7 +86,7 @@ def training_memory(
     trained = trained_parameters(shape, train)
     count = shape.parameters + (trained if train.lora is not None else 0)
     # Of a layer and of the tables, as a share: what is frozen has no gradient.
-    layer_share = trained_in_layers(shape, train) / (shape.layers * shape.layer_parameters)
+    layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
     tables_trained = trained == shape.parameters
     number = 2 if mixed_precision else 4
     # Autocast leaves the embedding in float32, and with it all sums between layers.
@@ -145,20 +145,15 @@ def training_memory(
 
 
 def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
-    """Trained parameters inside the layers; biases and norms of single heads are left out.
+    """Trained parameters inside the layers.
 
     Experts take no adapters: their weights are no linear maps of their own.
     """
-    if train.lora is None:
-        of_a_layer = shape.layer_parameters
-        if train.freeze == "attention_only":
-            of_a_layer = shape.attention_parameters
-        return shape.layers * of_a_layer
-    # An adapter has as many parameters as its rank times the sum of its map's two sides.
-    sides = 2 * (2 * shape.hidden + shape.query_size + shape.key_value_size)
-    if train.freeze == "none" and not shape.experts:
-        sides += shape.maps * (shape.hidden + shape.intermediate)
-    return shape.layers * train.lora.rank * sides
+    attention_only = train.freeze == "attention_only"
+    if train.lora is not None:
+        sides = shape.attention_sides if attention_only else shape.linear_sides
+        return train.lora.rank * sides
+    return shape.attention_parameters if attention_only else shape.parameters - shape.tables
 
 
 def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:

@@ -217,7 +217,6 @@ def install_loss(
     head = model.get_output_embeddings()
     head.forward = MethodType(head_forward, head)
     model.forward = MethodType(forward, model)
-    model.accepts_loss_kwargs = True
 
 
 def _summed(config: Any, chunk_loss: ChunkLoss, head: Any, states: Tensor) -> Tensor:

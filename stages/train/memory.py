@@ -128,17 +128,12 @@ def load_host_bytes(
 
 
 def restart_host_bytes(
-    parameters: int, trained: int, sharding: str, processes: int, local: int, on_gpu: bool
+    parameters: int, trained: int, sharding: str, processes: int, local: int
 ) -> float:
     """Host memory of a node, with `local` of all `processes`, while a restart point is written.
 
-    FSDP copies what its processes hold from the GPUs, first the weights, then both moments of the
-    trained ones: 8 bytes each. DeepSpeed copies one of its three float32 shards at a time; without
-    sharding the first process copies the weights. On the CPU nothing is copied.
+    It is a copy of what its processes hold, so that training goes on meanwhile; without sharding
+    the first process of all has the only one.
     """
-    if not on_gpu:
-        return 0.0
-    if sharding == "none":
-        return _FLOAT32 * parameters
-    moments = 2 if sharding == "fsdp" else 1
-    return _FLOAT32 * max(parameters, moments * trained) * local / processes
+    share = 1.0 if sharding == "none" else local / processes
+    return restart_point_bytes(parameters, trained) * share

@@ -11,18 +11,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.hardware import device_named
 from bosch.journal import Journal
-from bosch.model.loading import full_attention_config
-from bosch.model.stored_config import StoredConfig
-from bosch.window import Window
+from bosch.model.head_table import heads_by_window
+from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -83,17 +82,6 @@ def check_wandb(runtime: Runtime) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What a step took: see `TrainingStep` for the units."""
-
-    tokens_per_second: float
-    mfu: float | None
-    memory: int
-    data_seconds: float
-    checkpoint_seconds: float
-
-
 class MetricsLog:
     """One record per step on disk, on the boards and in the log.
 
@@ -132,32 +120,16 @@ class MetricsLog:
         """Seconds of training, those before a restart included."""
         return self._seconds_before + time.monotonic() - self._started
 
-    def write(
-        self,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        grad_norm: float,
-        *,
-        skipped: bool = False,
-        needle_score: float | None = None,
-        speed: Speed | None = None,
-    ) -> None:
-        """Record step `step` (from 1)."""
+    def write(self, step: int, loss: float, grad_norm: float, **values: float | None) -> None:
+        """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {
             "step": step,
             "tokens": step * self._schedule.batch_tokens,
             "loss": _finite(loss),
-            "learning_rate": learning_rate,
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
+            **{name: value for name, value in values.items() if value is not None},
         }
-        if skipped:
-            record["skipped"] = True
-        if needle_score is not None:
-            record["needle_score"] = needle_score
-        if speed is not None:
-            record |= {name: value for name, value in asdict(speed).items() if value is not None}
         self.records.append(record)
         self._journal.append(record)
         drawn = {
@@ -223,14 +195,10 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> floa
     If it is `distilled`, the original's forward pass is part of it. A packed sequence counts as one
     document; under document masking there are fewer operations.
     """
-    sizes = StoredConfig.of_loaded(full_attention_config(config))
-    hybrid = config.hybrid_attention
-    full = sum(hybrid["full_kv_heads_per_layer"])
-    swa_ratio = 1 - full / (len(sizes.kinds.full) * sizes.key_value_heads)
+    shape, shares = DecoderShape.of(config), window_shares(heads_by_window(config))
     tokens, length = schedule.batch_tokens, schedule.sequence_length
-    window = Window(hybrid["window_size"], hybrid["sinks"])
-    flops = sizes.decoder.training_flops(tokens, length, swa_ratio, window)
-    return flops + distilled * sizes.decoder.forward_flops(tokens, length)
+    flops = shape.training_flops(tokens, length, shares)
+    return flops + distilled * shape.forward_flops(tokens, length)
 
 
 def peak_flops(processes: int) -> float | None:

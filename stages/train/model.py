@@ -11,7 +11,7 @@ import torch
 
 from bosch.attention import fastest_backend
 from bosch.errors import RunError, UserError
-from bosch.model.families import has_plain_logits
+from bosch.model.families import HYBRID_PREFIX, has_plain_logits
 from bosch.model.loading import load_config, load_model
 from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
@@ -118,7 +118,7 @@ def apply_liger(model: Any) -> None:
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    family = model.config.model_type.removeprefix("hybrid_")
+    family = model.config.model_type.removeprefix(HYBRID_PREFIX)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(
             f"train.liger = true, and Liger has no kernels for models of type {family}; "

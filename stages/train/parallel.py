@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-from pathlib import Path
+import warnings
+from datetime import timedelta
 from typing import Any
 
-import yaml
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bosch.errors import RunError, UserError
 from stages.context import Runtime
-
-_LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-FSDP_CONFIG = _LAUNCH / "accelerate" / "fsdp2.yaml"
-DEEPSPEED_CONFIG = _LAUNCH / "deepspeed" / "zero3.json"
+from stages.train.schedule import Schedule
+from stages.train.stage import TrainConfig
 
 
 def world_size() -> int:
@@ -47,16 +60,85 @@ def check_sharding_possible(runtime: Runtime) -> None:
         )
 
 
-def sharding_arguments(runtime: Runtime) -> dict[str, Any]:
-    """The TrainingArguments that say how the model is spread over processes."""
-    if runtime.sharding == "fsdp":
-        config = yaml.safe_load(FSDP_CONFIG.read_text(encoding="utf-8"))["fsdp_config"]
-        # Without it the Trainer keeps whole gradients on every process between micro-batches.
-        every_batch = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-        return {"fsdp": True, "fsdp_config": config, "accelerator_config": every_batch}
-    if runtime.sharding == "deepspeed":
-        return {"deepspeed": str(DEEPSPEED_CONFIG)}
-    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -> Accelerator:
+    """Join the process group, and say how a model is spread over it and in which precision."""
+    forget()
+    on_gpu, sharding = torch.cuda.is_available(), runtime.sharding
+    if world_size() > 1:
+        backend, timeout = "nccl" if on_gpu else "gloo", timedelta(minutes=runtime.timeout_minutes)
+        if sharding == "deepspeed":
+            _join_by_deepspeed(backend, timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    state = PartialState(cpu=not on_gpu)
+    # accelerate would shard over GPUs alone; gloo does what is needed.
+    if sharding == "fsdp" and not on_gpu:
+        state.distributed_type = DistributedType.MULTI_GPU
+    elif sharding == "deepspeed":
+        state.distributed_type = DistributedType.DEEPSPEED
+    return Accelerator(
+        mixed_precision=train.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=schedule.accumulation,
+            sync_with_dataloader=False,
+            # Else every process keeps whole gradients between micro-batches.
+            sync_each_batch=sharding == "fsdp",
+        ),
+        fsdp_plugin=_fsdp_plugin(train) if sharding == "fsdp" else None,
+        deepspeed_plugin=_deepspeed_plugin(train, schedule) if sharding == "deepspeed" else None,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
+        ],
+    )
+
+
+def _fsdp_plugin(train: TrainConfig) -> FullyShardedDataParallelPlugin:
+    policy = None
+    if train.mixed_precision == "bf16":
+        # Sums in float32. No output_dtype: it would apply to every layer, whose inputs are what
+        # gradient checkpointing keeps. The loss is computed in float32 as it is.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=policy,
+    )
+
+
+def _deepspeed_plugin(train: TrainConfig, schedule: Schedule) -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(
+        hf_ds_config={
+            "train_batch_size": schedule.sequences,
+            "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
+            "gradient_accumulation_steps": schedule.accumulation,
+            "gradient_clipping": train.max_grad_norm,
+            "bf16": {"enabled": train.mixed_precision == "bf16"},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                # accelerate computes them from the hidden size.
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+            },
+        }
+    )
+
+
+def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if backend == "gloo":
+        # Its shared-memory collectives would be compiled first; a compiler that was killed leaves a
+        # lock behind on which every later run waits for ever. gloo needs none of it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
 
 
 def check_sharding_runs(model: Any, runtime: Runtime) -> None:
@@ -73,11 +155,6 @@ def check_sharding_runs(model: Any, runtime: Runtime) -> None:
 
 
 def _actual_sharding(model: Any) -> str:
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-
     if isinstance(model, FSDPModule):
         whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
         return "fsdp" if not whole else f"fsdp with {whole[0]} not sharded"
@@ -95,9 +172,11 @@ def _actual_sharding(model: Any) -> str:
 
 def leave() -> None:
     """Leave the process group and forget accelerate's state, so that another stage can start."""
-    import torch
-    from accelerate.state import AcceleratorState
+    forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
+
+def forget() -> None:
+    """Forget accelerate's state, of which it keeps one per process; it has no public way."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

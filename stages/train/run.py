@@ -1,4 +1,4 @@
-"""Continual pretraining of the hybrid model (BOSCH B.5) through transformers' Trainer.
+"""Continual pretraining of the hybrid model (BOSCH B.5) in a loop of its own: `loop.py`.
 
 Started on every process with the same work directory; torchrun's variables say how many there are.
 """
@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import StoppedError
+import torch
+from accelerate import Accelerator
+
+from bosch.errors import RunError, StoppedError
 from bosch.files import file_hashes
+from bosch.model.loading import load_config
 from bosch.ranks import limit_collectives, partners_alive
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig
@@ -19,13 +23,22 @@ from stages.prepare.stage import PACKED_DATA
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
-from stages.train.metrics import MetricsLog, check_wandb
+from stages.train.loop import Loop
+from stages.train.metrics import MetricsLog, check_wandb, step_flops
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
-from stages.train.parallel import check_sharding_possible, layout, leave, world_size
+from stages.train.parallel import (
+    check_sharding_possible,
+    check_sharding_runs,
+    layout,
+    leave,
+    make_accelerator,
+    world_size,
+)
 from stages.train.schedule import make_schedule
+from stages.train.sharded_load import shard_and_fill, shard_teacher
 from stages.train.stage import METRICS, TrainConfig, TrainingSummary, checkpoint_name
-from stages.train.storage import RestartPoints, check_layout, restart_step
-from stages.train.trainer import PretrainingTrainer, training_arguments
+from stages.train.storage import RestartPoints, check_layout, restart_step, wait
+from stages.train.trainable import first_adapters, parameter_groups, saved_name
 from stages.train.watch import make_needle_watch
 
 logger = logging.getLogger(__name__)
@@ -58,110 +71,134 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     newest = restarts.newest()
     if newest is not None:
         check_layout(newest, layout(config.runtime))
-    trainer, point = build_trainer(config, inputs, work_dir, restarts)
-    if point is not None:
-        logger.info("resuming from %s", point.name)
+    loop = build_loop(config, inputs, work_dir, restarts)
     try:
-        with trainer.timer.signals(), partners_alive():
-            trainer.train(resume_from_checkpoint=str(point) if point else None)
+        with loop.timer.signals(), partners_alive():
+            loop.run()
+    except RunError:  # all processes end for the same reason, with a restart point first
+        restarts.wait()
+        raise
     finally:
-        if trainer.metrics_log is not None:
-            trainer.metrics_log.close()
+        if loop.metrics_log is not None:
+            loop.metrics_log.close()
     limit_collectives(config.runtime.timeout_minutes)
-    step = trainer.state.global_step
-    if step < trainer.schedule.steps:
+    if loop.step < loop.schedule.steps:
         raise StoppedError(
-            f"training stopped after step {step} of {trainer.schedule.steps}, with a restart point"
+            f"training stopped after step {loop.step} of {loop.schedule.steps}, with a restart "
+            "point"
         )
-    if trainer.metrics_log is not None:
-        _write_summary(trainer, trainer.metrics_log, work_dir, restarts)
+    if loop.metrics_log is not None:
+        _write_summary(loop, loop.metrics_log, work_dir, restarts)
         restarts.remove()
     with partners_alive():
-        trainer.accelerator.wait_for_everyone()
+        wait()
     leave()
 
 
-def build_trainer(
+def build_loop(
     config: StageConfig[TrainConfig],
     inputs: Mapping[str, Path],
     work_dir: Path,
     restarts: RestartPoints,
-) -> tuple[PretrainingTrainer, Path | None]:
-    """Data, model and trainer, ready to start or to resume, and the point to resume from."""
-    import torch
-
+) -> Loop:
+    """Data, model and optimizer in a loop that is ready to start, or to go on where it ended."""
     train, runtime = config.section, config.runtime
     data = PackedSequences(inputs["prepare"] / PACKED_DATA)
     schedule = make_schedule(
         train, runtime, data.sequence_length, world_size(), torch.cuda.is_available()
     )
     data.arrange(schedule, config.seed)
-    arguments = training_arguments(train, runtime, schedule, config.seed, restarts.writing)
-    if arguments.should_save:
+    model_dir = inputs["materialize"] / MODEL
+    # Before DeepSpeed, which would shard the empty model that is counted.
+    model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
+    flops = step_flops(model_config, schedule, distilled=train.teacher != "none")
+    accelerator = make_accelerator(train, runtime, schedule)
+    if accelerator.is_main_process:
         (work_dir / TrainingSummary.FILE).unlink(missing_ok=True)
         restarts.clean()
-    arguments.distributed_state.wait_for_everyone()
-
-    model_dir = inputs["materialize"] / MODEL
     with partners_alive():
+        accelerator.wait_for_everyone()
         point = restarts.latest()
-    materialize = config.upstream_section(MaterializeConfig)
+    model, optimizer = _prepared_model(config, model_dir, accelerator)
+    log = None
+    if accelerator.is_main_process:
+        done = restart_step(point) if point else 0
+        log = MetricsLog(work_dir, schedule, done, runtime.wandb_project)
+    loop = Loop(
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        data=data,
+        collate=collate_documents if train.document_masking else collate,
+        schedule=schedule,
+        train=train,
+        runtime=runtime,
+        seed=config.seed,
+        restarts=restarts,
+        checkpoint_writer=CheckpointWriter(
+            work_dir,
+            model_dir,
+            saved_dtype(model_dir),
+            config.upstream_section(MaterializeConfig).max_shard_size,
+        ),
+        metrics_log=log,
+        needles=make_needle_watch(config, inputs["prepare"]),
+        flops=flops,
+    )
+    if point is not None:
+        logger.info("resuming from %s", point.name)
+        with partners_alive():
+            loop.resume(point)
+    return loop
+
+
+def _prepared_model(
+    config: StageConfig[TrainConfig], model_dir: Path, accelerator: Accelerator
+) -> tuple[Any, Any]:
+    """The model and its optimizer, spread over the processes."""
+    train, runtime, device = config.section, config.runtime, accelerator.device
 
     def read_weights() -> dict[str, torch.Tensor]:
-        return saved_weights(model_dir, config.model) if arguments.process_index == 0 else {}
+        return saved_weights(model_dir, config.model) if accelerator.is_main_process else {}
 
     backend = attention_backend(model_dir, config.model, train, runtime)
     distillation = None
     if train.teacher == "original":
-        teacher = load_teacher(model_dir, config.model, train, runtime, arguments.device, backend)
+        teacher = load_teacher(model_dir, config.model, train, runtime, device, backend)
         distillation = TeacherLoss(teacher, train.teacher_weight, train.teacher_tokens)
-    trainer = PretrainingTrainer(
-        model=load_for_training(
-            model_dir,
-            config.model,
-            train,
-            runtime,
-            config.seed,
-            distillation,
-            backend,
-            arguments.device,
-        ),
-        args=arguments,
-        train_dataset=data,
-        data_collator=collate_documents if train.document_masking else collate,
-        schedule=schedule,
-        runtime=runtime,
-        train=train,
-        restarts=restarts,
-        distillation=distillation,
-        needles=make_needle_watch(config, inputs["prepare"]),
-        read_weights=read_weights,
-        checkpoint_writer=CheckpointWriter(
-            work_dir, model_dir, saved_dtype(model_dir), materialize.max_shard_size
-        ),
-        metrics_log=(
-            MetricsLog(
-                work_dir, schedule, restart_step(point) if point else 0, runtime.wandb_project
-            )
-            if arguments.should_save
-            else None
-        ),
+    model: Any = load_for_training(
+        model_dir, config.model, train, runtime, config.seed, distillation, backend, device
     )
-    return trainer, point
+    if runtime.sharding == "fsdp":
+        weights = read_weights()
+        if weights:
+            weights |= first_adapters(model, config.seed)
+        shard_and_fill(accelerator, model, weights, saved_name)
+        if distillation is not None:
+            shard_teacher(distillation.teacher, read_weights(), device)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, train.weight_decay),
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        fused=True,
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    check_sharding_runs(model, runtime)
+    return model, optimizer
 
 
 def _write_summary(
-    trainer: PretrainingTrainer, metrics_log: MetricsLog, work_dir: Path, restarts: RestartPoints
+    loop: Loop, metrics_log: MetricsLog, work_dir: Path, restarts: RestartPoints
 ) -> None:
     """Write summary.json last: with it, the work directory is finished."""
-    schedule = trainer.schedule
+    schedule = loop.schedule
     TrainingSummary(
         final_loss=metrics_log.final_loss,
         tokens=schedule.tokens,
         steps=schedule.steps,
         seconds=round(metrics_log.seconds, 3),
-        processes=trainer.args.world_size,
-        sharding=trainer.runtime.sharding,
+        processes=world_size(),
+        sharding=loop.runtime.sharding,
         checkpoints={checkpoint_name(n): step for n, step in schedule.checkpoint_steps.items()},
         sha256=restarts.checkpoint_hashes() | file_hashes(work_dir, [METRICS]),
     ).write(work_dir)

@@ -14,8 +14,7 @@ from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import distribute_tensor
 
 
 def shard_and_fill(
@@ -51,15 +50,5 @@ def _fill(
                 whole = weights.pop(names(name)).to(device, parameter.dtype)
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            dist.broadcast(whole, 0)
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().copy_(_same_shard(parameter, whole))
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
     weights.clear()
-
-
-def _same_shard(parameter: Any, whole: Tensor) -> Tensor:
-    """The shard of `whole` that this process holds of `parameter`."""
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -10,13 +10,17 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from bosch.errors import DamagedWorkError, RunError, UserError
@@ -36,25 +40,38 @@ from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
 
+# That there is one process alone is no fault.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 T = TypeVar("T")
 
 _POINT = re.compile(r"step-(\d+)")
 _UNREADABLE = "unreadable-"
 _RECORD = "whole.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-# The process that wrote a file of a restart point, in the names of torch, transformers, DeepSpeed
-# and of a checkpoint's weights; all others are the first one's.
-_WRITER = re.compile(r"^__(\d+)_|rank_(\d+)|rng_state_(\d+)|^model-0*(\d+)-of-")
+# That there is one process alone is no fault.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+T = TypeVar("T")
+
+_POINT = re.compile(r"step-(\d+)")
+_UNREADABLE = "unreadable-"
+_RECORD = "whole.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+# The process that wrote a file of a restart point or of a checkpoint's weights, in their names; all
+# others are the first one's.
+_WRITER = re.compile(r"^__(\d+)_|^model-0*(\d+)-of-")
 
 
 class RestartPoints:
-    """`restart/step-<n>`: optimiser, weights, generators and step count of the latest saves.
+    """`restart/step-<n>`: weights and the optimiser's state after the latest saves.
 
-    A point holds a record of its layout and of the SHA-256 of its files, written last; beside the
-    points lies one for each checkpoint. A point without its whole files, or after a checkpoint
-    without its own, is not used: training goes back to the one before, else to the start.
+    torch.distributed.checkpoint writes a point while training goes on. A point holds a record of
+    its layout and of the SHA-256 of its files, written last; beside the points lies one for each
+    checkpoint. A point without its whole files, or after a checkpoint without its own, is not used:
+    training goes back to the one before, else to the start.
 
-    Every process hashes the files that it wrote, right after writing and again before resuming, all
+    Every process hashes its share of the files, right after writing and again before resuming, all
     at the same time. Of 14B parameters over 16 processes, 168 GB in all, that is 10.5 GB each, or
     16 s at 0.65 GB/s (SHA-256 on one core, measured on a virtual machine).
 
@@ -67,6 +84,10 @@ class RestartPoints:
         self._checkpoints = {
             checkpoint_name(tokens): step for tokens, step in train.checkpoint_steps.items()
         }
+        # Saving talks in a group of its own, beside the steps of training.
+        self._group: dist.ProcessGroup | None = None
+        self._publisher = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
 
     def newest(self) -> Path | None:
         """The newest restart point that says its layout; whether it is whole is not known yet."""
@@ -151,14 +172,54 @@ class RestartPoints:
         for older in [*self._points()[1:], *self.directory.glob(f"{_UNREADABLE}*")]:
             shutil.rmtree(older)
 
-    def publish(self, written: Path, step: int, layout: dict[str, object]) -> None:
-        """Move the complete directory `written` into place; every process calls it."""
-        wait()
-        hashes = hash_together(written)
+    def save(
+        self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float
+    ) -> None:
+        """Copy `state`, and write it while training goes on; every process calls it.
+
+        A point that is still being written is waited for. `minutes`: the longest that a process
+        waits for what the others write.
+        """
+        self.wait()
         if rank() == 0:
-            write_json(written / _RECORD, {"layout": layout, "sha256": hashes})
-            replace(written, self.directory / f"step-{step}")
-        wait()
+            self.make_room()
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+        with disk_errors("a restart point", self.directory):
+            written = dcp.async_save(state, checkpoint_id=self.writing, process_group=self._group)
+        assert isinstance(written, Future)
+        self._pending = self._publisher.submit(self._publish, written, step, layout)
+
+    def _publish(self, written: Future[Any], step: int, layout: dict[str, object]) -> None:
+        written.result()
+        self.publish(step, layout)
+
+    def publish(self, step: int, layout: dict[str, object]) -> None:
+        """Move what was written into place; every process calls it."""
+        hashes = hash_together(self.writing, self._group)
+        if rank() == 0:
+            write_json(self.writing / _RECORD, {"layout": layout, "sha256": hashes})
+            replace(self.writing, self.directory / f"step-{step}")
+
+    def check(self) -> None:
+        """Raise what a point's writing ended with, where it did."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the point that is being written is in place.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with disk_errors("a restart point", self.directory):
+                pending.result()
+
+    def read(self, point: Path, state: dict[str, Any]) -> None:
+        """Read a point into `state`, which has its form; every process calls it."""
+        dcp.load(state, checkpoint_id=point)
 
     def record_checkpoint(self, tokens: int) -> None:
         """Note the hashes of a checkpoint that is in place; every process calls it."""
@@ -202,35 +263,28 @@ def restart_step(point: Path) -> int:
     return int(point.name.rpartition("-")[2])
 
 
-def hash_together(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below `folder`, once on disk; each process reads those it wrote.
+def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """SHA-256 of every file below `folder`, once on disk; each process reads its share.
 
-    Every process calls it, when all have written.
+    Every process of the group, by default all, calls it, when all have written.
     """
     if rank() == 0:
         remove_empty_folders(folder)
-    wait()
+    wait(group)
     own = {}
     for name in share(list(files_below(folder))):
         sync(folder / name)
         own[name] = file_digest(folder / name)
-    hashes = {name: digest for part in _from_all(own) for name, digest in part.items()}
+    hashes = {name: digest for part in _from_all(own, group) for name, digest in part.items()}
     if rank() == 0:
         for directory, _, _ in os.walk(folder):
             sync(Path(directory))
     return dict(sorted(hashes.items()))
 
 
-def share(names: Mapping[str, str] | list[str]) -> list[str]:
-    """Those of `names` that this process wrote, or reads where the one that did is not there."""
-    return [name for name in names if _writer(name) % processes() == rank()]
-
-
-def _writer(name: str) -> int:
-    match = _WRITER.search(os.path.basename(name))
-    numbers = [int(number) for number in match.groups() if number is not None] if match else [0]
-    # A checkpoint's files count from 1.
-    return numbers[0] - 1 if match and match[4] is not None else numbers[0]
+def share(names: Iterable[str]) -> list[str]:
+    """Those of `names` that this process reads: they are dealt out in turn."""
+    return sorted(names)[rank() :: processes()]
 
 
 def rank() -> int:
@@ -243,18 +297,18 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def wait() -> None:
+def wait(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every process is here."""
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)
 
 
-def _from_all(value: T) -> list[T]:
+def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every process has at this place, in the order of their ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * processes()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -306,7 +360,7 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
         if connection_broke(error):
             raise
         free, reason = shutil.disk_usage(directory).free, " ".join(str(error).split())

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.calibration import forced_records
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.text import haystack_words
 from stages.context import StageConfig
 from stages.prepare.stage import TOKENIZER, PrepareConfig
 from stages.train.loss import IGNORED

@@ -28,6 +28,7 @@ from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attenti
 from bosch.model.cache import HybridCache
 from bosch.window import Window
 from pipeline.commands.measure.memory import memory_meter
+from tests.attention_case import by_rows, full_first
 
 LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64
 DECODE_LENGTH = 16384
@@ -57,7 +58,7 @@ def forward_ratios(repeats: int = 4) -> dict[str, float]:
     """Forward passes of deploy mode, search mode and sliding heads alone, over all-full."""
     tensors = _tensors(LENGTH)
     rows = [True, False, False, False, True, False, False, False]
-    layouts = {"deploy": _deploy(), "search": HeadLayout.search(rows, Window(WINDOW))}
+    layouts = {"deploy": _deploy(), "search": by_rows(rows, Window(WINDOW))}
     works: dict[str, Work] = {"full": lambda: _all_full(*tensors)}
     for name, layout in layouts.items():
         works[name] = lambda layout=layout: hybrid_attention(*tensors, layout)
@@ -83,7 +84,7 @@ def training_ratio(repeats: int = 3) -> float:
 
 def sliding_exponent(repeats: int = 3) -> float:
     """Exponent b of the cost T^b of a layer of sliding heads, fitted over `LENGTHS`."""
-    layout = HeadLayout.deploy(0, KV_HEADS, Window(WINDOW))
+    layout = full_first(0, KV_HEADS, Window(WINDOW))
     inputs = {length: _tensors(length) for length in LENGTHS}
     works: dict[str, Work] = {
         str(length): lambda tensors=tensors: hybrid_attention(*tensors, layout)
@@ -125,7 +126,7 @@ def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
     With it the most memory that each takes on top, in bytes: without masks, and under them.
     """
     query, key, value = _tensors(CHUNK_END)
-    query, layout = query[:, :, -CHUNK:], HeadLayout.deploy(KV_HEADS, KV_HEADS, Window(WINDOW))
+    query, layout = query[:, :, -CHUNK:], full_first(KV_HEADS, KV_HEADS, Window(WINDOW))
     meter = memory_meter(query.device)
 
     def chunk() -> None:
@@ -149,7 +150,7 @@ def chunk_ratios(repeats: int = 3) -> tuple[float, int, int]:
 def capped_ratios(repeats: int = 3) -> dict[str, float]:
     """Forward passes over 2,048 tokens with capped scores, over plain ones: full, and hybrid."""
     tensors = _tensors(CAPPED_LENGTH)
-    layouts = {"full": HeadLayout.deploy(KV_HEADS, KV_HEADS, Window(WINDOW)), "hybrid": _deploy()}
+    layouts = {"full": full_first(KV_HEADS, KV_HEADS, Window(WINDOW)), "hybrid": _deploy()}
     works: dict[str, Work] = {}
     for name, layout in layouts.items():
         for cap in (None, 50.0):
@@ -175,7 +176,7 @@ def _all_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _deploy() -> HeadLayout:
-    return HeadLayout.deploy(FULL, KV_HEADS, Window(WINDOW))
+    return full_first(FULL, KV_HEADS, Window(WINDOW))
 
 
 def _least(works: dict[str, Work], repeats: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from bosch.objective.objective import Objective
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from data_prep.packing import Packed, write_dataset
+from data_prep.documents.packing import Packed, write_dataset
 from pipeline.recipe.load import ROOT
 from recipes.study.make_composition_model import (
     BATCH,

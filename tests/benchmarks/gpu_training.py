@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
 from stages.train.footprint import training_memory
+from stages.train.loop import Loop
 from stages.train.stage import TrainConfig, TrainingStep, read_metrics
-from stages.train.trainer import PretrainingTrainer
 from tests.training_case import train_here
 
 SHAPE = ROOT / "recipes" / "shapes" / "qwen3_1p7b"
@@ -63,21 +63,21 @@ def make_case(folder: Path, small: bool) -> tuple[Any, int]:
 
 def profile_one_step(tables: list[str]) -> None:
     """Have one step of the next training profiled, its table appended to `tables`."""
-    step = PretrainingTrainer.training_step
+    passes = Loop.forward_backward
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step != PROFILED_STEP - 1:
-            return step(self, *args, **kwargs)
+    def forward_backward(self: Loop, *args: Any) -> float:
+        if self.step != PROFILED_STEP:
+            return passes(self, *args)
         with profile(activities=activities) as profiler:
-            result = step(self, *args, **kwargs)
+            result = passes(self, *args)
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         rows = profiler.key_averages()
         tables.append(rows.table(sort_by=order, row_limit=MOST_ROWS, max_name_column_width=60))
         return result
 
-    PretrainingTrainer.training_step = training_step  # type: ignore[method-assign]
+    Loop.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, Any],
@@ -85,7 +85,7 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     """Print the medians of the steps after the first two that were not profiled."""
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     memory = training_memory(
-        StoredConfig(config.to_dict()).decoder, TrainConfig(**train), Runtime(**runtime),
+        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
         processes=1, tokens=length, accumulation=1,
     )  # fmt: skip
     speed = statistics.median(step.tokens_per_second or 0.0 for step in steady)

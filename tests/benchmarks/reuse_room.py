@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import HeadLayout
 from bosch.heads import HeadMask
 from bosch.model.interface import HeadState, head_state, set_head_state
 from bosch.objective import incremental_forward
@@ -30,6 +29,7 @@ from bosch.objective.incremental_forward import IncrementalForward
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
+from tests.attention_case import by_rows
 
 LAYERS, HEADS, Q_PER_KV, HEAD_DIM, HIDDEN, WIDTH = 40, 8, 5, 128, 5120, 17408
 LENGTH, EXAMPLES, WINDOW = 32768, 8, Window(1024)
@@ -45,7 +45,7 @@ class _Attention(nn.Module):
         query, key_value = HEADS * Q_PER_KV * HEAD_DIM, HEADS * HEAD_DIM
         self.q_proj, self.o_proj = _linear(HIDDEN, query), _linear(query, HIDDEN)
         self.k_proj, self.v_proj = _linear(HIDDEN, key_value), _linear(HIDDEN, key_value)
-        set_head_state(self, HeadState(HeadLayout.search([True] * HEADS, WINDOW), "sdpa"))
+        set_head_state(self, HeadState(by_rows([True] * HEADS, WINDOW), "sdpa"))
 
     def forward(self, hidden_states: Tensor) -> None:
         hidden = hidden_states
@@ -112,8 +112,8 @@ class _Scorer:
         )
         flops = self.forward.flops
         full, whole = (
-            EXAMPLES * flops.whole_pass(rows, self.batches[0])
-            for rows in (np.ones((LAYERS, HEADS), dtype=bool), mask.is_full)
+            EXAMPLES * flops.whole_pass(one, self.batches[0])
+            for one in (HeadMask.all_full(LAYERS, HEADS), mask)
         )
         lost = float((self.costs * ~mask.is_full).sum() / self.costs.sum())
         score = round(64 * (1 - lost)) / 64

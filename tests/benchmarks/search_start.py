@@ -25,8 +25,8 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.window import Window
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
+from data_prep.documents.calibration import forced_records
+from data_prep.text import haystack_words
 
 Worth = npt.NDArray[np.float64]
 _TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2")

@@ -23,7 +23,7 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.progress import progress
 from bosch.window import Window
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.generation import generate

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bosch.attention import BACKENDS, HeadLayout, hybrid_attention, resolve_backend
+from bosch.attention import BACKENDS, hybrid_attention, resolve_backend
 from bosch.window import Window
+from tests.attention_case import full_first
 from tests.benchmarks.attention_speed import ideal_ratio
 
 pytestmark = [
@@ -85,7 +86,7 @@ def _full_kernels() -> dict[str, Attention]:
 
 
 def _hybrid_kernels() -> dict[str, Attention]:
-    layout = HeadLayout.deploy(2, 8, Window(WINDOW))
+    layout = full_first(2, 8, Window(WINDOW))
 
     def of(backend: str) -> Attention:
         return lambda query, key, value: hybrid_attention(

@@ -21,9 +21,9 @@ from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import batch_of
 from bosch.objective.calibration import CalibrationExample
-from bosch.objective.free_memory import activation_sizes
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
+from bosch.objective.memory import activation_sizes
 from bosch.window import Window
 from tests.peak_memory import PeakMemory
 
@@ -57,7 +57,7 @@ def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torc
     with torch.inference_mode(), PeakMemory() as plain:
         forward.answer_states(0, batch, mask)
     with PeakMemory() as gradient:
-        gate_gradients(model, batch, mask, forward.all_full, forward.all_sliding)
+        gate_gradients(model, batch, mask, forward.layouts)
     sizes = activation_sizes(model)
     state, weights = sizes.state(LENGTH), sum(p.nbytes for p in model.parameters())
     ratio = (weights + gradient.peak) / (weights + plain.peak)

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.mds import read_samples
-from data_prep.mds_index import read_index
+from data_prep.documents.mds import read_samples
+from data_prep.documents.mds_index import read_index
 
 pytestmark = pytest.mark.slow
 

@@ -22,12 +22,11 @@ from pathlib import Path
 import pytest
 
 from bosch.progress import Progress
-from data_prep.essays import pydoc_topics
-from data_prep.mixture import DocumentStream, mix
-from data_prep.packing import pack, write_dataset
-from data_prep.sources import Source
-from data_prep.tokenization import tokenise_source
-from data_prep.tokenizer import WINDOW, Encoder, TokenizerSpec
+from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
+from data_prep.documents.sources import Source
+from data_prep.documents.tokenization import tokenise_source
+from data_prep.documents.tokenizer import WINDOW, Encoder, TokenizerSpec
+from data_prep.text import pydoc_topics
 from pipeline.commands.measure.memory import memory_meter
 from tests.tiny_data import tiny_tokenizer
 

@@ -11,12 +11,11 @@ import os
 import time
 from pathlib import Path
 
-from data_prep.essays import haystack_words
-from data_prep.needles import TASKS, encode_prompt
-from data_prep.ruler_base import Corpus
-from data_prep.ruler_samples import SampleFolder
-from data_prep.ruler_tasks import NEW_TOKENS
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.ruler import Corpus
+from data_prep.tasks.samples import SampleFolder
+from data_prep.tasks.tables import NEEDLES, NEW_TOKENS
+from data_prep.text import encode_prompt, haystack_words
 from tests.ruler_case import TOKENIZER
 
 LENGTH = int(os.environ.get("RULER_LENGTH", "32768"))
@@ -27,7 +26,7 @@ def test_samples_are_made_at_half_the_speed_of_tokenising(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(TokenizerSpec(str(TOKENIZER)))
     corpus = Corpus(haystack_words(None))
     making = tokenising = 0.0
-    for task in TASKS:
+    for task in NEEDLES:
         folder = SampleFolder(tmp_path, task, LENGTH, NEW_TOKENS[task], 42, corpus, tokenizer)
         began = time.process_time()
         folder.make(SAMPLES)
@@ -40,5 +39,5 @@ def test_samples_are_made_at_half_the_speed_of_tokenising(tmp_path: Path) -> Non
         making, tokenising = making + per_task, tokenising + once
         ratio = once / per_task
         print(f"{task}: made in {per_task:.1f} s, tokenised once in {once:.1f} s, {ratio:.2f}")
-    print(f"{SAMPLES} samples of {len(TASKS)} tasks at {LENGTH:,}: {tokenising / making:.2f}")
+    print(f"{SAMPLES} samples of {len(NEEDLES)} tasks at {LENGTH:,}: {tokenising / making:.2f}")
     assert tokenising / making >= 0.5

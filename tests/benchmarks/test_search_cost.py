@@ -32,8 +32,8 @@ from bosch.objective.objective import Objective
 from bosch.search.runs import MethodRun, run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
+from data_prep.documents.calibration import forced_records
+from data_prep.text import haystack_words
 
 pytestmark = pytest.mark.slow
 

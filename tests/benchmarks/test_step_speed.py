@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.train.model import load_for_training
-from stages.train.run import build_trainer
+from stages.train.run import build_loop
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
 from tests.training_case import stage_config
@@ -74,26 +73,6 @@ def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-class Alternating(TrainerCallback):  # type: ignore[misc]
-    """After each step of the Trainer takes one of the bare loop; processor seconds of both."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.step = step
-        self.ours: list[float] = []
-        self.bare: list[float] = []
-        self._since = 0.0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._since = time.process_time()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ours.append(time.process_time() - self._since)
-        started = time.process_time()
-        self.step()
-        self._since = time.process_time()
-        self.bare.append(self._since - started)
-
-
 def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
     length = 1024
     case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length)
@@ -103,14 +82,25 @@ def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
         model.parameters(), train.learning_rate, betas=(train.adam_beta1, train.adam_beta2)
     )
     ids = torch.randint(0, VOCABULARY, (1, length))
-    alternating = Alternating(lambda: bare_step(model, optimizer, ids))
     work_dir = tmp_path / "work"
     work_dir.mkdir()
     inputs = {name: case / name for name in ("prepare", "materialize")}
-    trainer, _ = build_trainer(config, inputs, work_dir, RestartPoints(work_dir, train))
-    trainer.add_callback(alternating)
-    trainer.train()
-    ours, bare = (statistics.median(x[WARM:]) for x in (alternating.ours, alternating.bare))
+    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, train))
+    seconds: list[list[float]] = [[], []]
+    save = loop.save
+
+    def save_and_take_a_bare_step(decision: Any) -> None:
+        save(decision)
+        seconds[0].append(time.process_time() - since[0])
+        started = time.process_time()
+        bare_step(model, optimizer, ids)
+        since[0] = time.process_time()
+        seconds[1].append(since[0] - started)
+
+    loop.save = save_and_take_a_bare_step  # type: ignore[method-assign]
+    since = [time.process_time()]
+    loop.run()
+    ours, bare = (statistics.median(taken[WARM:]) for taken in seconds)
     print(f"a step: {ours:.3f} s, of a bare loop {bare:.3f} s, ratio {ours / bare:.3f}")
     assert ours <= 1.03 * bare
 
@@ -129,8 +119,8 @@ def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path:
             bare_step(model, optimizer, ids)
             taken.append(time.process_time() - started)
     hybrid, original = (statistics.median(taken[1:]) for taken in seconds)
-    shape = StoredConfig(SIZES).decoder
-    flops = shape.training_flops(length, length, 0.75, Window(window))
-    expected = flops / shape.training_flops(length, length, 0.0, Window(window))
+    shape = DecoderShape.of(Qwen3Config(**SIZES))
+    flops = shape.training_flops(length, length, {Window(window): 0.75})
+    expected = flops / shape.training_flops(length, length)
     print(f"hybrid over original: {hybrid / original:.3f}, of the operations {expected:.3f}")
     assert hybrid / original == pytest.approx(expected, rel=0.2)

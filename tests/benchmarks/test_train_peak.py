@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from bosch.heads import HeadMask
+from bosch.model.loading import load_config
 from bosch.model.materialize import materialize
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
-from stages.recipe import ModelInfo
 from stages.train.footprint import training_memory
 from stages.train.stage import TrainConfig
 from tests.training_case import make_case, train_in_processes
@@ -76,7 +77,7 @@ def test_a_plan_is_within_15_percent_of_the_measured_peak(
     accumulation: int, options: dict[str, str],
 ) -> None:  # fmt: skip
     """In float32 too: bf16 is many times slower on a CPU without units for it."""
-    _check(case, tmp_path, SIZES, precision, sharding, checkpointing, accumulation, options)
+    _check(case, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,11 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak_of_experts(
     experts: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: bool,
     accumulation: int,
 ) -> None:  # fmt: skip
-    sizes = {**SIZES, **EXPERTS}
-    _check(experts, tmp_path, sizes, precision, sharding, checkpointing, accumulation, {}, 0.1)
+    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, {}, 0.1)
 
 
 def _check(
-    case: Path, tmp_path: Path, sizes: dict[str, Any], precision: str, sharding: str,
+    case: Path, tmp_path: Path, precision: str, sharding: str,
     checkpointing: bool, accumulation: int, options: dict[str, str], tolerance: float = 0.15,
 ) -> None:  # fmt: skip
     runtime: dict[str, Any] = {
@@ -112,8 +112,9 @@ def _check(
     )
     assert done.returncode == 0, done.stderr
     peaks = [int((tmp_path / "work" / f"peak.{rank}.json").read_text()) for rank in range(RANKS)]
+    config = load_config(str(case / "materialize" / "model"))
     memory = training_memory(
-        ModelInfo(sizes).decoder, TrainConfig(**train), Runtime(**runtime),
+        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
         processes=RANKS, tokens=MICRO * LENGTH, accumulation=accumulation,
     )  # fmt: skip
     print(memory.breakdown)

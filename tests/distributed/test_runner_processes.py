@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -92,4 +94,28 @@ def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
     pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
     run.kill()
     run.wait()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_frozen_process_is_lost_whatever_the_others_do(case: Case) -> None:
+    """Here they are in no collective: one sleeps, the other was stopped."""
+    run = subprocess.Popen(
+        case.command(
+            "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",
+            "--until", "train", distributed=True,
+        ),
+        env=case.environment(FAKE_SLEEP="train=60"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
+    os.kill(pids[0], signal.SIGSTOP)
+    assert gone(pids[1])
+    os.kill(pids[0], signal.SIGKILL)  # as torchrun does after 30 seconds
+    message = run.communicate(timeout=60)[1].strip().splitlines()
+    assert run.returncode == 76, message
+    assert message[-1] == (
+        "error: train: process 0 of this run has given no sign of life for 0.05 minutes "
+        "(runtime.collective_timeout_minutes); the same command goes on from here"
+    )
     assert all(gone(pid) for pid in pids)

@@ -63,7 +63,7 @@ def test_run_status_and_a_second_run(case: Case) -> None:
         "  search   to run (search.swa_ratio changed 0.5 → 0.75)",
     ]
     status = case.call("status", PYTHONPROFILEIMPORTTIME="1")
-    assert not imports_of(status.stderr) & {"torch", "transformers", "numpy", "matplotlib"}
+    assert not imports_of(status.stderr) & {"torch", "transformers", "numpy", "altair"}
     assert status.stdout.count("cached") == len(STAGES)
     assert case.call("validate").stdout.endswith("materialize, original, train, evaluate, report\n")
     assert "in all" in case.call("plan", "--hardware", "h100x8").stdout

@@ -17,9 +17,8 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.search.runs import run_method
 from bosch.window import Window
-from data_prep.essays import haystack_words
-from data_prep.ruler import ruler_task
-from data_prep.ruler_base import Corpus, TokenCounter
+from data_prep.tasks.ruler import Corpus, TokenCounter, ruler_task
+from data_prep.text import haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, needle_suite, rivals
 from stages.evaluate import run as evaluate
@@ -156,7 +155,7 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
         if name != "original"
     }
     # The materialized hybrid happens to have the rule's mask.
-    assert HeadMaskFile.load(work / "rivals" / "intr.json").swa_kv_heads == [[0, 1], [1]]
+    assert HeadMaskFile.load(work / "rivals" / "intr.json").mask.swa_kv_heads == [[0, 1], [1]]
     assert outputs["intr"] == outputs["hybrid"]
     # A window longer than the samples leaves the original model.
     answers = [r["output"] for r in read_samples(stages / "original")]

@@ -12,7 +12,7 @@ import torch
 from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.run.hashing import file_digest
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import answers, harness_suite, harness_tasks, selected

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bosch.model.materialize
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMaskFile
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.search_mode import apply_head_mask
 from bosch.window import Window
@@ -28,8 +28,8 @@ WINDOW = 16
 
 
 def _mask(layers: int = 2) -> HeadMaskFile:
-    heads: list[list[int]] = [[0], [0, 1], []][:layers]
-    return HeadMaskFile("tiny", "bosch", 0.75, WINDOW, 2, layers, 2, heads)
+    mask = HeadMask.from_swa_kv_heads([[0], [0, 1], []][:layers], 2)
+    return HeadMaskFile.of(mask, Window(WINDOW, 2), model="tiny", method="bosch", swa_ratio=0.75)
 
 
 @pytest.fixture
@@ -161,7 +161,10 @@ def test_a_model_that_computes_something_else_is_not_accepted(
         yield from model.state_dict().items()  # the layout says permuted, the weights are not
 
     monkeypatch.setattr(bosch.model.materialize, "permute_heads", forgetful)
-    mask = HeadMaskFile("tiny", "bosch", 0.5, WINDOW, 0, 2, 2, [[0], [0]])
+    mask = HeadMaskFile.of(
+        HeadMask.from_swa_kv_heads([[0], [0]], 2), Window(WINDOW),
+        model="tiny", method="bosch", swa_ratio=0.5,
+    )  # fmt: skip
     with pytest.raises(RunError, match="differs from the searched one"):
         _run(base, tmp_path, mask=mask)
     assert not (tmp_path / "work" / "summary.json").exists()

@@ -53,6 +53,8 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
     assert hybrid["over_original"] is None
     assert hybrid["prefill_tokens_per_second"] > 0
     assert len(hybrid["runs"][0]["token_seconds"]) == 2
+    page = (tmp_path / "out" / "efficiency.html").read_text()
+    assert page.count('<figure class="chart"') == 2 * 3 and "no memory" in page
     for figure in ("figure_5_ratios", "figure_6_windows"):
         for kind in (".png", ".svg"):
             assert (tmp_path / "out" / figure).with_suffix(kind).stat().st_size > 5000

@@ -13,7 +13,7 @@ import pytest
 from datasets import load_from_disk
 
 from bosch.errors import UserError
-from data_prep.tokenizer import Encoder, TokenizerSpec
+from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
@@ -112,7 +112,7 @@ def test_calibration_examples(model, corpus, tmp_path):
 
 
 def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     one = run(config(model, sources), tmp_path / "one")
     two = run(config(model, sources, workers=2), tmp_path / "two")
@@ -129,7 +129,7 @@ from stages.prepare import run as prepare
 from stages.context import ModelConfig, Runtime
 from stages.prepare.stage import PrepareConfig
 from stages.context import StageConfig
-import data_prep.tokenizer as t, time
+import data_prep.documents.tokenizer as t, time
 real = t.Encoder.__call__
 t.Encoder.__call__ = lambda *a: (time.sleep(0.2), real(*a))[1]
 section = PrepareConfig.model_validate_json(sys.argv[2])

@@ -25,9 +25,10 @@ from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
+from data_prep.documents.calibration import forced_records
+from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
+from tests.notebook import NOTEBOOK, run_notebook
 from tests.rank_processes import start_pipeline
 
 RECIPE = "recipes/quickstart.yaml"
@@ -146,7 +147,7 @@ def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) 
 
 
 def _evaluate(root: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
-    command = [sys.executable, "-m", "pipeline", "evaluate", RECIPE, *SMALL]
+    command = [sys.executable, "-m", "pipeline", "evaluate", RECIPE, *SMALL, "--verbose"]
     command += [f"runtime.output_root={root}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -170,6 +171,17 @@ def test_the_trained_hybrid_loads_and_generates(undisturbed: Path) -> None:
     entries = full * cached + (heads - full) * min(cached, 127)
     size = torch.finfo(model.dtype).bits // 8
     assert out.past_key_values.num_bytes == 2 * entries * config.head_dim * size
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_a_finished_run(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BOSCH_RUN", str(undisturbed / "quickstart"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    run_notebook(NOTEBOOK)
+    shown = capsys.readouterr().out
+    assert "heads see 128 tokens" in shown and "tokens-18432" in shown and "def main(" in shown
 
 
 def test_the_searchs_two_heads_retrieve_and_the_rules_do_not() -> None:
@@ -198,4 +210,4 @@ def test_the_searchs_two_heads_retrieve_and_the_rules_do_not() -> None:
 def test_the_recipe_is_valid_and_names_the_model_in_the_repository() -> None:
     loaded = load_recipe(ROOT / RECIPE, fetch=False)
     assert loaded.info is not None
-    assert (loaded.info.key_value_heads, loaded.info.max_positions) == (8, 2048)
+    assert (loaded.info.kinds.heads, loaded.info.max_positions) == (8, 2048)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
+import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.commands.compare.comparison import Combination, Comparison, Result, Score, TaskRow
-from pipeline.commands.compare.page import page
-from pipeline.commands.compare.tasks import write_predictions
+from pipeline.commands.compare.comparison import Combination, Comparison, Result, ScoreRow
+from pipeline.commands.compare.page import page, write_predictions
 from stages.report import run as report
 from tests import report_fixture
 
@@ -65,22 +66,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _comparison(folder: Path) -> Comparison:
     rows = [
-        TaskRow("untrained", "needle", task, length, 31.0, 28.0, 34.0)
-        for task in TASKS
-        for length in report_fixture.LENGTHS
+        ScoreRow(models, "needle", task, length, score, score - 3, score + 2)
+        for models, score in (("original", 97.5), ("untrained", 31.0))
+        for task, length in [("", 0), *itertools.product(TASKS, report_fixture.LENGTHS)]
     ]
-    originals = [replace(row, models="original", score=97.5) for row in rows]
     combinations = tuple(
         Combination(method, 0.75, seed, seed == 0)
         for method, seed in (("intr", 0), ("bosch", 0), ("bosch", 1))
     )
     results = {
-        one: Result(
-            {"evaluate": "e" * 64}, 0.9, -0.4, {}, [], {"needle": Score(97.5, 1.0)},
-            {"needle": Score(31.0, 1.0)}, {}, rows, None, originals,
-        )
-        for one in combinations
-    }  # fmt: skip
+        one: Result({"evaluate": "e" * 64}, 0.9, -0.4, {}, [], rows, None) for one in combinations
+    }
     return Comparison("tiny", "base", folder, combinations, False, results)
 
 
@@ -182,13 +178,39 @@ def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> Non
             assert _overflow(browser) <= 0, (path.name, width)
         _size(browser, 1280)
         _emulate(browser, media="print")
-        # Paper has all that is closed on the screen, and no menus.
-        assert not _shown(browser, ".filter")
-        assert bool(_shown(browser, ".samples")) == bool(
-            browser.find_elements("css selector", ".samples")
+        # Paper has what is closed on the screen, but no menus and no predictions.
+        assert not _shown(browser, ".filter") and not _shown(browser, ".samples")
+        assert len(_shown(browser, ".facts tr")) == len(
+            browser.find_elements("css selector", ".facts tr")
         )
         paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-        assert len(paper["data"]) > 10_000
+        pages = re.findall(rb"/Type\s*/Page[^s]", base64.b64decode(paper["data"]))
+        assert 1 <= len(pages) <= 10
+
+
+def test_charts_answer(browser: Any, pages: dict[str, Path]) -> None:
+    """Drawn when they come into view, with values under the pointer and series that go."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    _open(browser, pages["report"])
+    figure = browser.find_element("id", "cache")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
+    wait = WebDriverWait(browser, 20)
+    wait.until(lambda _: "vega-embed" in figure.get_attribute("class"))
+    point = figure.find_elements("css selector", ".mark-symbol.role-mark path")[3]
+    ActionChains(browser).move_to_element(point).perform()
+    tip = wait.until(lambda _: _shown(browser, "#vg-tooltip-element"))[0]
+    assert re.search(r"original, \w+: [\d.]+ .iB, 100% of the original", tip.text)
+
+    def faded() -> int:
+        points = figure.find_elements("css selector", ".mark-symbol.role-mark path")
+        return sum(float(point.get_attribute("opacity") or 1) < 0.1 for point in points)
+
+    assert faded() == 0
+    label = figure.find_elements("css selector", ".role-legend-label text")[0]
+    ActionChains(browser).move_to_element(label).click().perform()
+    wait.until(lambda _: faded() == 11)
 
 
 def test_without_scripts_everything_is_visible(browser: Any, pages: dict[str, Path]) -> None:

@@ -60,10 +60,10 @@ def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
     assert (~file.mask.is_full).sum() == swa_budget(units, ratio)
     assert (file.method, file.seed, file.window_size) == (method, 5, WINDOW)
     for name in TRACES.values():
-        paths = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}path")
-        dots = [p.get("d", "") for p in paths if p.get("class", "").startswith("dots")]
+        groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
+        [points] = [one for one in groups if "mark-symbol role-mark" in one.get("class", "")]
         measured = [point for point in summary["trace"] if not point["is_bound"]]
-        assert sum(path.count("M") for path in dots) == len(measured)
+        assert len(points) == len(measured) + 1  # the final mask's has a mark of its own
     assert file.score == summary["best_score"]
     assert summary["anchors"]["all_full"] == 1.0
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()

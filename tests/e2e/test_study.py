@@ -18,9 +18,9 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.window import Window
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.calibration import forced_records
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.text import haystack_words
 from pipeline.cli import main
 from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
@@ -74,6 +74,9 @@ def test_cost_study_holds_every_method_ratio_and_budget(searched: Path) -> None:
     assert "--budgets 3,6" in page
     assert page.count("| bosch | 3 |") == 2
     assert (searched / "cost-curves.png").stat().st_size > 10_000
+    html = (searched / "cost.html").read_text()
+    assert html.count('<figure class="chart"') == 2 * 2  # score and log-likelihood by ratio
+    assert "<caption>ρ = 0.75</caption>" in html
 
 
 def test_masks_of_searches_are_on_budget_and_searches_on_their_own_sets(searched: Path) -> None:

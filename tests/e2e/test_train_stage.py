@@ -114,10 +114,10 @@ def test_killed_while_saving_resumes_from_the_point_before(
 
     publish, copied = RestartPoints.publish, CheckpointWriter.write
 
-    def killed_publish(self: RestartPoints, written: Path, step: int, layout: Any) -> None:
+    def killed_publish(self: RestartPoints, step: int, layout: Any) -> None:
         if step == 4:
             raise Killed
-        publish(self, written, step, layout)
+        publish(self, step, layout)
 
     def killed_write(self: CheckpointWriter, tokens: int, *rest: Any) -> None:
         if tokens == 1280:
@@ -129,7 +129,7 @@ def test_killed_while_saving_resumes_from_the_point_before(
     monkeypatch.setattr(RestartPoints, "publish", killed_publish)
     with pytest.raises(Killed):
         train_here(case, tmp_path)
-    assert (tmp_path / "restart" / "writing" / "checkpoint-4").exists()
+    assert (tmp_path / "restart" / "writing" / ".metadata").exists()
     assert (tmp_path / "restart" / "step-2").exists()
 
     monkeypatch.setattr(RestartPoints, "publish", publish)
@@ -154,10 +154,10 @@ def half_zeroed(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("harm", "change"),
     [
-        ("step-4/optimizer.pt", cut),
+        ("step-4/__0_0.distcp", cut),
         ("step-4/whole.json", cut),
         ("metrics.jsonl", cut),
-        ("step-4/model.safetensors", half_zeroed),
+        ("step-4/__0_0.distcp", half_zeroed),
     ],
 )
 def test_damaged_work_is_made_good(
@@ -180,15 +180,16 @@ def test_damaged_work_is_made_good(
         assert metrics(tmp_path) == metrics(undisturbed)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
-    case: Path, undisturbed: Path, tmp_path: Path
+    case: Path, undisturbed: Path, tmp_path: Path, name: str
 ) -> None:
     """Though its files are as they were written."""
     train_in_processes(case, tmp_path, kill_at_step=5)
     point = tmp_path / "restart" / "step-4"
-    (point / "optimizer.pt").write_bytes(b"no state of an optimiser")
+    (point / name).write_bytes(b"no state of an optimiser")
     record = json.loads((point / "whole.json").read_text())
-    record["sha256"]["optimizer.pt"] = file_digest(point / "optimizer.pt")
+    record["sha256"][name] = file_digest(point / name)
     (point / "whole.json").write_text(json.dumps(record))
     with pytest.raises(DamagedWorkError, match="step-4 cannot be loaded"):
         train_here(case, tmp_path)
@@ -212,9 +213,7 @@ def test_finished_work_is_not_done_again(
     case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(undisturbed)
-    monkeypatch.setattr(
-        "stages.train.run.build_trainer", lambda *args: pytest.fail("trained again")
-    )
+    monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert files(undisturbed) == before
 
@@ -309,9 +308,9 @@ def test_restart_points_come_by_the_minute_too(
     steps: list[int] = []
     publish = RestartPoints.publish
 
-    def noting_publish(self: RestartPoints, written: Path, step: int, layout: Any) -> None:
+    def noting_publish(self: RestartPoints, step: int, layout: Any) -> None:
         steps.append(step)
-        publish(self, written, step, layout)
+        publish(self, step, layout)
 
     monkeypatch.setattr(RestartPoints, "publish", noting_publish)
     train_here(case, tmp_path / "late", runtime={"save_every_steps": 4, "save_every_minutes": 1e-9})
@@ -325,10 +324,9 @@ def test_a_restart_point_of_more_deepspeed_processes_is_refused_before_the_model
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = RestartPoints(tmp_path, TrainConfig(**TRAIN))
-    written = points.writing / "checkpoint-1"
-    written.mkdir(parents=True)
-    points.publish(written, 1, {"sharding": "deepspeed", "processes": 4})
+    points.writing.mkdir(parents=True)
+    points.publish(1, {"sharding": "deepspeed", "processes": 4})
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("stages.train.run.build_trainer", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"runtime\.processes = 4, this run has 2; resume with 4"):
         train_here(case, tmp_path, runtime={"sharding": "deepspeed"})

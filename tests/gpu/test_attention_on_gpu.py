@@ -13,7 +13,6 @@ from torch import Tensor
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
-    HeadLayout,
     fastest_backend,
     hybrid_attention,
 )
@@ -21,7 +20,7 @@ from bosch.model.materialize import materialize
 from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window
 from pipeline.commands.measure.kernels import attention_kernels
-from tests.attention_case import Case
+from tests.attention_case import Case, by_rows
 from tests.hybrid_case import random_mask, small_model, tokens
 
 DEPTH = 64
@@ -90,7 +89,7 @@ def test_static_cache_decodes_compiled_with_the_same_tokens() -> None:
 def test_a_chunk_after_a_long_past_makes_no_mask() -> None:
     """A mask of its 2,048 x 34,816 pairs would be 68 MiB."""
     tensors = _tensors(Case(2048, 128, 0, (True, True), past=32768), torch.bfloat16)
-    layout = HeadLayout.search([True, True], Window(128))
+    layout = by_rows([True, True], Window(128))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
@@ -127,7 +126,7 @@ def test_generation_and_a_searchs_passes_run_no_math_kernel() -> None:
         assert _math_kernels(lambda: hybrid_attention(*tensors, case.layout())) == []
     query, key, value = tensors
     columns = torch.arange(8000, 8016, device="cuda")[None]
-    layout = HeadLayout.search([True, True], Window(1024))
+    layout = by_rows([True, True], Window(1024))
     few = query[:, :, :16]
     with torch.no_grad():
         work = partial(answer_attention, few, key, value, columns, layout, 0.125)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
+from bosch import backends
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
+    HeadGroup,
     HeadLayout,
     causal,
     hybrid_attention,
@@ -20,8 +24,9 @@ from bosch.attention import (
 from bosch.attention.bands import bands
 from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
+from bosch.model.code_file import MODULES
 from bosch.window import Window
-from tests.attention_case import Case, cases
+from tests.attention_case import Case, cases, full_first
 from tests.hybrid_case import sees
 
 _FAST = ["sdpa"]
@@ -81,7 +86,7 @@ def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
     query_order = (order[:, None] * 2 + torch.arange(2)).reshape(-1)
     deployed = hybrid_attention(
         query[:, query_order], key[:, order], value[:, order],
-        HeadLayout.deploy(2, 4, Window(16, 2)), case.context(),
+        full_first(2, 4, Window(16, 2)), case.context(),
     )  # fmt: skip
     assert torch.equal(searched[:, :, query_order], deployed)
 
@@ -170,11 +175,42 @@ def test_unknown_backend_is_refused_by_name() -> None:
 def test_heads_that_do_not_fit_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
-        hybrid_attention(query, key, value, HeadLayout.deploy(1, 3, Window(4)))
+        hybrid_attention(query, key, value, full_first(1, 3, Window(4)))
     with pytest.raises(ValueError, match="partition"):
-        HeadLayout((0,), (0, 1), Window(4))
+        HeadLayout((HeadGroup((0,)), HeadGroup((0, 1), Window(4))))
+    with pytest.raises(ValueError, match="differ in window and not in sinks"):
+        HeadLayout((HeadGroup((0,), Window(4, 1)), HeadGroup((1,), Window(5))))
     with pytest.raises(ValueError, match="window_size"):
-        HeadLayout.deploy(1, 2, Window(0))
+        full_first(1, 2, Window(0))
+
+
+def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else names it: here one that stands in the tests."""
+    folder = str(Path(__file__).parents[1] / "own_backend")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, folder])
+    known = dict(BACKENDS)
+    try:
+        backends.register_all([folder])
+        assert list(BACKENDS) == [*known, "plain"]
+        assert resolve_backend("plain") == "plain"
+        (sentence,) = lacking("plain", {"sinks": "the layout has 2"})
+        assert sentence == "plain has no sinks, the layout has 2; choose sdpa or flex"
+        states = Case(5, 9, 0, (True, False)).tensors()
+        layout = HeadLayout.deploy(1, 2, Window(4))
+        expected = hybrid_attention(*states, layout, backend="eager")
+        assert torch.equal(hybrid_attention(*states, layout, backend="plain"), expected)
+        with pytest.raises(UserError, match="plain has no sinks"):
+            hybrid_attention(*states, HeadLayout.deploy(1, 2, Window(4, 1)), backend="plain")
+    finally:
+        BACKENDS.clear()
+        BACKENDS.update(known)
+        sys.modules.pop("bosch.backends.plain", None)
+
+
+def test_every_file_of_a_backend_is_found_and_goes_with_a_saved_model() -> None:
+    files = {path.stem for path in Path(backends.__file__).parent.glob("[a-z]*.py")}
+    assert files == set(BACKENDS)
+    assert {f"backends/{name}.py" for name in files} <= set(MODULES)
 
 
 def test_every_backend_that_a_recipe_may_name_has_an_entry_and_nothing_lacks_sdpa() -> None:

@@ -21,7 +21,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
-    HeadLayout,
     flash,
     flex,
     hybrid_attention,
@@ -35,7 +34,7 @@ from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
 from tests import fake_flash
-from tests.attention_case import Case, cases
+from tests.attention_case import WIDTHS, Case, cases, full_first
 from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import PeakMemory
 
@@ -146,10 +145,11 @@ def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
         sum(sizes),
         window,
         0 if backend == "flash" else draw(st.sampled_from([0, 4])),
-        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4))),
         batch=2,
         padding=draw(st.sampled_from(["none", "left"])),
         seed=draw(st.integers(0, 9)),
+        widths=draw(st.sampled_from(WIDTHS)),
     )
     return case, sizes, backend, draw(st.sampled_from(["dynamic", "static"]))
 
@@ -184,7 +184,9 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
         )
         keys.settle(part)
         if kind == "dynamic":
-            assert layer.recent_keys.shape[2] <= case.window - 1
+            for cached in layer.groups:
+                window = cached.group.window
+                assert window is None or cached.keys.shape[2] <= window.past
         start = stop
     real = (
         torch.ones(case.batch, case.length, dtype=torch.bool)
@@ -254,12 +256,10 @@ def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(flash, "HALF_DTYPES", (torch.float16, torch.bfloat16))
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match=r"not in torch\.float32: load the model in bfloat16"):
-        hybrid_attention(
-            states, states, states, HeadLayout.deploy(1, 2, Window(4)), backend="flash"
-        )
+        hybrid_attention(states, states, states, full_first(1, 2, Window(4)), backend="flash")
     low = states.bfloat16()
     out = hybrid_attention(
-        low, low, low, HeadLayout.deploy(1, 2, Window(4)), AttentionContext(4), backend="flash"
+        low, low, low, full_first(1, 2, Window(4)), AttentionContext(4), backend="flash"
     )
     assert out.shape == (1, 4, 2, 8)
 
@@ -273,7 +273,7 @@ def test_sinks_copy_few_keys_of_a_prompt(padded: bool) -> None:
     valid[1, :5] = False
     peaks = {}
     for sinks in (0, 4):
-        layout = HeadLayout.deploy(0, heads, Window(512, sinks))
+        layout = full_first(0, heads, Window(512, sinks))
         context = AttentionContext(length, valid=valid if padded else None)
         with PeakMemory() as memory, torch.no_grad():
             hybrid_attention(*states, layout, context)
@@ -288,7 +288,7 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
     peaks = []
     for full in (4, 1):
         with PeakMemory() as memory, torch.no_grad():
-            hybrid_attention(*states, HeadLayout.deploy(full, 4, Window(256, sinks)))
+            hybrid_attention(*states, full_first(full, 4, Window(256, sinks)))
         peaks.append(memory.peak)
     assert peaks[1] < 1.05 * peaks[0]
 

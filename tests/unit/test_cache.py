@@ -17,6 +17,7 @@ from bosch.model.families import DecoderLayers
 from bosch.model.materialize import materialize
 from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
+from tests.attention_case import full_first
 from tests.hybrid_case import random_mask, small_model, tokens
 
 WINDOW = 6
@@ -24,6 +25,12 @@ WINDOW = 6
 
 def _hybrid(sinks: int) -> Any:
     return materialize(small_model(), random_mask(), Window(WINDOW, sinks))
+
+
+def _most_of_windows(layer: Any) -> int:
+    """Most tokens that a sliding head of a layer's cache holds."""
+    sliding = [cached for cached in layer.groups if cached.group.window is not None]
+    return max((cached.keys.shape[2] for cached in sliding), default=0)
 
 
 def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -> torch.Tensor:
@@ -37,7 +44,7 @@ def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -
         outputs.append(model(**part).logits)
         start += size
         for layer in cache.hybrid_layers:
-            assert layer.recent_keys.shape[2] <= WINDOW - 1
+            assert _most_of_windows(layer) <= WINDOW - 1
     assert start == ids.shape[1]
     return torch.cat(outputs, dim=1)
 
@@ -85,14 +92,20 @@ def test_bytes_are_the_formula_and_really_held(sinks: int) -> None:
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 40])
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 40])
-def test_the_formula_is_what_the_caches_hold(sinks: int, length: int) -> None:
-    window, heads, batch, dim = Window(WINDOW, sinks), 4, 2, 8
-    counts = (0, 1, 4)
-    size = CacheSize.of(counts, DecoderLayers(3, (0, 1, 2), heads, dim), window, itemsize=2)
-    layouts = [HeadLayout.deploy(full, heads, window) for full in counts]
+@pytest.mark.parametrize(
+    "counts", [((0, 0), (1, 0), (4, 0)), ((1, 2), (0, 1), (0, 4))], ids=["one window", "two"]
+)
+def test_the_formula_is_what_the_caches_hold(
+    sinks: int, length: int, counts: tuple[tuple[int, int], ...]
+) -> None:
+    heads, batch, dim = 4, 2, 8
+    narrow, wide = Window(WINDOW, sinks), Window(2 * WINDOW, sinks)
+    rows = [{None: full, wide: wider, narrow: 4 - full - wider} for full, wider in counts]
+    size = CacheSize.of(rows, DecoderLayers(3, (0, 1, 2), heads, dim), itemsize=2)
+    layouts = [HeadLayout.deploy(row) for row in rows]
     states = torch.zeros(batch, heads, length, dim, dtype=torch.bfloat16)
     dynamic, static = HybridCache(layouts), StaticHybridCache(layouts, length)
-    for layer in range(len(counts)):
+    for layer in range(len(rows)):
         keys, _ = dynamic.update(states.clone(), states.clone(), layer)
         keys.settle(AttentionContext(length))
         static.update(states.clone(), states.clone(), layer)
@@ -104,18 +117,18 @@ def test_the_formula_is_what_the_caches_hold(sinks: int, length: int) -> None:
 
 def test_prefill_is_freed_not_only_sliced_off() -> None:
     """The storage of the prompt's keys must be gone while the cache lives."""
-    layer = HybridCacheLayer(HeadLayout.deploy(1, 4, Window(16)))
+    layer = HybridCacheLayer(full_first(1, 4, Window(16)))
     keys, values = torch.zeros(1, 4, 1000, 8), torch.zeros(1, 4, 1000, 8)
     layer.update(keys, values)
     layer.settle(AttentionContext(1000))
     gc.collect()
     assert layer.num_bytes == 2 * 4 * 8 * (1000 + 3 * 15)
-    assert layer.recent_keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
+    assert layer.groups[1].keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
 
 
 def test_chunked_prefill_needs_no_more_for_a_longer_prompt() -> None:
     """At no time do sliding heads hold more than the window, the sinks and one chunk."""
-    layout, chunk, sinks = HeadLayout.deploy(0, 4, Window(16, 3)), 32, 3
+    layout, chunk, sinks = full_first(0, 4, Window(16, 3)), 32, 3
     entry = 2 * 4 * 8 * 4  # bytes of keys and values: heads, dimensions, float32
     peaks = []
     for length in (128, 1024):
@@ -158,9 +171,7 @@ def test_generate_uses_and_returns_the_hybrid_cache() -> None:
         tokens(1, 20), max_new_tokens=5, do_sample=False, return_dict_in_generate=True
     )
     assert isinstance(generated.past_key_values, HybridCache)
-    assert (
-        max(x.recent_keys.shape[2] for x in generated.past_key_values.hybrid_layers) == WINDOW - 1
-    )
+    assert max(_most_of_windows(x) for x in generated.past_key_values.hybrid_layers) == WINDOW - 1
     assert isinstance(model(tokens(1, 5), use_cache=True).past_key_values, HybridCache)
 
 
@@ -210,7 +221,7 @@ def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
 @pytest.mark.parametrize("recorded", [True, False])
 def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool) -> None:
     """What is left is what a DynamicCache leaves, or a refusal where tokens are gone."""
-    layout = HeadLayout.deploy(1, 3, Window(4, sinks))
+    layout, past = full_first(1, 3, Window(4, sinks)), 3
     for length in range(13):
         states = torch.arange(length).float().expand(1, 3, 2, length).transpose(2, 3).contiguous()
         for removed in range(length + 4):
@@ -223,7 +234,7 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
                 keys.settle(AttentionContext(one.shape[2], cache.get_seq_length() - one.shape[2]))
             own.crop(-removed)
             left = own.get_seq_length()
-            if not recorded and removed and left > 0 and length > layout.window.past:
+            if not recorded and removed and left > 0 and length > past:
                 with pytest.raises(RuntimeError, match="activate_past_recording"):
                     cache.crop(-removed)
                 continue
@@ -231,10 +242,11 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
             layer = cache.hybrid_layers[0]
             assert cache.get_seq_length() == left
             if length:
-                assert torch.equal(layer.full_keys, own.layers[0].keys[:, :1])
-                recent = own.layers[0].keys[:, 1:, max(0, left - layout.window.past) :]
-                assert torch.equal(layer.recent_keys, recent)
-            assert (layer.sink_keys is not None) == bool(sinks and left > layout.window.past)
+                full, sliding = layer.groups
+                assert torch.equal(full.keys, own.layers[0].keys[:, :1])
+                recent = own.layers[0].keys[:, 1:, max(0, left - past) :]
+                assert torch.equal(sliding.keys, recent)
+                assert (sliding.sink_keys is not None) == bool(sinks and left > past)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])

@@ -73,7 +73,7 @@ for name, model in models.items():
     report([
         type(model).__name__, torch.equal(logits, wanted[name]),
         model.generate(ids, max_new_tokens={NEW}, do_sample=False).tolist(),
-        model.new_cache().layers[0].layout.window.size,
+        model.new_cache().layers[0].layout.windows[0].size,
     ])
 report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
 """

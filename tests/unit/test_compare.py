@@ -6,7 +6,6 @@ import argparse
 import csv
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,14 @@ import pytest
 from bosch.errors import RunError, UserError
 from pipeline.cli import main
 from pipeline.commands.compare import command as compare
-from pipeline.commands.compare.comparison import Combination, Comparison, Result, Score, label_of
-from pipeline.commands.compare.page import markdown, page, score_tables
+from pipeline.commands.compare.comparison import (
+    Combination,
+    Comparison,
+    Result,
+    ScoreRow,
+    label_of,
+)
+from pipeline.commands.compare.page import markdown, page, score_tables, task_tables
 from pipeline.commands.compare.paper import paper_scores
 from pipeline.commands.options import METHODS, read_options
 from pipeline.commands.paths import model_label
@@ -26,6 +31,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
+from stages.pages import page as template
+from stages.pages.charts import Picture
 from stages.recipe import World
 from stages.stage import Stage
 from tests.compare_stages import hybrid_score
@@ -39,6 +46,9 @@ PAPER = [
 
 @pytest.fixture
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    # Pages without the pictures that need no script, and without that script.
+    monkeypatch.setattr(template, "library", lambda: "")
+    monkeypatch.setattr(Picture, "still", "")
     # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
@@ -94,13 +104,18 @@ def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Ca
     stages = ("prepare", "original", "search", "materialize", "evaluate")
     assert [launches.count(name) for name in stages] == [1, 1, 4, 4, 4]
     assert launches.count("train") == launches.count("report") == 0
-    assert first.values("bosch", 0.25, "untrained", "needle") == [hybrid_score("bosch", 0.25, None)]
+    [average] = first.averages("untrained", "bosch", 0.25, "needle")
+    assert average.score == hybrid_score("bosch", 0.25, None)
     content = json.loads((first.folder / "compare.json").read_text())
     assert content["complete"]
     assert len(content["combinations"]) == 4
-    assert {
-        combination["original"]["needle"]["average"] for combination in content["combinations"]
-    } == {97.0}
+    originals = [
+        row["score"]
+        for combination in content["combinations"]
+        for row in combination["rows"]
+        if (row["models"], row["task"]) == ("original", "")
+    ]
+    assert originals == [97.0] * 4
     assert (first.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
     stamps = {path: path.stat().st_mtime_ns for path in first.folder.iterdir() if path.is_file()}
     again = Launches()
@@ -155,7 +170,12 @@ def test_a_model_without_scores_is_said(
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     monkeypatch.setattr(compare, "run_comparison", lambda *_: result)
-    assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
+    assert (
+        compare.run(
+            load_recipe(case.file, env={}), parser.parse_args([], argparse.Namespace(json=False))
+        )
+        == 1
+    )
     assert sentence in capsys.readouterr().out
 
 
@@ -179,7 +199,13 @@ def test_a_refused_combination_leaves_the_others_their_scores(
     compare.add_options(parser)
     with monkeypatch.context() as patch:
         patch.setattr(compare, "run_comparison", lambda *_: result)
-        assert compare.run(load_recipe(case.file, env={}), parser.parse_args([])) == 1
+        assert (
+            compare.run(
+                load_recipe(case.file, env={}),
+                parser.parse_args([], argparse.Namespace(json=False)),
+            )
+            == 1
+        )
     assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
     # What is mended goes on from there.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
@@ -219,7 +245,7 @@ def test_random_layers_are_averaged_over_three_runs(case: Case) -> None:
     groups = next(score_tables(compared)).groups
     rows = {row[0]: row[1:] for group in groups for row in group.rows}
     assert rows["RAND"] == ["21.0 ± 1.0"]
-    assert rows["BOSCH"] == ["**80.0**"]
+    assert rows["BOSCH"] == ["80.0"] and rows["BOSCH"][0].rank == 1
     assert list(rows) == ["Original", "RAND", "BME", "BOSCH"]
 
 
@@ -308,10 +334,12 @@ def made_up(scores: Mapping[str, Mapping[float, float]]) -> Comparison:
         for ratio, value in by_ratio.items():
             combination = Combination(method, ratio, 0, True)
             combinations.append(combination)
-            results[combination] = Result(
-                {"evaluate": "0" * 64}, 0.5, -1.0, {"evaluations": 3.0}, [],
-                {"needle": Score(97.0, 1.0)}, {"needle": Score(value, 1.0)}, {}, [], None,
-            )  # fmt: skip
+            rows = [
+                ScoreRow("original", "needle", "", 0, 97.0, 96.0, 98.0),
+                ScoreRow("untrained", "needle", "", 0, value, value - 1, value + 1),
+            ]
+            costs = {"evaluations": 3.0}
+            results[combination] = Result({"evaluate": "0" * 64}, 0.5, -1.0, costs, [], rows, None)
     return Comparison("r", "m", Path("x"), tuple(combinations), False, results)
 
 
@@ -335,16 +363,12 @@ def test_the_best_is_bold_the_second_underlined_and_ties_share(capsys: Any) -> N
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
 
 
-def test_the_html_page_shows_every_method_and_loads_nothing() -> None:
+def test_the_page_shows_every_method_and_escapes_names() -> None:
     compared = made_up({"bme": {0.5: 10.0, 0.75: 3.0}, "fisher": {0.5: 20.0, 0.75: 4.0}})
     html = page(replace(compared, model="a <b> model"))
     assert "a &lt;b&gt; model" in html and "<b>" not in html
-    assert not re.search(r"https?://|url\(", html)
-    assert html.count("<svg") == 2 * 2  # a picture per ratio, for a screen and for a phone
-    bars = re.findall(
-        r"<title>(\w+): ([\d.]+), seeds from", html[: html.index('<div class="narrow"')]
-    )
-    assert bars == [("BME", "10.0"), ("Fisher", "20.0")]
+    assert html.count('<figure class="chart"') == 2  # a picture per ratio
+    assert "BME 10.0, Fisher 20.0; original 97.0." in html
     row = '<th scope="row">Fisher</th><td><strong>20.0</strong></td><td><strong>4.0</strong></td>'
     assert row in html
 
@@ -390,19 +414,23 @@ def test_every_score_is_a_line_of_the_csv(case: Case) -> None:
 
 def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
     result = comparison(case, "--methods", "bme,rand", "--ratios", "0.5", "--with-training")
-    html = (result.folder / "compare.html").read_text()
-    cells = re.findall(r'<td class="score"[^>]*>(.*?)</td>', html)
+    tables = list(task_tables(result))
+    assert [table.name for table in tables] == ["tasks-0.5-untrained", "tasks-0.5-trained"]
+    cells = [cell for table in tables for row in table.rows for cell in row[1:]]
     assert len(cells) == 2 * 3  # untrained and trained: original, RAND over three seeds, BME
-    targets = [target for cell in cells for target in re.findall(r'href="([^"]+)"', cell)]
+    targets = [cell.target for cell in cells if cell.target]
+    targets += [target for cell in cells for _, target in cell.more if target]
     assert len(targets) == 2 * (1 + 3 + 1)
+    html = (result.folder / "compare.html").read_text()
     for target in targets:
         file, _, name = target.partition("#")
         assert f'<h4 id="{name}">' in (result.folder / file).read_text()
+        assert f'href="{target}"' in html
     assert 'data-task="vt" data-length="512"' in html
     # An average leads to the scores that it is of.
-    columns = re.findall(r'href="#(tasks-[^"]+)">ρ = 0.5<', html)
-    assert columns == ["tasks-0.5-untrained", "tasks-0.5-trained"]
-    assert all(html.count(f'id="{column}"') == 1 for column in columns)
+    columns = [cell.target for table in score_tables(result) for cell in table.header[1:]]
+    assert columns == ["#tasks-0.5-untrained", "#tasks-0.5-trained"]
+    assert all(html.count(f'id="{column[1:]}"') == 1 for column in columns)
     [predictions] = (result.folder / "bme-0.5").glob("predictions-*.html")
     assert "says tokens-2048" in predictions.read_text()
     written = predictions.stat().st_mtime_ns

@@ -94,10 +94,9 @@ def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> No
             (checkpoint / "model.safetensors").write_text("weights")
             points.record_checkpoint(16)
         points.make_room()
-        written = points.writing / f"checkpoint-{step}"
-        written.mkdir(parents=True)
-        (written / "optimizer.pt").write_text(f"state {step}" * 50)
-        points.publish(written, step, {"sharding": "none", "processes": 1})
+        points.writing.mkdir(parents=True)
+        (points.writing / "__0_0.distcp").write_text(f"state {step}" * 50)
+        points.publish(step, {"sharding": "none", "processes": 1})
 
     with recorded(work, lambda: done) as states:
         for step in (1, 2, 3):
@@ -111,7 +110,7 @@ def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> No
         step = restart_step(point) if point is not None else 0
         assert step >= state.progress, str(state)
         if point is not None:
-            assert (point / "optimizer.pt").read_text() == f"state {step}" * 50, str(state)
+            assert (point / "__0_0.distcp").read_text() == f"state {step}" * 50, str(state)
         for later in range(step + 1, 4):
             save(later)
         latest = points.latest()

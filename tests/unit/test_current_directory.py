@@ -125,7 +125,7 @@ def test_launch_scripts_import_nothing_from_there(tmp_path: Path, more_hostile: 
         f"#!/bin/sh\necho set up\nmkdir -p {python.parent}\nln -sf {sys.executable} {python}\n"
         f"cp {Path(sys.executable).parents[1]}/pyvenv.cfg {root}/.venv/ 2>/dev/null || true\n"
     )
-    for name in ("transformers", "accelerate", "datasets", "PyNomad", "matplotlib", "rich"):
+    for name in ("transformers", "accelerate", "datasets", "PyNomad", "altair", "rich"):
         (more_hostile / f"{name}.py").touch()
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -20,18 +20,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from bosch.errors import UserError
-from data_prep.filters import Filters
-from data_prep.sources import Source, list_parts, read_part
+from data_prep.documents import sources
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Source, list_parts, read_part
 from data_prep.text import TextFile
-from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))  # for each kind
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.25"))  # for each kind
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _MEMORY = 3 * 2**30
 _SLOWEST = 10.0  # seconds of processor time for one input
@@ -115,10 +117,25 @@ def damaged_file(folder: Path, kind: str, number: int) -> tuple[Path, bytes]:
     return file, damage(content, rng)
 
 
-def read_all(folder: Path, kind: str, tokenizer: str) -> None:
+class AnyTokenizer:
+    """Detokenises whatever is in its vocabulary; transformers takes seconds to load a real one."""
+
+    name_or_path = "tokenizer"
+
+    def __init__(self, spec: Any) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 512
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+def read_all(folder: Path, kind: str) -> None:
     """Every document of an input."""
     name = kind.split("_")[0].split(".")[0]
-    path = {"tokenizer": tokenizer} if name == "mds" else {}
+    path = {"tokenizer": "tokenizer"} if name == "mds" else {}
     source = Source("s", name, str(folder), **path, filters=Filters())
     for part in list_parts(source, 0, 128):
         for document in read_part(part, source):
@@ -126,18 +143,18 @@ def read_all(folder: Path, kind: str, tokenizer: str) -> None:
             assert all(isinstance(piece.encode(), bytes) for piece in pieces)
 
 
-def read_cases(folder: Path, kind: str, tokenizer: str, progress: Path) -> None:
+def read_cases(folder: Path, kind: str, progress: Path) -> None:
     """Read damaged inputs until the time is over; `progress` holds the number of the case."""
     deadline = time.monotonic() + SECONDS
     number = 0
-    while time.monotonic() < deadline or number < 20:
+    while time.monotonic() < deadline or number < 12:
         file, content = damaged_file(folder, kind, number)
         whole = file.read_bytes()
         progress.write_text(f"{kind}, seed {SEED}, case {number}")
         file.write_bytes(content)
         started = time.process_time()
         try:
-            read_all(folder, kind, tokenizer)
+            read_all(folder, kind)
         except UserError as error:
             assert str(error).isprintable() and len(str(error)) < 1500, f"case {number}: {error}"
         assert time.process_time() - started < _SLOWEST, f"case {number} takes too long"
@@ -146,14 +163,13 @@ def read_cases(folder: Path, kind: str, tokenizer: str, progress: Path) -> None:
     print(f"{kind}: {number} cases", flush=True)
 
 
-def test_damaged_input_is_read_or_refused(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tiny_tokenizer().save_pretrained(tokenizer)
+def test_damaged_input_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "load_tokenizer", AnyTokenizer)
     for kind in KINDS:
         folder = tmp_path / kind
         folder.mkdir()
         write_input(folder, kind)
-        read_all(folder, kind, str(tokenizer))
+        read_all(folder, kind)
     child = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_data_fuzz", str(tmp_path)],
         cwd=ROOT,
@@ -172,5 +188,6 @@ def test_damaged_input_is_read_or_refused(tmp_path: Path) -> None:
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     base = Path(sys.argv[1])
+    sources.load_tokenizer = AnyTokenizer
     for one in KINDS:
-        read_cases(base / one, one, str(base / "tokenizer"), base / "case")
+        read_cases(base / one, one, base / "case")

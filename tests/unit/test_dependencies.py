@@ -26,7 +26,7 @@ _EXTRAS = {
     "data_prep": ("", "pipeline", "eval"),
     "pipeline": ("", "pipeline"),
     "stages": ("", "pipeline", "eval", "adapt", "gpu"),
-    "docs": ("", "pipeline", "test"),
+    "docs": ("", "pipeline", "test", "docs"),
     "recipes": ("", "pipeline"),
     "tests": ("", "pipeline", "eval", "adapt", "serve", "test", "flash", "vllm"),
 }

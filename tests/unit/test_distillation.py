@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bosch.model.materialize import materialize
-from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
 from stages.train import distillation
@@ -268,21 +268,19 @@ def test_sums_are_those_of_peft(case: Path) -> None:
     ],
 )
 def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> None:
-    """Norms of single heads are left out of the count, as everywhere in the plan."""
     config = TrainConfig(mixed_precision="no", **train)
     model = load_for_training(
         case / "materialize" / "model", ModelConfig(path="x"), config, Runtime()
     )
-    trained = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad
-                  and "_norm" not in n)  # fmt: skip
-    shape = StoredConfig(model.config.to_dict()).decoder
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape = DecoderShape.of(model.config)
     assert trained_parameters(shape, config) == trained
     memory = training_memory(shape, config, Runtime(), processes=1, tokens=64, accumulation=1)
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
 
 
 def test_the_plan_has_the_teachers_memory(case: Path) -> None:
-    shape = StoredConfig(SIZES).decoder
+    shape = DecoderShape.of(Qwen3Config(**SIZES))
     plain, taught = (
         training_memory(
             shape, TrainConfig(teacher=teacher), Runtime(sharding="fsdp"), processes=4, tokens=64,

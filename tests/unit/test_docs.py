@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli import COMMANDS, parser_of
+from bosch.commands import command_parser
+from pipeline.cli import commands, main
+from pipeline.commands import new
 from pipeline.recipe.load import load_recipe
+from tests.notebook import NOTEBOOK, code_cells, run_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(p for f in ("docs", "recipes") for p in (ROOT / f).rglob("*.md"))]
 )
+COMMANDS = commands()
+CELLS = code_cells(NOTEBOOK)
 KINDS = {"start", "guide", "reference", "notes"}
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -43,7 +51,7 @@ def _commands(page: Path) -> list[list[str]]:
 
 
 def _options(command: str) -> set[str]:
-    return set(re.findall(r"--[\w-]+", parser_of(command).format_help()))
+    return set(re.findall(r"--[\w-]+", command_parser(command, COMMANDS[command]).format_help()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -75,27 +83,67 @@ def test_commands_and_their_options_exist() -> None:
                 ):
                     assert (ROOT / word).exists(), f"{page.name}: {word}"
             if words[:3] == ["python", "-m", "pipeline"]:
+                words = ["bosch", *words[3:]]
+            if words[0] == "bosch" and not words[1].startswith("--"):
                 found += 1
-                assert words[3] in COMMANDS, f"{page.name}: {words}"
+                assert words[1] in COMMANDS, f"{page.name}: {words}"
                 options = {word.partition("=")[0] for word in words if word.startswith("--")}
-                assert options <= _options(words[3]), f"{page.name}: {words}"
+                assert options <= _options(words[1]), f"{page.name}: {words}"
             elif words[:2] == ["python", "-m"]:
                 assert importlib.util.find_spec(words[2]), f"{page.name}: {words}"
     assert found > 20
 
 
-def test_the_recipe_to_copy_is_valid(tmp_path: Path) -> None:
-    """With the quickstart's model in place of the reader's, and its smoke test's overrides."""
+def test_the_recipe_of_the_first_hour_is_what_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is valid with the quickstart's model in place of the reader's, as its smoke test is."""
     page = ROOT / "docs" / "start" / "own_model.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new, "ROOT", tmp_path)
+    monkeypatch.setattr(new, "SCHEMA", tmp_path / "docs" / "reference" / "recipe.schema.json")
+    Path("recipes").mkdir()
+    Path("data", "mine").mkdir(parents=True)
+    Path("data", "mine", "a.txt").write_text("text")
+    (command,) = [words for words in _commands(page) if words[:2] == ["bosch", "new"]]
+    assert main(command[1:]) == 0
     (content,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", _text(page))
-    recipe = tmp_path / "my_model.yaml"
-    recipe.write_text(content, encoding="utf-8")
+    recipe = Path("recipes", "my_model.yaml")
+    assert recipe.read_text(encoding="utf-8") == content
     (smoke,) = [words for words in _commands(page) if "name=smoke" in words]
+    assert smoke[3:] == list(new.SMOKE)
     small = [
-        "model.path=recipes/quickstart/base_model",
+        f"model.path={ROOT}/recipes/quickstart/base_model",
         "prepare.sequence_length=2k",
         "prepare.calibration.length=2k",
         "evaluate.needle.lengths=[1k,2k]",
     ]
-    for overrides in ([], smoke[2:]):
-        load_recipe(recipe, [*small, *overrides], input_files=False)
+    for overrides in ((), new.SMOKE):
+        load_recipe(recipe, [*small, *overrides])
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Its links are the repository's, rewritten by a hook; nothing comes from the network."""
+    pytest.importorskip("material", reason="the extra 'docs' is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            place = page.relative_to(ROOT / "docs").with_suffix(".html")
+            assert (tmp_path / place).is_file(), place
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'href="start/quickstart.html"' in home and "start/quickstart.md" not in home
+    assert 'src="images/report.png"' in home and (tmp_path / "images" / "report.png").is_file()
+    outside = re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', home)
+    assert not outside
+
+
+def test_the_notebook_is_kept_without_outputs_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in CELLS)
+    monkeypatch.setenv("BOSCH_RUN", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"{tmp_path} holds no finished run: launch/torchrun.sh"):
+        run_notebook(NOTEBOOK)

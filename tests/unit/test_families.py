@@ -20,16 +20,22 @@ from bosch.heads import HeadMask
 from bosch.model import configuration
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import FAMILIES, decoder_layers, family_of, known_family
-from bosch.model.interface import layouts_of
-from bosch.model.loading import auto_class, load_model
+from bosch.model.families import (
+    FAMILIES,
+    decoder_layers,
+    family_of,
+    has_plain_logits,
+    known_family,
+)
+from bosch.model.interface import attention_module, layouts_of
+from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, permute_heads
 from bosch.model.registration import register_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.model.stored_config import StoredConfig, merged_text
+from bosch.model.stored_config import StoredConfig
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.flops import Flops
 from bosch.window import Window
-from stages.recipe import ModelInfo
 from tests.hybrid_case import (
     FAMILY_NAMES,
     KV_HEADS,
@@ -106,51 +112,44 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     assert torch.equal(_greedy(hybrid, ids), text) and torch.equal(_greedy(loaded, ids), text)
 
 
-# What the small configurations set and the family's models do not read.
-_UNREAD: dict[str, dict[str, Any]] = {
-    "solar_open": {"first_k_dense_replace": None},
-    "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
-    "lfm3": {"num_experts": None},
-}
-
-
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_sizes_by_formula_are_those_of_the_model(family: str) -> None:
-    """Parameters, those a token meets, maps of each layer: `plan` against transformers' own model.
-
-    Wide enough for biases and norms of single heads, which the formulas leave out, to be small.
-    """
-    sizes: dict[str, Any] = {
-        "hidden_size": 480,
-        "intermediate_size": 960,
-        **_UNREAD.get(family, {}),
-    }
-    sizes |= {"moe_topk": [2] * LAYERS} if family == "hunyuan_v1_moe" else {}  # as published
-    sizes |= {"head_dim": 60} if family == "helium" else {}
-    # Keys of linear attention of another size than its values.
-    states = "linear_key_head_dim" in small_config(family).to_dict()
-    sizes |= {"linear_key_head_dim": 64} if states else {}
-    sizes |= {"word_embed_proj_dim": 480, "ffn_dim": 960} if family == "opt" else {}
-    config = small_config(family, **sizes)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    model.tie_weights()
+def test_sizes_are_those_of_the_model(family: str) -> None:
+    """Parameters, those a token meets, maps of each layer: `plan` against a model with weights."""
+    model = small_model(family)
+    shape, flops = DecoderShape.of(model.config), Flops(model, Window(4))
     parts = model.get_decoder(), model.get_output_embeddings()
     parameters = {id(p): p.numel() for part in parts for p in part.parameters()}
-    shape = StoredConfig.of_loaded(config).decoder
-    assert shape.parameters == pytest.approx(sum(parameters.values()), rel=0.01)
-    flops = Flops(model, Window(4))
-    active = (flops._all_linear + flops.head) / 2
-    assert shape.active_parameters == pytest.approx(active, rel=0.01)
-    kinds = decoder_layers(config)
-    if not kinds.states and not shape.layer_inputs:
-        widest = max(flops.layers[n].linear for n in kinds.full) / 2
-        mlp = shape.hidden * shape.maps * shape.active_width
-        router = shape.hidden * shape.experts  # not where the widest is a plain MLP
-        assert shape.attention_parameters + mlp == pytest.approx(widest, abs=router + 0.01 * widest)
-    hybrid = materialize(small_model(family), mask_of(small_config(family)), Window(WINDOW))
-    small = StoredConfig.of_loaded(small_config(family)).decoder
-    assert StoredConfig.of_loaded(hybrid.config).decoder == small
+    assert shape.parameters == sum(parameters.values())
+    assert shape.active_parameters == (flops.all_linear + flops.head) // 2
+    assert shape.kinds == decoder_layers(model.config)
+    first = attention_module(model, shape.kinds.full[0])
+    output = getattr(first, known_family(model.config).output)
+    assert shape.query_size == output.in_features
+    hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
+    assert DecoderShape.of(hybrid.config) == shape
+
+
+def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
+    config = small_config("qwen3")
+    own = type("OwnConfig", (type(config),), {})(**config.to_dict())
+    own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
+    assert DecoderShape.of(own) == DecoderShape.of(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "width"),
+    [
+        ("qwen3", {"intermediate_size": 40}, 40),
+        ("phi3", {"intermediate_size": 40}, 40),  # gate and up in one map
+        ("qwen3_moe", {"moe_intermediate_size": 16}, 2 * 16),  # two experts of four
+        ("qwen2_moe", {}, 2 * 16 + 16),  # and one that every token visits
+        ("starcoder2", {"intermediate_size": 42}, 28),  # two maps instead of three
+    ],
+)
+def test_a_token_passes_through_the_width_of_its_experts(
+    family: str, sizes: dict[str, Any], width: int
+) -> None:
+    assert DecoderShape.of(small_config(family, **sizes)).active_width == width
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -177,8 +176,7 @@ def test_caches_hold_what_the_formula_says(family: str) -> None:
     model, ids = small_model(family), tokens(2, 20)
     mask, kinds = mask_of(model.config), decoder_layers(model.config)
     hybrid = materialize(model, mask, Window(WINDOW))
-    counts = mask.full_kv_heads_per_layer
-    size = CacheSize.of(counts, kinds, Window(WINDOW), 4, state_bytes(model))
+    size = CacheSize.of(mask.heads_per_layer(Window(WINDOW)), kinds, 4, state_bytes(model))
     assert (size.state_bytes > 0) == bool(kinds.states)
     assert len(size.own) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
@@ -210,7 +208,8 @@ def test_layers_that_slide_in_the_base_model_keep_their_own_window(family: str) 
     assert torch.equal(generated, text)
     for number, layer in enumerate(cache.hybrid_layers):
         held = window - 1 if number == own else ids.shape[1] + 5
-        assert (layer.recent_keys if number == own else layer.full_keys).shape[2] == held
+        (cached,) = layer.groups
+        assert cached.keys.shape[2] == held
     assert full.config.hybrid_attention["full_kv_heads_per_layer"] == [KV_HEADS] * len(kinds.full)
 
 
@@ -230,14 +229,14 @@ def _refusal(check: Callable[[], None]) -> str | None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_config_json_alone_tells_what_the_loaded_config_does(family: str) -> None:
-    """Also with what older files lack: layer_types, which the config class then makes."""
+def test_config_json_tells_what_the_loaded_config_does(family: str) -> None:
     for config in (small_config(family), AutoConfig.for_model(family)):
         refusal = _refusal(lambda config=config: family_of(config))
-        info = ModelInfo(merged_text(json.loads(config.to_json_string())))
-        assert _refusal(info.check_family) == refusal
+        stored = StoredConfig(json.loads(config.to_json_string()))
+        assert _refusal(stored.check_family) == refusal
         if refusal is None:
-            assert info.kinds == decoder_layers(config)
+            assert stored.kinds == decoder_layers(config)
+            assert stored.plain_logits == has_plain_logits(config)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "gpt_oss", "qwen3_next"])
@@ -245,7 +244,7 @@ def test_layer_types_that_older_files_lack(family: str) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=8)
     content = json.loads(config.to_json_string())
     del content["layer_types"]
-    assert ModelInfo(content).kinds == decoder_layers(config)
+    assert StoredConfig(content).kinds == decoder_layers(config)
 
 
 _GENERIC = "its attention is not known here"

@@ -9,11 +9,11 @@ import pytest
 
 from bosch.errors import UserError
 from bosch.progress import Progress
-from data_prep.filters import Filters
-from data_prep.sources import Source
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Source
+from data_prep.documents.tokenization import Block, TokenisedSource, tokenise_source
+from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from data_prep.text import TextFile
-from data_prep.tokenization import Block, TokenisedSource, tokenise_source
-from data_prep.tokenizer import Encoder, TokenizerSpec
 from tests.tiny_data import tiny_tokenizer
 
 RECORDS = [
@@ -78,8 +78,8 @@ def test_missing_field_matches_nothing(tmp_path):
 def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
     """Also of documents that are encoded in pieces, whose ids are then taken back."""
     for module in ("tokenizer", "tokenization", "sources"):
-        monkeypatch.setattr(f"data_prep.{module}.WINDOW", window)
-    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 32)
+        monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
+    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 32)
     contents = ["short", "in between " * 10, "much longer " * 40, "tail"]
     sizes = [len(tiny_tokenizer()(text)["input_ids"]) for text in contents]
     (tmp_path / "data").mkdir()

@@ -9,13 +9,13 @@ from torch.nn.attention import flex_attention as torch_flex
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
-    HeadLayout,
     flex,
     hybrid_attention,
     resolve_backend,
 )
 from bosch.errors import UserError
 from bosch.window import Window
+from tests.attention_case import by_rows, full_first
 
 LENGTH = 70
 
@@ -46,7 +46,7 @@ def _context(kind: str, past: int) -> AttentionContext:
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)])
 def test_flex_equals_the_oracle(kind: str, past: int, window: int, sinks: int) -> None:
     torch.manual_seed(0)
-    layout = HeadLayout.search([True, False, True, False], Window(window, sinks))
+    layout = by_rows([True, False, True, False], Window(window, sinks))
     query = torch.randn(2, 8, LENGTH, 16, requires_grad=True)
     key, value = (torch.randn(2, 4, LENGTH + past, 16, requires_grad=True) for _ in range(2))
     weight = torch.randn(2, LENGTH, 8, 16)
@@ -62,7 +62,7 @@ def test_flex_equals_the_oracle(kind: str, past: int, window: int, sinks: int) -
 
 def test_blocks_no_head_sees_are_not_listed() -> None:
     """Sliding heads list a number of blocks that does not grow with the length."""
-    layout = HeadLayout.deploy(1, 2, Window(16))
+    layout = full_first(1, 2, Window(16))
     mask = flex.flex_block_mask(layout, AttentionContext(160), 2, torch.device("cpu"))
     listed = mask.kv_num_blocks + mask.full_kv_num_blocks
     assert listed[0, 0].tolist() == list(range(1, 11))
@@ -80,5 +80,5 @@ def test_dropout_is_refused_not_forgotten() -> None:
     states = torch.randn(1, 2, 32, 16)
     with pytest.raises(ValueError, match="no attention dropout"):
         hybrid_attention(
-            states, states, states, HeadLayout.deploy(1, 2, Window(4)), dropout=0.1, backend="flex"
+            states, states, states, full_first(1, 2, Window(4)), dropout=0.1, backend="flex"
         )

@@ -7,8 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import AttentionContext, HeadLayout, flex, hybrid_attention
+from bosch.attention import AttentionContext, flex, hybrid_attention
 from bosch.window import Window
+from tests.attention_case import by_rows
 
 
 def test_a_new_head_mask_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_a_new_head_mask_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch)
     query = torch.randn(2, 4, length, 16)
     key, value = (torch.randn(2, 2, length, 16) for _ in range(2))
     for is_full in ([True, False], [False, True], [False, False], [True, True]):
-        layout = HeadLayout.search(is_full, Window(100))
+        layout = by_rows(is_full, Window(100))
         with torch.no_grad():
             ours, expected = (
                 hybrid_attention(query, key, value, layout, AttentionContext(length), backend=name)

@@ -28,11 +28,9 @@ from tests.search_case import WINDOW, searchable
 
 
 def _saved(path: Path, mask: HeadMask, window: int = WINDOW) -> str:
-    HeadMaskFile(
-        model="m", method="elsewhere", swa_ratio=mask.swa_ratio, window_size=window, sinks=0,
-        num_layers=mask.num_layers, num_key_value_heads=mask.num_key_value_heads,
-        swa_kv_heads=mask.swa_kv_heads,
-    ).save(path)  # fmt: skip
+    HeadMaskFile.of(
+        mask, Window(window), model="m", method="elsewhere", swa_ratio=mask.swa_ratio
+    ).save(path)
     return str(path)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bosch.budget import swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import Window
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
     lambda shape: st.lists(
@@ -92,7 +93,10 @@ def test_any_ratio_above_zero_asks_for_a_sliding_unit(ratio: float) -> None:
 
 
 def _file() -> HeadMaskFile:
-    return HeadMaskFile("base", "bosch", 0.5, 16, 0, 2, 4, [[0, 1], [2, 3]], score=0.9, seed=1)
+    return HeadMaskFile.of(
+        HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), Window(16),
+        model="base", method="bosch", swa_ratio=0.5, score=0.9, seed=1,
+    )  # fmt: skip
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
@@ -106,7 +110,8 @@ def test_file_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 2}, "format"),
+        ({"format": 3}, "format is 3, this version reads formats 1 and 2"),
+        ({"format": 2}, "the field window_sizes is missing"),
         ({"swa_kv_heads": [[0, 1]]}, "num_layers"),
         ({"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
         ({"swa_kv_heads": [["0"], []]}, "swa_kv_heads"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from bosch.budget import swa_budget
-from bosch.heads import HeadMaskFile
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def test_a_mask_is_named_by_its_method_and_ratio_and_says_where_it_is_from(path:
         counts = file.mask.full_kv_heads_per_layer
         assert option[0] == "g" and not any(count % int(option[1:]) for count in counts)
     units = file.num_layers * file.num_key_value_heads
-    assert sum(map(len, file.swa_kv_heads)) == swa_budget(units, float(ratio))
+    assert file.mask.num_sliding == swa_budget(units, float(ratio))
     provenance = json.loads(path.read_text())["provenance"]
     assert {"recipe", "command", "git_commit"} <= provenance.keys()
     assert (ROOT / provenance["recipe"]).is_file()
@@ -47,9 +47,18 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
 
 
 def test_the_schema_has_the_fields_of_the_file() -> None:
-    names = {field.name for field in fields(HeadMaskFile)}
-    assert names | {"provenance"} == set(SCHEMA["properties"])
-    assert set(SCHEMA["required"]) == names - {"score", "seed"}
+    mask = HeadMask.of_choices([[0, 1, 2]])
+    one = HeadMaskFile.of(
+        HeadMask(mask.is_full), Window(8), model="m", method="rand", swa_ratio=2 / 3
+    ).content
+    several = HeadMaskFile.of(
+        mask, [Window(8), Window(4)], model="m", method="rand", swa_ratio=2 / 3
+    ).content
+    assert one.keys() | several.keys() | {"provenance"} == set(SCHEMA["properties"])
+    own = {"window_size"}, {"window_sizes"}
+    for content, mine, number in zip((one, several), own, (1, 2), strict=True):
+        assert content["format"] == number and mine <= content.keys()
+        assert content.keys() - mine - {"score", "seed"} == set(SCHEMA["required"])
     assert MASKS, "there is no mask to check"
     for path in MASKS:
         content = json.loads(path.read_text())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import Window
 from pipeline.cli import main
 
 _MASK = HeadMask(np.array([[1, 0, 0], [0, 0, 1], [1, 1, 1]], dtype=bool))
@@ -18,10 +19,7 @@ _BOTH = [*_HEADS, "--key-value-heads", "3"]
 
 def _saved(folder: Path, sinks: int = 2) -> Path:
     path = folder / "head_mask.json"
-    HeadMaskFile(
-        model="m", method="rand", swa_ratio=4 / 9, window_size=10, sinks=sinks, num_layers=3,
-        num_key_value_heads=3, swa_kv_heads=_MASK.swa_kv_heads,
-    ).save(path)  # fmt: skip
+    HeadMaskFile.of(_MASK, Window(10, sinks), model="m", method="rand", swa_ratio=4 / 9).save(path)
     return path
 
 
@@ -60,7 +58,7 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
     arguments = ["mask", "import", str(tmp_path), str(target), "--format", "duoattention"]
     assert main([*arguments, "--swa-ratio", "0.4"]) == 0
     read = HeadMaskFile.load(target)
-    assert read.swa_kv_heads == [[1], [0, 2]]
+    assert read.mask.swa_kv_heads == [[1], [0, 2]]
     assert (read.window_size, read.sinks) == (256, 128)
 
 

@@ -13,8 +13,8 @@ import pytest
 import xxhash
 
 from bosch.errors import UserError
-from data_prep.mds import read_documents, read_samples
-from data_prep.mds_index import read_index
+from data_prep.documents.mds import read_documents, read_samples
+from data_prep.documents.mds_index import read_index
 from tests.tiny_data import tiny_tokenizer
 
 SHARDS = Path(__file__).parents[1] / "data" / "mds"

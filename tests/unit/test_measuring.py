@@ -24,10 +24,10 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.commands.measure import measurement, memory, process
 from pipeline.commands.measure import run as run_module
+from pipeline.commands.measure.charts import draw_figures
 from pipeline.commands.measure.command import default_output
 from pipeline.commands.measure.kernels import check_kernels
 from pipeline.commands.measure.measured_model import chosen_device
-from pipeline.commands.measure.plots import draw_figures
 from pipeline.commands.measure.results import point_of, set_against_original
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.commands.measure.variants import (
@@ -290,7 +290,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
         point_of(ORIGINAL, 2048, 1, [{"out_of_memory": "no room"}]),
         point_of(HYBRID, 2048, 1, [run(3.0)]),
     ]
-    files = draw_figures(points, tmp_path, "tiny")
+    files = draw_figures(points, tmp_path)
     assert {file.name for file in files} == {
         f"figure_{name}.{kind}" for name in ("5_ratios", "6_windows") for kind in ("png", "svg")
     }
@@ -298,7 +298,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
     ratios, windows = (
         (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
     )
-    assert ratios.count("out of memory") == windows.count("out of memory") == 3  # one per panel
+    assert ratios.count("✕ out of memory") == windows.count("✕ out of memory") == 3  # one per panel
     assert "ρ = 0.5" in ratios
     assert "W = 8" in windows
 

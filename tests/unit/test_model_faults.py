@@ -117,7 +117,7 @@ def write_index(case: Case, name: str) -> None:
     ],
 )
 def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expected: str) -> None:
-    case.change_config(**config)
+    case.change_config(**{"layer_types": None, **config})
     message = case.fault("search.buckets=[0,0.25]")
     assert message.startswith("2 faults")
     (line,) = [line for line in message.splitlines() if line.startswith("  model.path: ")]
@@ -143,7 +143,7 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
     ],
 )
 def test_models_that_have_full_layers_are_not_refused(case: Case, config: dict[str, Any]) -> None:
-    case.change_config(**config)
+    case.change_config(**{"layer_types": None, **config})
     assert load_recipe(case.file).info is not None
 
 

@@ -6,11 +6,17 @@ import re
 import pytest
 
 from bosch.errors import UserError
-from data_prep.essays import essay_identity, haystack_words
-from data_prep.fitting import largest_fit
-from data_prep.haystacks import make_sample
-from data_prep.needles import TASKS, NeedleSample, encode_prompt, forced_ids, pair_owner
-from data_prep.words import ADJECTIVES, NOUNS
+from data_prep.tasks.needles import (
+    Draft,
+    forced_ids,
+    largest_fit,
+    make_sample,
+    pair_owner,
+    string_match,
+)
+from data_prep.tasks.tables import NEEDLES
+from data_prep.tasks.words import ADJECTIVES, NOUNS
+from data_prep.text import encode_prompt, essay_identity, haystack_words
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -28,11 +34,11 @@ def sample_of(task, tokenizer, words, *, length=1024, space="evaluation", seed=4
     return make_sample(task, length, tokenizer, space, seed, index, new, words)
 
 
-def count(sample: NeedleSample, tokenizer, new: int) -> int:
-    return len(encode_prompt(tokenizer, sample.generation_prompt)) + new
+def count(sample: Draft, tokenizer, new: int) -> int:
+    return len(encode_prompt(tokenizer, sample.text)) + new
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NEEDLES)
 def test_sample_has_rulers_form(task, tokenizer, words):
     sample = sample_of(task, tokenizer, words)
     noun = "uuid" if task in ("niah_single_3", "niah_multikey_3") else "number"
@@ -45,7 +51,7 @@ def test_sample_has_rulers_form(task, tokenizer, words):
     assert lines[-1] == (
         f"What is the special magic {noun} for {key} mentioned in the provided text?"
     )
-    assert sample.answer_prefix == (
+    assert sample.prefix == (
         f" The special magic {noun} for {key} mentioned in the provided text is"
     )
     for needle_key, value in sample.needles:
@@ -91,7 +97,7 @@ def test_short_essay_is_tiled(tokenizer):
 
 
 @pytest.mark.parametrize("length", [512, 1024, 2048])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NEEDLES)
 def test_samples_fill_the_length(task, length, tokenizer, words):
     for index in range(3):
         sample = sample_of(task, tokenizer, words, length=length, index=index)
@@ -99,11 +105,11 @@ def test_samples_fill_the_length(task, length, tokenizer, words):
         line = max(
             len(tokenizer(text)["input_ids"]) for text in sample.prompt.split("\n")[2:-1] or ["w"]
         )
-        unit = line + 1 if TASKS[task].haystack != "essay" else 8
+        unit = line + 1 if NEEDLES[task].haystack != "essay" else 8
         assert length - unit < used <= length
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NEEDLES)
 def test_teacher_forced_form_fills_the_length(task, tokenizer, words):
     sample = sample_of(task, tokenizer, words, length=600, space="calibration", new=None)
     prompt, answer = forced_ids(sample, tokenizer)
@@ -203,3 +209,17 @@ def test_damaged_essay_folder(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         haystack_words(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("output", "answers", "score"),
+    [
+        (": 1234567.", ["1234567"], 1.0),
+        ("1234568", ["1234567"], 0.0),
+        ("ABC-Def\x00\x07", ["abc-dEF"], 1.0),
+        ("one two", ["one", "two", "three", "four"], 0.5),
+        ("123\x004567", ["1234567"], 0.0),
+    ],
+)
+def test_string_match(output, answers, score):
+    assert string_match(output, answers) == score

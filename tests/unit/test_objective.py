@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bosch import hardware
-from bosch.attention import HeadLayout, LogitTransform
+from bosch.attention import LogitTransform
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import free_memory, incremental_forward
+from bosch.objective import incremental_forward, memory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.incremental_forward import answer_attention
@@ -26,6 +26,7 @@ from bosch.search.bosch import bosch
 from bosch.search.evaluator import Evaluator
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
+from tests.attention_case import by_rows
 from tests.hybrid_case import KV_HEADS, LAYERS, OTHER_LAYERS, PLAIN, random_mask, small_model
 from tests.peak_memory import PeakMemory
 from tests.search_case import WINDOW, answered_records, searchable
@@ -219,17 +220,24 @@ def test_recomputed_layers_give_the_same_gradients_to_the_bit(family):
     assert results[0].full_forward_equivalents > 1.2 * results[1].full_forward_equivalents
 
 
+def test_a_window_must_be_shorter_than_the_longest_example():
+    model, calibration = searchable()
+    Objective(model, calibration, Window(calibration.max_length - 1))
+    with pytest.raises(UserError, match="no shorter than the longest"):
+        Objective(model, calibration, Window(calibration.max_length))
+
+
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
     """One byte less than the formula says, and the layers are recomputed."""
     objective, calibration = searchable_with("qwen3", 2**30, num_hidden_layers=layers)
     mask = HeadMask.all_sliding(layers, KV_HEADS)
     objective.gate_gradient(mask)
-    with PeakMemory() as memory:
+    with PeakMemory() as peak:
         kept = objective.gate_gradient(mask)
-    sizes = free_memory.activation_sizes(objective.model)
+    sizes = memory.activation_sizes(objective.model)
     needed = sizes.kept_gradient(1, calibration.max_length, WINDOW)  # a round is a batch
-    assert memory.peak <= needed
+    assert peak.peak <= needed
     objective.cache.max_bytes = needed
     assert objective.gate_gradient(mask).full_forward_equivalents == kept.full_forward_equivalents
     objective.cache.max_bytes = needed - 1
@@ -288,8 +296,8 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     mix = incremental_forward.BatchPass.mix
 
-    def noisy(self, row, full, sliding):
-        mixed = mix(self, row, full, sliding)
+    def noisy(self, row, outputs):
+        mixed = mix(self, row, outputs)
         return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)  # not at the answers alone
 
     monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
@@ -304,10 +312,10 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
 
 def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch):
     model = small_model()
-    needed = free_memory.activation_sizes(model).gradient(2, 64, WINDOW)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: 4 * needed + 100)
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
-    assert free_memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
+    needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
+    assert memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
 _UNLIMITED = 2**63 - 4096
@@ -374,16 +382,16 @@ def test_memory_and_cores_are_the_machines_or_its_containers(
 def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="does not say the MemTotal"):
         hardware.host_memory(tmp_path)
-    monkeypatch.setattr(free_memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
+    monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
     with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
-        free_memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
+        memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory(is_full):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
     columns = torch.tensor([[3, 4], [7, 8], [5, 5]])
-    layout = HeadLayout.search([is_full] * 2, Window(3, 1))
+    layout = by_rows([is_full] * 2, Window(3, 1))
     whole = answer_attention(query, key, value, columns, layout, LogitTransform(0.3))
     kernel, groups = torch.nn.functional.scaled_dot_product_attention, []
 

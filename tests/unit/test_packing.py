@@ -18,14 +18,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
 from bosch.progress import Progress
-from data_prep import tokenization
-from data_prep.essays import pydoc_topics
-from data_prep.mixture import DocumentStream, mix
-from data_prep.packing import Packed, pack, write_dataset
-from data_prep.sources import Source
-from data_prep.text import TextFile
-from data_prep.tokenization import Block, TokenisedSource, read_shard, tokenise_source
-from data_prep.tokenizer import Encoder, TokenizerSpec
+from data_prep.documents import tokenization
+from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
+from data_prep.documents.sources import Source
+from data_prep.documents.tokenization import Block, TokenisedSource, read_shard, tokenise_source
+from data_prep.documents.tokenizer import Encoder, TokenizerSpec
+from data_prep.text import TextFile, pydoc_topics
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -54,8 +52,8 @@ def test_packing_loses_no_token_and_keeps_spans(lengths, sequence_length):
 def test_dataset_can_be_opened(tmp_path, monkeypatch):
     from datasets import load_from_disk
 
-    monkeypatch.setattr("data_prep.packing.FILE_TOKENS", 24)
-    monkeypatch.setattr("data_prep.packing.BATCH_TOKENS", 16)
+    monkeypatch.setattr("data_prep.documents.packing.FILE_TOKENS", 24)
+    monkeypatch.setattr("data_prep.documents.packing.BATCH_TOKENS", 16)
     rows = [Packed(np.arange(i, i + 8, dtype=np.int32), [3, 5][: 1 + i % 2]) for i in range(7)]
     write_dataset(tmp_path, rows, 7, 8)
     dataset = load_from_disk(str(tmp_path))
@@ -139,7 +137,7 @@ def contents(tokenised: TokenisedSource) -> list[list[int]]:
 
 
 def test_number_of_workers_changes_nothing(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     one, two = tokenise(corpus, "one", 1), tokenise(corpus, "two", 2)
     assert len(contents(one)) == 6
     assert contents(one) == contents(two)
@@ -151,7 +149,7 @@ def test_number_of_workers_changes_nothing(corpus, monkeypatch):
 
 
 def test_only_as_much_as_is_needed(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     whole = tokenise(corpus, "whole", 1)
     some = tokenise(corpus, "some", 1, tokens=whole.tokens // 2)
     assert whole.tokens // 2 < some.tokens < whole.tokens
@@ -160,7 +158,7 @@ def test_only_as_much_as_is_needed(corpus, monkeypatch):
 
 def test_shards_are_kept(corpus, monkeypatch):
     """Whole shards of a killed run are used; its torn temporary files are not."""
-    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     expected = contents(tokenise(corpus, "shards", 1))
     shards = sorted((corpus / "shards").iterdir())
     written = (shards[0] / "ids.int32").stat().st_mtime_ns
@@ -192,7 +190,7 @@ def test_damaged_shard_is_made_anew(corpus, file, harm, caplog):
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch, kill):
     """Overwritten after the first shard, and restored after the second or after a kill."""
-    monkeypatch.setattr("data_prep.sources.PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     file = corpus / "a.jsonl"
@@ -233,7 +231,7 @@ def test_a_file_that_came_after_the_start_is_not_read(corpus):
 
 _POOL = """
 import time
-from data_prep.tokenization import in_order
+from data_prep.documents.tokenization import in_order
 if __name__ == "__main__":
     results = in_order(len, [(1,), (2,), (3,)], 2)
     next(results)
@@ -246,7 +244,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_killed_process(tmp_path):
     script = tmp_path / "pool.py"
     script.write_text(_POOL)
-    environment = {**os.environ, "PYTHONPATH": str(Path(tokenization.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(tokenization.__file__).parents[2])}
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"works\n"
@@ -284,9 +282,9 @@ def test_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
         backend = sentence_piece_tokenizer([*topics[:3], UNUSUAL])
     encoder = Encoder(TokenizerSpec(""), backend.to_str(), 0)
     [whole] = encoder([text])
-    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
     for window in (2048, 3001, 9999):
-        monkeypatch.setattr("data_prep.tokenizer.WINDOW", window)
+        monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", window)
         cuts = [text[at : at + 1717] for at in range(0, len(text), 1717)]
         pieces = list(encoder.in_pieces(cuts))
         assert len(pieces) > len(text) // window
@@ -295,8 +293,8 @@ def test_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
 
 @pytest.mark.parametrize("text", ["", "a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
 def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
-    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 256)
-    monkeypatch.setattr("data_prep.tokenizer.WINDOW", 2048)
+    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
     tokenizer = tiny_tokenizer()
     encoder = Encoder(TokenizerSpec(""), tokenizer.backend_tokenizer.to_str(), 0)
     ids = np.concatenate(list(encoder.in_pieces([text])))
@@ -305,9 +303,9 @@ def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
 
 def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
     """Short and long documents, from files read in pieces and from strings."""
-    monkeypatch.setattr("data_prep.tokenizer.OVERLAP", 64)
+    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 64)
     for module in ("tokenizer", "tokenization", "sources"):
-        monkeypatch.setattr(f"data_prep.{module}.WINDOW", 512)
+        monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", 512)
     texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
     (tmp_path / "corpus").mkdir()
     for i, text in enumerate(texts):

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.attention import AttentionContext, HeadLayout, hybrid_attention
+from bosch.attention import AttentionContext, hybrid_attention
 from bosch.model.cache import HybridCacheLayer
 from bosch.model.interface import context_of_pass
 from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
-from tests.attention_case import Case, cases
+from tests.attention_case import WIDTHS, Case, cases, full_first
 from tests.plain_attention import plain_attention
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -30,8 +30,8 @@ def _expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     if context.document is not None:
         document = context.document.numpy()
     states = [x.detach().numpy() for x in case.tensors()]
-    window = case.window, case.sinks
-    output = plain_attention(*states, case.rows, window, valid, document)
+    windows = [None if window is None else (window.size, window.sinks) for window in case.windows()]
+    output = plain_attention(*states, windows, valid, document)
     return torch.from_numpy(output), torch.from_numpy(valid[:, case.past :])
 
 
@@ -54,6 +54,7 @@ def passes(draw: st.DrawFn) -> tuple[Case, list[int]]:
         window=draw(st.sampled_from([1, 2, 5, 16])),
         sinks=draw(st.sampled_from([0, 1, 4])),
         rows=draw(st.sampled_from([(False,), (True, False), (False, True, False)])),
+        widths=draw(st.sampled_from(WIDTHS)),
         batch=2,
         padding=draw(st.sampled_from(["none", "left"])),
         seed=draw(st.integers(0, 9)),
@@ -102,7 +103,7 @@ def test_the_ring_holds_the_last_tokens_and_the_sinks(
     sizes: list[int], window: int, sinks: int
 ) -> None:
     """Entry S + p modulo W of a row is the newest token p of that remainder."""
-    layer = StaticHybridCacheLayer(HeadLayout.deploy(0, 1, Window(window, sinks)), 40)
+    layer = StaticHybridCacheLayer(full_first(0, 1, Window(window, sinks)), 40)
     length = 0
     for size in sizes:
         tokens = torch.arange(length, length + size).float()[None, None, :, None]
@@ -112,7 +113,7 @@ def test_the_ring_holds_the_last_tokens_and_the_sinks(
         ring = [-1] * window
         for token in range(length):
             ring[token % window] = token
-        entries = layer.near_keys.flatten().tolist()
+        entries = layer.groups[0].keys.flatten().tolist()
         assert entries[:sinks][:length] == list(range(sinks))[:length]
         filled = [place for place, token in enumerate(ring) if token >= 0]
         assert [entries[sinks + place] for place in filled] == [ring[place] for place in filled]

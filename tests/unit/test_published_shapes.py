@@ -11,9 +11,12 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
+from pipeline.commands.plan.command import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.model_shape import SHAPES, read_model
+from stages.formats import format_flops
 from stages.recipe import ModelInfo
+from stages.shape import stored_shape
 from tests.pipeline_case import Case
 
 # Parameters that the models' cards and files state.
@@ -43,21 +46,41 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_published_shape_has_the_model_s_parameters(
     name: str, tmp_path: Path, offline: None
 ) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     info, faults = read_model(name, None, tmp_path, fetch=False)
     assert (faults, type(info)) == ([], ModelInfo)
     assert info is not None
-    folder = next(
-        path.parent
-        for path in SHAPES.glob("*/config.json")
-        if json.loads(path.read_text())["_name_or_path"] == name
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model.tie_weights()
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert stored_shape(info).parameters == PARAMETERS[name]
+
+
+def test_a_model_of_any_size_is_sized_without_its_memory() -> None:
+    """As large as Qwen3-235B-A22B: 876 GiB of weights in float32."""
+    content = json.loads((SHAPES / "qwen3_30b_a3b" / "config.json").read_text())
+    content |= {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
+    content |= {"moe_intermediate_size": 1536, "intermediate_size": 12288}
+    shape = stored_shape(ModelInfo(content))
+    assert shape.parameters == 235_093_634_560
+    assert shape.active_parameters == pytest.approx(22e9, rel=0.03)  # and its name says 22
+
+
+# What `plan` says of the shipped recipes on 8 H100: a pass of the search, training, its memory.
+PLANS = {
+    "llama3p1_8b_r075": ("49.5 PFLOP each", "176 EFLOP", "per process 55.7 GiB"),
+    "qwen3_1p7b_r075": ("15.1 PFLOP each", "45.5 EFLOP", "per process 37.7 GiB"),
+    "qwen3_8b_r075": ("52 PFLOP each", "180 EFLOP", "per process 57.2 GiB"),
+    "qwen3_14b_r075": ("86.8 PFLOP each", "320 EFLOP", "per process 84.2 GiB"),
+    "qwen3_30b_a3b_r075": ("39.8 PFLOP each", "99 EFLOP", "per process 96.4 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_figures_of_the_shipped_recipes(name: str) -> None:
+    file = SHAPES.parent / f"{name}.yaml"
+    loaded = load_recipe(file, fetch=False, input_files=False, model_files=False, env={})
+    costs = plan_costs(loaded, plan_devices(loaded, "h100x8"))
+    each, training, memory = PLANS[name]
+    assert any(fact.startswith(each) for fact in costs["search"].facts)
+    assert format_flops(costs["train"].flops) == training
+    assert any(fact.startswith(memory) for fact in costs["train"].facts)
 
 
 def test_validate_names_what_a_run_would_fetch(

@@ -13,7 +13,8 @@ from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import without_others
-from tests.pipeline_case import Case, truncate
+from stages.prepare.stage import PrepareConfig
+from tests.pipeline_case import ROOT, Case, truncate
 
 
 @pytest.fixture
@@ -28,8 +29,31 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     assert loaded.recipe.train is not None
     assert loaded.recipe.train.learning_rate == 1e-5
     assert loaded.info is not None
-    assert (loaded.info.layers, loaded.info.key_value_heads) == (4, 4)
+    assert (loaded.info.layers, loaded.info.kinds.heads) == (4, 4)
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
+
+
+def test_relative_paths_start_where_they_were_written(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the file at its folder, on the command line at the current directory."""
+    other = Case(case.folder / "other")
+    case.content["model"]["path"] = "model"
+    case.content["prepare"]["sources"][0]["path"] = "corpus"
+    del case.content["runtime"]["output_root"]
+    case.save()
+    monkeypatch.chdir(other.folder)
+    loaded = load_recipe(case.file, env={})
+    assert loaded.recipe.model.path == str(case.model)
+    assert loaded.recipe[PrepareConfig].sources[0].path == str(case.corpus)
+    assert loaded.output_root == ROOT / "runs", "a default, which nobody wrote"
+    overrides = ["model.path=model", "prepare.sources.0.path=corpus", "runtime.output_root=out"]
+    loaded = load_recipe(case.file, overrides, env={})
+    assert loaded.recipe.model.path == str(other.model)
+    assert loaded.recipe[PrepareConfig].sources[0].path == str(other.corpus)
+    assert loaded.output_root == other.folder / "out"
+    with pytest.raises(UserError, match=f"there is no directory {other.folder}/nothing"):
+        load_recipe(case.file, ["model.path=nothing"], env={})
 
 
 @pytest.mark.parametrize(

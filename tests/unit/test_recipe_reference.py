@@ -1,19 +1,24 @@
-"""docs/reference/recipe.md and commands.md say what the types and parsers say."""
+"""The pages and the schema of docs/reference say what the types and parsers say."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import jsonschema
 import pytest
 
 from pipeline.recipe.stage_list import STAGES
+from pipeline.recipe.yaml_file import read_mapping
 from stages.fields import Section
 from stages.recipe import recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("recipes/*/*.yaml")])
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +32,54 @@ def maker() -> ModuleType:
     return module
 
 
-def test_reference_is_current(maker: ModuleType) -> None:
-    written = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
-    assert written == maker.recipe_reference(), "run: python docs/reference/make_reference.py"
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("recipe.md", "recipe_reference"),
+        ("recipe.schema.json", "recipe_schema"),
+        ("commands.md", "command_reference"),
+    ],
+)
+def test_reference_is_current(maker: ModuleType, page: str, text: str) -> None:
+    written = (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")
+    assert written == getattr(maker, text)(), "run: python docs/reference/make_reference.py"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_an_editor_accepts_every_recipe(maker: ModuleType, recipe: Path) -> None:
+    first, _, _ = recipe.read_text(encoding="utf-8").partition("\n")
+    mark, _, schema = first.partition("$schema=")
+    assert mark == "# yaml-language-server: "
+    assert (recipe.parent / schema).resolve() == ROOT / "docs" / "reference" / "recipe.schema.json"
+    jsonschema.validate(read_mapping(recipe), json.loads(maker.recipe_schema()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "accepted"),
+    [
+        (("search", "swa_ration"), 0.5, False),
+        (("search", "swa_ratio"), 1.5, False),
+        (("search", "swa_ratio"), "7e-1", True),
+        (("search", "window_size"), "1k", True),
+        (("search", "window_size"), "wide", False),
+        (("search", "method"), "bosh", False),
+        (("runtime", "gradient_checkpointing"), "yes", True),
+        (("runtime", "gradient_checkpointing"), 1, False),
+        (("runtime", "reuse_memory"), "40GB", True),
+        (("train",), None, True),
+        (("model",), None, False),
+    ],
+)
+def test_an_editor_marks_what_is_refused(
+    maker: ModuleType, keys: tuple[str, ...], value: Any, accepted: bool
+) -> None:
+    content = read_mapping(ROOT / "recipes" / "quickstart.yaml")
+    inner = content
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[keys[-1]] = value
+    schema = json.loads(maker.recipe_schema())
+    assert jsonschema.Draft202012Validator(schema).is_valid(content) is accepted
 
 
 def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:

@@ -1,9 +1,10 @@
-"""Scales, ticks and number formats of the report."""
+"""Charts as files, tables in every form, and number formats."""
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+import csv
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -16,63 +17,62 @@ from stages.formats import (
     format_score,
     format_seconds,
     format_share,
+    signed,
 )
-from stages.report.charts import (
-    Canvas,
-    Scale,
-    left_margin,
-    nice_ticks,
-    power_ticks,
-    whole_ticks,
-)
-from stages.report.figures import extent, running_mean
-from stages.report.search_figures import label_stride
+from stages.pages.charts import Axis, Picture, curves, save_panels, styles
+from stages.pages.tables import Cell, Group, Table
+from stages.report.charts import extent
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 
 
-@given(low=NUMBERS, span=st.floats(1e-3, 1e9), count=st.integers(2, 10))
-def test_ticks_lie_inside_the_range_evenly(low: float, span: float, count: int) -> None:
-    high = low + span
-    ticks = nice_ticks(low, high, count)
-    assert 1 <= len(ticks) <= count + 1
-    slack = 1e-6 * max(span, abs(low) * 1e-6, 1.0)
-    assert low - slack <= ticks[0] <= ticks[-1] <= high + slack
-    steps = [after - before for before, after in pairwise(ticks)]
-    assert all(math.isclose(step, steps[0], rel_tol=1e-3, abs_tol=1e-6) for step in steps)
+def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> None:
+    rows = [
+        {"series": name, "x": x, "y": x + 1.0, "low": x, "high": x + 2.0, "tip": "a < b"}
+        for name in ("one <series>", "two")
+        for x in (1.0, 2.0)
+    ]
+    look = styles(["one <series>", "two"])
+    chart = curves(rows, Axis("tokens", "length", log=True), Axis("y"), look)
+    picture = Picture("name", chart, "a & b.", "Heading")
+    other = Picture("other", curves(rows[:2], Axis("x"), Axis("y"), look), "c.")
+    save_panels([picture, other], tmp_path / "plot.svg", tmp_path / "plot.png")
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert "var(" not in text and "one &lt;series&gt;" in text
+    assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c."]
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    # On a page they are the style sheet's.
+    assert "var(--hybrid)" in picture.still
 
 
-def test_power_ticks_are_thinned_to_what_fits() -> None:
-    assert power_ticks(32, 256, 2, 10) == [32, 64, 128, 256]
-    thinned = power_ticks(32, 32768, 2, 5)
-    assert len(thinned) <= 5
-    assert thinned[0] == 32
+def test_series_keep_their_own_look_and_others_differ() -> None:
+    names = [f"method {number}" for number in range(42)]
+    assert len(set(styles(names).values())) == 42
 
 
-def test_scales_map_their_ends_and_the_log_scale_ratios() -> None:
-    linear = Scale(0, 10, 100, 0)
-    assert (linear(0), linear(10), linear(5)) == (100, 0, 50)
-    log = Scale(1, 100, 0, 10, log=True)
-    assert log(10) == pytest.approx(5)
+TABLE = Table(
+    "Scores",
+    ["method", Cell("ρ = 0.5", target="#there"), "n"],
+    [
+        Group([["Original", "97.0", "1,024"]]),
+        Group([["a", Cell("9", rank=1), Cell("8", rank=2)]], "b"),
+    ],
+    text_columns=1,
+)
 
 
-def test_text_and_tips_are_escaped() -> None:
-    canvas = Canvas(10, 10)
-    canvas.text(0, 0, "a<b")
-    canvas.rect(0, 0, 1, 1, "cell", tip="<script>")
-    svg = canvas.svg("n", "t & t", "d")
-    assert "a&lt;b" in svg
-    assert "<script>" not in svg
-    assert "t &amp; t" in svg
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=30), st.integers(0, 9))
-def test_running_mean_stays_between_the_extremes(values: list[float], reach: int) -> None:
-    means = running_mean(values, reach)
-    assert len(means) == len(values)
-    slack = 1e-6 * max(1.0, max(map(abs, values)))
-    assert all(min(values) - slack <= mean <= max(values) + slack for mean in means)
-    assert means[0] == values[0]
+def test_one_table_on_the_terminal_in_markdown_and_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert TABLE.markdown().splitlines() == [
+        "## Scores", "", "| method | ρ = 0.5 | n |", "|---|---:|---:|",
+        "| Original | 97.0 | 1,024 |",
+        "| *b* | | |", "| a | **9** | <u>8</u> |",
+    ]  # fmt: skip
+    lines = list(csv.reader(TABLE.csv().splitlines()))
+    assert lines == [["method", "ρ = 0.5", "n"], ["Original", "97.0", "1,024"], ["a", "9", "8"]]
+    TABLE.print()
+    out = capsys.readouterr().out
+    assert "Scores" in out and "1,024" in out and "**" not in out
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=9))
@@ -82,13 +82,14 @@ def test_extent_is_never_flat(values: list[float]) -> None:
     assert low <= min(values) <= max(values) <= high
 
 
-@pytest.mark.parametrize(("slot", "layers", "stride"), [(100, 6, 1), (19.5, 48, 1), (6, 48, 4)])
-def test_layer_labels_do_not_overlap(slot: float, layers: int, stride: int) -> None:
-    assert label_stride(slot, layers) == stride
-
-
 def test_formats() -> None:
     assert format_score(None) == "–"
+    assert [signed(value, 1) for value in (1.25, -1.25, 0.04, -0.04)] == [
+        "+1.2",
+        "−1.2",
+        "0.0",
+        "0.0",
+    ]
     assert format_score(96.04) == "96.0"
     assert format_share(0.875) == "87.5 %"
     assert format_share(0.75) == "75 %"
@@ -102,8 +103,3 @@ def test_formats() -> None:
     assert [format_seconds(value) for value in (0.42, 38.4, 185, 15_000)] == [
         "0.4 s", "38 s", "3 min 5 s", "4 h 10 min",
     ]  # fmt: skip
-
-
-def test_axes_that_count_have_whole_ticks_and_wide_labels_get_room() -> None:
-    assert whole_ticks(0.5, 3.5, 8) == [1, 2, 3]
-    assert left_margin(["-50.18"]) > left_margin(["100 %"]) >= left_margin([])

@@ -1,7 +1,7 @@
 """RULER's samples are upstream's own: recorded digests of NVIDIA/RULER c3f5e3b's output.
 
 The records are made with wonderwords 3.0.1, the quickstart's tokenizer, the text of
-tests/ruler_case.py, seed 42 and the rule in data_prep/sentences.py in place of punkt.
+tests/ruler_case.py, seed 42 and the rule in data_prep/tasks/words.py in place of punkt.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from typing import get_args
 import pytest
 
 from bosch.errors import RunError, UserError
-from data_prep import ruler
-from data_prep.ruler import ruler_task
-from data_prep.ruler_base import Corpus, TokenCounter
-from data_prep.ruler_samples import SampleFolder
-from data_prep.ruler_tasks import ANY_ANSWER, NEEDLE_SPECS, NEW_TOKENS, RulerTask
-from data_prep.scoring import string_match
-from data_prep.sentences import split_by_rule
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.words import ADJECTIVES, NOUNS, PairedWords, WordLists
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks import ruler
+from data_prep.tasks.needles import string_match
+from data_prep.tasks.ruler import Corpus, TokenCounter, ruler_task
+from data_prep.tasks.samples import SampleFolder
+from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
+from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from stages.evaluate.stage import NeedleEvaluation
 from tests.ruler_case import TOKENIZER, essay_text, write_data
 
@@ -82,8 +80,8 @@ def test_short_samples_fit(task, length, tokenizer, data):
 
 
 def _answers(task):
-    if task in NEEDLE_SPECS:
-        return NEEDLE_SPECS[task].values * NEEDLE_SPECS[task].queries
+    if task in RULER_NEEDLES:
+        return RULER_NEEDLES[task].values * RULER_NEEDLES[task].queries
     return {"vt": 5, "cwe": 10, "fwe": 3, "qa_1": 2, "qa_2": 1}[task]
 
 

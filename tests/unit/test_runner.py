@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ import pytest
 from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import first_node
+from pipeline.run import first_node, worker
 from pipeline.run.graph import resolve
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
@@ -502,3 +504,20 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(on_node(case, 0, slowly).run)
         assert follower.run() == leading.result() == 5
+
+
+def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a destructor, or a callback of the import system, raises goes nowhere."""
+
+    class Signals:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(sys, "unraisablehook", worker.interrupt_again)
+    before = signal.signal(signal.SIGUSR1, worker.interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Signals()
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -8,13 +8,16 @@ import torch
 from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
 from bosch.errors import UserError
 from bosch.window import Window
+from tests.attention_case import by_rows, full_first
 
 HEADS, KV_HEADS, DIM, WINDOW = 6, 3, 8, 20
 LAYOUTS = {
-    "mixed": HeadLayout.search([False, True, False], Window(WINDOW, 2)),
-    "deployed": HeadLayout.deploy(1, 3, Window(WINDOW)),
-    "all full": HeadLayout.deploy(3, 3, Window(WINDOW)),
-    "all sliding": HeadLayout.deploy(0, 3, Window(WINDOW)),
+    "mixed": by_rows([False, True, False], Window(WINDOW, 2)),
+    "deployed": full_first(1, 3, Window(WINDOW)),
+    "three windows": HeadLayout.search([Window(31, 2), Window(9, 2), Window(WINDOW, 2)]),
+    "deployed, two windows": HeadLayout.deploy({None: 1, Window(31, 2): 1, Window(9, 2): 1}),
+    "all full": full_first(3, 3, Window(WINDOW)),
+    "all sliding": full_first(0, 3, Window(WINDOW)),
 }
 
 
@@ -32,12 +35,14 @@ def _written_down(
     """Head by head, with the logit in the denominator."""
     slots, outputs = torch.arange(query.shape[2]), []
     distance, real = slots[:, None] - slots, torch.tensor(valid)
-    first = real.long().cumsum(0) <= layout.window.sinks
+    first = real.long().cumsum(0) <= layout.sinks
+    window_of = {head: group.window for group in layout.groups for head in group.heads}
     for head in range(HEADS):
         group = head // (HEADS // KV_HEADS)
         visible = (distance >= 0) & real
-        if group in layout.sliding:
-            visible = visible & ((distance < layout.window.size) | first)
+        window = window_of[group]
+        if window is not None:
+            visible = visible & ((distance < window.size) | first)
         visible = visible | (distance == 0)
         scores = query[:, head] @ key[:, group].transpose(1, 2) * 0.7
         if softcap is not None:

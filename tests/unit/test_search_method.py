@@ -97,6 +97,10 @@ def test_layer_rules_keep_the_layers_their_names_say():
     assert full_layers(layer_rules.bme(8, 4, 0.75)) == [0, 7]
     assert full_layers(layer_rules.intr(8, 4, 0.75)) == [2, 6]
     assert full_layers(layer_rules.intr(8, 4, 0.5)) == [1, 3, 5, 7]
+    # What is left, less than a layer, are the first heads of the layer named next.
+    assert layer_rules.intr(4, 4, 0.625).swa_kv_heads == [[0, 1, 2, 3], [], [0, 1, 2, 3], [2, 3]]
+    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[0] == []
+    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[5] == [2, 3]
     assert layer_rules.rand(16, 4, 0.5, seed=1) != layer_rules.rand(16, 4, 0.5, seed=2)
 
 
@@ -109,8 +113,9 @@ def test_layer_rules_keep_the_layers_their_names_say():
 @settings(max_examples=300, deadline=None)
 def test_ratios_meet_the_budget_for_any_scores(scores, heads, ratio, buckets):
     drops = layer_drops(scores, 1.0, 1.0)
-    result = assign_ratios(drops, heads, ratio, buckets)
-    assert sum(result.quotas) == swa_budget(len(scores) * heads, ratio)
+    budget = swa_budget(len(scores) * heads, ratio)
+    result = assign_ratios(drops, heads, budget, buckets)
+    assert sum(result.quotas) == budget
     assert all(0 <= quota <= heads for quota in result.quotas)
     assert all(0 <= weight <= 1 for weight in result.weights)
 
@@ -118,7 +123,7 @@ def test_ratios_meet_the_budget_for_any_scores(scores, heads, ratio, buckets):
 def test_ratios_by_hand():
     """Layer 2 (of 5) hurts most, then 0; at rho = 0.5 the start is on budget and stays."""
     drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
-    result = assign_ratios(drops, 8, 0.5, (0.0, 0.25, 0.5, 0.75, 1.0))
+    result = assign_ratios(drops, 8, 20, (0.0, 0.25, 0.5, 0.75, 1.0))
     assert result.hardest_first == [2, 0, 4, 3, 1]
     assert result.quotas == [2, 8, 0, 6, 4]
 
@@ -126,13 +131,13 @@ def test_ratios_by_hand():
 def test_ratios_are_raised_for_the_easiest_first():
     """Start 0+2+4+6+8 = 20 of 40; rho = 0.6 wants 24: the easiest layers rise one bucket each."""
     drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
-    result = assign_ratios(drops, 8, 0.6, (0.0, 0.25, 0.5, 0.75, 1.0))
+    result = assign_ratios(drops, 8, 24, (0.0, 0.25, 0.5, 0.75, 1.0))
     assert result.quotas == [2, 8, 0, 8, 6]
 
 
 def test_what_no_bucket_step_fits_is_given_unit_by_unit():
     drops = np.array([0.3, 0.2, 0.1])
-    result = assign_ratios(drops, 8, 11 / 24, (0.0, 1.0))
+    result = assign_ratios(drops, 8, 11, (0.0, 1.0))
     assert result.hardest_first == [0, 1, 2]
     assert result.quotas == [1, 2, 8]
 
@@ -141,8 +146,8 @@ def test_the_published_sign_would_localise_the_hardest_layers_most():
     """Erratum: delta = (s_best - s_orig) / s_orig as printed inverts the ranking."""
     best = [0.2, 0.9, 0.95, 1.0]  # localising layer 0 costs 0.7
     buckets = (0.0, 0.5, 1.0)
-    corrected = assign_ratios(layer_drops(best, 1.0, 1.0), 4, 0.5, buckets)
-    literal = assign_ratios(-layer_drops(best, 1.0, 1.0), 4, 0.5, buckets)
+    corrected = assign_ratios(layer_drops(best, 1.0, 1.0), 4, 8, buckets)
+    literal = assign_ratios(-layer_drops(best, 1.0, 1.0), 4, 8, buckets)
     assert corrected.hardest_first[0] == 0
     assert literal.hardest_first[-1] == 0
     assert corrected.quotas[0] < 4

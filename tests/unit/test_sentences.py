@@ -11,8 +11,8 @@ from typing import Any
 
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer
 
-from data_prep.essays import pydoc_topics
-from data_prep.sentences import split_by_rule
+from data_prep.tasks.words import split_by_rule
+from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
 # An abbreviation that the corpus teaches: the rule ends a sentence there.
@@ -30,7 +30,7 @@ save_punkt_params(trainer.get_params(), sys.argv[1])
 """
 _SPLIT = """
 import json, sys
-from data_prep.sentences import sentences_identity, split_as_ruler
+from data_prep.tasks.words import sentences_identity, split_as_ruler
 print(json.dumps([sentences_identity(), split_as_ruler(sys.stdin.read())]))
 """
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
 from bosch.vllm import cache_settings
@@ -37,8 +36,9 @@ from bosch.vllm.plan import (
 from bosch.vllm.plugin import show_refusals_as_sentences
 from bosch.vllm.weights import reorder_heads
 from bosch.window import Window
+from tests.attention_case import full_first
 from tests.hybrid_case import small_model
-from tests.vllm_planner import RECORD, by_plan, cases
+from tests.vllm_planner import RECORD, by_plan, cases, two_kinds
 
 _ROWS = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 
@@ -53,7 +53,7 @@ def test_the_plan_predicts_what_vllms_planner_gives(row: dict[str, Any]) -> None
 
 
 def test_modules_have_as_many_heads_as_divide_all_counts() -> None:
-    plan = module_plan([4, 8, 2], 8, [100] * 3)
+    plan = module_plan(two_kinds([4, 8, 2], 8, [100] * 3))
     assert plan.unit == 2
     assert plan.caches == ((None, None, 100, 100), (None,) * 4, (None, 100, 100, 100))
 
@@ -71,7 +71,7 @@ def test_unequal_modules_are_as_few_as_fill_the_blocks(
     counts: list[int], sizes: list[tuple[int, ...]]
 ) -> None:
     unequal, equal = (
-        module_plan(counts, 4, [40] * len(counts), grouping=grouping)
+        module_plan(two_kinds(counts, 4, [40] * len(counts)), grouping=grouping)
         for grouping in ("unequal", "equal")
     )
     assert list(unequal.sizes) == sizes
@@ -83,7 +83,8 @@ def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
     """Thirty full and twenty sliding modules: vLLM makes groups of twenty, ours hold thirty."""
     counts = [3] * 10
     by_engine, own = (
-        module_plan(counts, 5, [40] * 10, grouping=grouping) for grouping in ("engine", "equal")
+        module_plan(two_kinds(counts, 5, [40] * 10), grouping=grouping)
+        for grouping in ("engine", "equal")
     )
     request = Request(32 * 1024, 16, 2048)
     assert sum(group.count for group in by_engine.groups(request)) == 3
@@ -92,14 +93,14 @@ def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
 
 
 def test_an_original_model_needs_one_module_per_layer() -> None:
-    plan = module_plan([8] * 36, 8, [1] * 36)
+    plan = module_plan(two_kinds([8] * 36, 8, [1] * 36))
     assert plan.unit == 8 and plan.caches == ((None,),) * 36
     # 36 layers, 8 heads, keys and values of 128 dimensions in two bytes.
     assert plan.request_bytes(Request(32_768, 16, 8192), 2 * 128 * 2) == 4608 * 2**20
 
 
 def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block() -> None:
-    plan = module_plan([0], 1, [33])
+    plan = module_plan(two_kinds([0], 1, [33]))
     assert plan.blocks_per_request(Request(10_000, 16, 16)) == 3 + 1
     assert plan.blocks_per_request(Request(20, 16, 16)) == 2 + 1
 
@@ -120,7 +121,7 @@ def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block()
 def test_what_ranks_cannot_share_is_padded(
     counts: list[int], ranks: int, unit: int, padded: int
 ) -> None:
-    plan = module_plan(counts, 8, [10] * len(counts), ranks)
+    plan = module_plan(two_kinds(counts, 8, [10] * len(counts)), ranks)
     assert (plan.unit, plan.padded_kv_heads) == (unit, padded)
 
 
@@ -135,7 +136,7 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
 ) -> None:
     assume(max(ranks, heads) % min(ranks, heads) == 0)
     counts = [count % (heads + 1) for count in counts]
-    plan = module_plan(counts, heads, [10] * len(counts), ranks, grouping)
+    plan = module_plan(two_kinds(counts, heads, [10] * len(counts)), ranks, grouping)
     shards = min(ranks, heads)
     for layer, full in enumerate(counts):
         order = rank_order(plan, layer)
@@ -159,12 +160,12 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
 
 
 def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
-    plan = module_plan([2, 0], 2, [10, 10], ranks=8)
+    plan = module_plan(two_kinds([2, 0], 2, [10, 10]), ranks=8)
     assert plan.unit == 1 and plan.caches == ((None,), (10,))
-    plan = module_plan([1, 0], 2, [10, 10], ranks=8)
+    plan = module_plan(two_kinds([1, 0], 2, [10, 10]), ranks=8)
     assert [plan.windows(0, rank) for rank in (0, 3, 4, 7)] == [(None,), (None,), (10,), (10,)]
     with pytest.raises(UserError, match=r"3 ranks; choose a divisor of 8"):
-        module_plan([8], 8, [10], ranks=3)
+        module_plan(two_kinds([8], 8, [10]), ranks=3)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
 def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
     full: int, held: int, share: int, refused: bool
 ) -> None:
-    refusal = padding_refusal(module_plan([full], 8, [10], ranks=2), 100, held, share)
+    refusal = padding_refusal(module_plan(two_kinds([full], 8, [10]), ranks=2), 100, held, share)
     assert ("1.20 times the original's cache" in refusal) == refused
     assert bool(refusal) == refused
 
@@ -253,15 +254,15 @@ def test_reordered_weights_are_the_same_function(family: str) -> None:
 
 
 def test_sinks_are_refused_in_one_sentence() -> None:
-    layouts = [HeadLayout.deploy(2, 4, Window(16, 3))]
+    layouts = [full_first(2, 4, Window(16, 3))]
     with pytest.raises(UserError, match=r"hybrid_attention\.sinks is 3: .*sinks: 0"):
         plan_of(layouts, 1)
     # Sinks of a layer without sliding heads are never used.
-    assert plan_of([HeadLayout.deploy(4, 4, Window(16, 3))], 1).caches == ((None,),)
+    assert plan_of([full_first(4, 4, Window(16, 3))], 1).caches == ((None,),)
 
 
 def test_what_cannot_be_reordered_is_refused_on_several_ranks() -> None:
-    layouts = [HeadLayout.deploy(2, 4, Window(16))]
+    layouts = [full_first(2, 4, Window(16))]
     plain, quantised = SimpleNamespace(), SimpleNamespace(quantization_config={"bits": 4})
     one, two = (plan_of(layouts, ranks) for ranks in (1, 2))
     check_order(two, plain, None)
@@ -289,7 +290,9 @@ def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
 
 
 def test_every_number_of_ranks_has_figures() -> None:
-    caches = list(served_caches([4, 0, 8], 8, [1024] * 3, bytes_per_head=512, engine=LARGE_GPU))
+    caches = list(
+        served_caches(two_kinds([4, 0, 8], 8, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
+    )
     assert [(c.ranks, c.tokens) for c in caches] == [
         (ranks, tokens) for ranks in (1, 2, 4, 8) for tokens in (32_768, 131_072)
     ]
@@ -300,7 +303,9 @@ def test_every_number_of_ranks_has_figures() -> None:
         full = (12 if cache.ranks < 8 else 16) / 24
         assert full * cache.original < cache.hybrid < (full + 0.2) * cache.original
         assert (cache.padded > 0) == (cache.ranks == 8)
-    refused = list(served_caches([4, 0, 6], 6, [1024] * 3, bytes_per_head=512, engine=LARGE_GPU))
+    refused = list(
+        served_caches(two_kinds([4, 0, 6], 6, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
+    )
     assert [bool(cache.refusal) for cache in refused] == [False] * 4 + [True] * 4
 
 
@@ -314,7 +319,8 @@ def test_all_masks_of_a_budget_hold_the_same(heads: int, counts: list[int]) -> N
     example = any_mask(sum(counts), len(counts), heads)
     assert sum(example) == sum(counts) and max(example) <= heads
     caches, same = (
-        served_caches(full, heads, windows, 512, engine=LARGE_GPU) for full in (counts, example)
+        served_caches(two_kinds(full, heads, windows), 512, engine=LARGE_GPU)
+        for full in (counts, example)
     )
     for cache, other in zip(caches, same, strict=True):
         padded = any(
@@ -360,13 +366,13 @@ def test_only_what_no_option_says_is_chosen(
     chosen: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layouts = [HeadLayout.deploy(1, 8, Window(64))] * 2
+    layouts = [full_first(1, 8, Window(64))] * 2
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(cache_settings, "grouping_of", lambda config: "engine")
     monkeypatch.setattr(cache_settings, "served_layouts", lambda config: layouts)
     monkeypatch.setattr(
-        cache_settings, "original_plan", lambda *_: module_plan([8, 8], 8, [64, 64])
+        cache_settings, "original_plan", lambda *_: module_plan(two_kinds([8, 8], 8, [64, 64]))
     )
     scheduler = SimpleNamespace(
         max_num_batched_tokens=8192, max_num_seqs=1024, enable_chunked_prefill=True

@@ -39,7 +39,11 @@ def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.Monkey
 def test_scoring_has_a_version_of_its_own() -> None:
     """Answers outlive the stages that ask for them."""
     now = stage_code.current()
-    for module in ("data_prep.scoring", "data_prep.longbench", "stages.evaluate.generation"):
+    for module in (
+        "data_prep.tasks.needles",
+        "data_prep.tasks.longbench",
+        "stages.evaluate.generation",
+    ):
         recorded = {**now, "modules": {**now["modules"], module: "other"}}
         assert stage_code.behind(recorded, now)[stage_code.ANSWERS] == [module]
         raised = {**now, "versions": {**now["versions"], stage_code.ANSWERS: "another"}}

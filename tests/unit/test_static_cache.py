@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from bosch.attention import AttentionContext, HeadLayout
+from bosch.attention import AttentionContext
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask
 from bosch.model.static_cache import StaticHybridCache, StaticHybridCacheLayer
 from bosch.window import Window
+from tests.attention_case import full_first
 from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
 
 WINDOW, LENGTH = 6, 30
@@ -227,9 +228,9 @@ def test_reorder_keeps_the_tensors_and_moves_the_rows() -> None:
     model, ids = _hybrid(2), tokens(2, 20)
     cache = model.new_static_cache(20)
     model(ids[:, :15], past_key_values=cache)
-    places = [layer.near_keys.data_ptr() for layer in cache.layers]
+    places = [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors]
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert places == [layer.near_keys.data_ptr() for layer in cache.layers]
+    assert places == [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors]
     result = model(ids[:, 15:].flip(0), past_key_values=cache).logits
     whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
     torch.testing.assert_close(result, whole, **_NEAR)
@@ -257,7 +258,7 @@ def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None
 
 
 def test_a_pass_beyond_the_end_is_refused() -> None:
-    layer = StaticHybridCacheLayer(HeadLayout.deploy(1, 2, Window(4)), 10)
+    layer = StaticHybridCacheLayer(full_first(1, 2, Window(4)), 10)
     states = torch.zeros(1, 2, 8, 4)
     layer.update(states, states)
     with pytest.raises(ValueError, match="room for 10 tokens and would get 16"):
@@ -271,14 +272,14 @@ def test_other_forms_are_refused_by_name() -> None:
 
 def test_the_ring_holds_the_window_and_nothing_else() -> None:
     """Entry p modulo W holds the token of slot p; sinks stand before it."""
-    layout = HeadLayout.deploy(0, 1, Window(4, 2))
+    layout = full_first(0, 1, Window(4, 2))
     layer = StaticHybridCacheLayer(layout, 16)
     for slot in range(11):
         states = torch.full((1, 1, 1, 1), float(slot))
         keys, _ = layer.update(states, states)
         keys.settle(AttentionContext(1, slot, start=torch.tensor(slot)))
-    assert layer.near_keys.flatten().tolist() == [0, 1, 8, 9, 10, 7]
-    assert keys.slots.tolist() == [8, 9, 10, 7]
+    assert layer.groups[0].keys.flatten().tolist() == [0, 1, 8, 9, 10, 7]
+    assert keys.groups[0].slots.tolist() == [8, 9, 10, 7]
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])

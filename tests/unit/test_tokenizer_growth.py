@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
-from data_prep.tokenizer import check_growth
+from data_prep.documents.tokenizer import check_growth
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from bosch.errors import UserError
 from bosch.model.materialize import materialize
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
-from pipeline.recipe.model_shape import ModelInfo
 from stages.context import Runtime
 from stages.train import loss as training_loss
 from stages.train.footprint import training_memory
@@ -127,7 +127,7 @@ def test_a_plan_counts_what_ligers_loss_holds() -> None:
     head = 151_936 * 5120 * (4 + 2 + 4)
     expected = 2048 * 151_936 * 2 + 32_768 * 5120 * 2 + head
     assert liger_loss_bytes(32_768, 5120, 151_936, 2) == expected
-    shape = ModelInfo(small_model().config.to_dict()).decoder
+    shape = DecoderShape.of(small_model().config)
     plain, fused = (
         training_memory(
             shape, TrainConfig(liger=liger), Runtime(), processes=1, tokens=64, accumulation=1

@@ -19,11 +19,12 @@ from bosch.hardware import DEVICES, device_named
 from bosch.window import Window
 from stages.context import Runtime
 from stages.recipe import ModelInfo
+from stages.shape import stored_shape
 from stages.train import run as training
 from stages.train.decisions import SpikeRule
+from stages.train.loop import Loop
 from stages.train.metrics import check_wandb, step_flops
 from stages.train.stage import TrainConfig
-from stages.train.trainer import PretrainingTrainer
 from stages.train.watch import NeedleWatch
 from tests.training_case import TRAIN, make_case, metrics, train_here, train_in_processes
 
@@ -102,13 +103,13 @@ def test_no_more_than_a_few_steps_are_left_out(
 
 def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the losses of some steps NaN."""
-    compute = PretrainingTrainer.compute_loss
+    loss_of = Loop.loss_of
 
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = compute(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step + 1 in steps else loss
+    def poisoned_loss(self: Loop, *args: Any) -> Any:
+        loss = loss_of(self, *args)
+        return loss * float("nan") if self.step in steps else loss
 
-    monkeypatch.setattr(PretrainingTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Loop, "loss_of", poisoned_loss)
 
 
 def test_a_bad_step_ends_training_or_is_left_out(
@@ -167,9 +168,10 @@ def test_speed_is_in_metrics_tensorboard_and_log(
 def test_flops_are_those_that_plan_counts(case: Path) -> None:
     """Three of four KV heads of the case slide, in a window of 6."""
     folder = case / "materialize" / "model"
-    content = json.loads((folder / "config.json").read_text())
     schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
-    expected = ModelInfo(content, folder).decoder.training_flops(128, 32, 0.75, Window(6))
+    content = json.loads((folder / "config.json").read_text())
+    shape = stored_shape(ModelInfo(content))
+    expected = shape.training_flops(128, 32, {Window(6): 0.75})
     assert step_flops(AutoConfig.from_pretrained(folder), schedule) == pytest.approx(expected)
 
 

@@ -131,8 +131,8 @@ def test_searches_that_transformers_gave_up_are_refused(hybrid: Any, options: An
         _greedy(hybrid, tokens(1, LENGTH), **options)
 
 
-def test_continuous_batching_is_refused(hybrid: Any) -> None:
-    with pytest.raises(ValueError, match="not supported for continuous batching"):
+def test_continuous_batching_with_sinks_is_refused(hybrid: Any) -> None:
+    with pytest.raises(UserError, match="this model has sinks"):
         hybrid.generate_batch([[5, 6, 7]])
     with pytest.raises(UserError, match=r"'paged\|eager' has no hybrid form"):
         hybrid.set_attn_implementation("paged|eager")

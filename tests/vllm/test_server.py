@@ -22,7 +22,7 @@ from openai import OpenAI
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.vllm.plan import CPU, served_caches
+from bosch.vllm.plan import CPU, engine_heads, served_caches
 from tests.vllm_case import load_reference, reference_logprobs, save_hybrid
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,9 +114,8 @@ def test_the_cache_holds_what_the_plan_says(client: OpenAI, log: Path) -> None:
     (cache,) = (
         cache
         for cache in served_caches(
-            file.mask.full_kv_heads_per_layer, file.num_key_value_heads,
-            [file.window.vllm] * file.num_layers, 2 * config["head_dim"] * 4,
-            engine=CPU, lengths=[length],
+            engine_heads(file.mask.heads_per_layer(file.windows)),
+            2 * config["head_dim"] * 4, engine=CPU, lengths=[length],
         )
         if cache.ranks == 1
     )  # fmt: skip

@@ -33,6 +33,7 @@ from tests.vllm_case import (
     random_prompts,
     save_hybrid,
 )
+from tests.vllm_planner import two_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 40  # no multiple of a block
@@ -92,7 +93,7 @@ def test_a_cached_prefix_equals_transformers(llm: Any, reference: Any) -> None:
 
 
 def test_the_cache_is_the_plans(llm: Any) -> None:
-    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
+    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
     in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
     blocks, tokens, block_bytes = _reported(llm)
     request = Request(256, BLOCK, in_flight)
@@ -145,7 +146,7 @@ def test_unequal_modules_equal_transformers(
     layouts = KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
     monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", lambda: layouts)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
-    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS), grouping="unequal")
+    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)), grouping="unequal")
     assert plan.sizes == ((1, 3), (3, 1), (2, 2))
     prompts = random_prompts(LENGTHS)
     with engine(folder) as llm:
@@ -158,7 +159,7 @@ def test_unequal_modules_equal_transformers(
 
 
 def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
-    plan = module_plan(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
+    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
     least = plan.blocks_per_request(Request(256, BLOCK, 64)) + 1
     with engine(folder, num_gpu_blocks_override=least + 2, disable_log_stats=False) as llm:
         prompts = random_prompts([30] * 8, seed=2)
@@ -170,7 +171,7 @@ def test_requests_that_are_preempted_equal_transformers(folder: Path, reference:
 
 def test_the_original_holds_what_its_plan_says(tmp_path: Path) -> None:
     small_model("qwen3", **SIZES).float().save_pretrained(tmp_path)
-    plan = module_plan([KV_HEADS] * 3, KV_HEADS, [WINDOW] * 3)
+    plan = module_plan(two_kinds([KV_HEADS] * 3, KV_HEADS, [WINDOW] * 3))
     with engine(tmp_path) as llm:
         in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
         blocks, tokens, block_bytes = _reported(llm)
@@ -251,7 +252,7 @@ def test_two_ranks_equal_transformers(
     save_hybrid(tmp_path, "qwen3", counts, WINDOW)
     reference = load_reference(tmp_path)
     prompts = random_prompts(LENGTHS)
-    plan = module_plan(counts, KV_HEADS, [WINDOW] * len(counts), 2)
+    plan = module_plan(two_kinds(counts, KV_HEADS, [WINDOW] * len(counts)), 2)
     assert plan.padded_kv_heads == padded
     with engine(tmp_path, tensor_parallel_size=2) as llm:
         _agree(reference, prompts, generate(llm, prompts, 20))

@@ -1,4 +1,4 @@
-"""`python -m pipeline compare RECIPE`: every method at every ratio, as in BOSCH Tables 1 and 2.
+"""`bosch compare RECIPE`: every method at every ratio, as in BOSCH Tables 1 and 2.
 
 Each combination of method, ratio and seed is a recipe of its own, brought up to date like any
 other: what is in the store is reused, and a stopped comparison resumes.
@@ -14,13 +14,20 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
+from bosch.commands import print_json, text_aside
 from bosch.errors import LostRankError, RunError, UserError
+from bosch.files import read_json
 from bosch.search import methods
+from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.compare.comparison import Combination, Comparison, Result, read_result
-from pipeline.commands.compare.page import score_tables, write_comparison
+from pipeline.commands.compare.page import (
+    REPORT,
+    score_tables,
+    write_comparison,
+    write_predictions,
+)
 from pipeline.commands.compare.paper import paper_scores
-from pipeline.commands.compare.tasks import write_predictions
 from pipeline.commands.options import METHODS, Methods, Ratios, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.load import find_faults, listing
@@ -34,6 +41,8 @@ from stages.formats import format_seconds
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
 from stages.train.stage import TrainConfig
+
+COMMAND = RecipeCommand("run methods at several ratios and print the paper's tables", json=True)
 
 # The paper averages random layers over three runs.
 _RANDOM, _RANDOM_RUNS = "rand", 3
@@ -60,13 +69,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """Compare, and print the tables."""
     options = read_options(CompareOptions, arguments, "compare")
-    comparison = run_comparison(loaded, options)
-    if comparison.results:
+    with text_aside(arguments.json):
+        comparison = run_comparison(loaded, options)
+    if arguments.json:
+        print_json(read_json(comparison.folder / REPORT) if comparison.results else None)
+    elif comparison.results:
         for table in score_tables(comparison):
             table.print()
         print(f"compare: {typed_path(comparison.folder / 'compare.html')}")
-    for sentence in comparison.missing:
-        print(sentence)
+    with text_aside(arguments.json):
+        for sentence in comparison.missing:
+            print(sentence)
     return 1 if comparison.missing else 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bosch.search.methods import METHODS
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores
+from stages.report.charts import interval_of
 from stages.search.stage import SearchSummary
 from stages.train.stage import checkpoint_tokens
 
@@ -49,16 +50,11 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Average of a suite in points of 100."""
+class ScoreRow:
+    """A score with the ends of its 95 % interval: of one task at one length (0: it has none).
 
-    average: float
-    standard_error: float | None
-
-
-@dataclass(frozen=True)
-class TaskRow:
-    """Score of one task at one length (0: it has none) with the ends of its 95 % interval."""
+    `task` is empty where it is a suite's average.
+    """
 
     models: Models
     suite: str
@@ -69,9 +65,9 @@ class TaskRow:
     high: float
 
     @property
-    def place(self) -> tuple[Models, str, str, int]:
-        """Which models, suite, task and length."""
-        return self.models, self.suite, self.task, self.length
+    def place(self) -> tuple[str, str, int]:
+        """Which suite, task and length."""
+        return self.suite, self.task, self.length
 
 
 @dataclass(frozen=True)
@@ -83,12 +79,8 @@ class Result:
     calibration_log_likelihood: float
     costs: Mapping[str, float]
     notes: Sequence[str]
-    original: Mapping[str, Score]
-    untrained: Mapping[str, Score]
-    trained: Mapping[str, Score]
-    tasks: Sequence[TaskRow]
+    rows: Sequence[ScoreRow]
     trained_tokens: int | None
-    original_tasks: Sequence[TaskRow] = ()
     missing: Sequence[str] = ()
 
 
@@ -118,32 +110,41 @@ class Comparison:
         """In the order of the tables."""
         return list(dict.fromkeys(combination.method for combination in self.combinations))
 
-    def values(self, method: str, ratio: float, models: Models, suite: str) -> list[float]:
-        """Averages of all seeds of one method at one ratio."""
-        scores: list[Mapping[str, Score]] = [
-            getattr(result, models) for result in self.results_of(method, ratio)
+    def rows(
+        self, models: Models, method: str | None = None, ratio: float | None = None
+    ) -> list[tuple[Combination, ScoreRow]]:
+        """Scores of all seeds of one method at one ratio, or of all of them."""
+        return [
+            (one, row)
+            for one, result in self.results.items()
+            if method in (None, one.method) and ratio in (None, one.ratio)
+            for row in result.rows
+            if row.models == models
         ]
-        return [suites[suite].average for suites in scores if suite in suites]
 
     def results_of(self, method: str, ratio: float) -> list[Result]:
         """Results of all seeds of one method at one ratio."""
         return [
             result
-            for combination, result in self.results.items()
-            if (combination.method, combination.ratio) == (method, ratio)
+            for one, result in self.results.items()
+            if (one.method, one.ratio) == (method, ratio)
         ]
 
-    def task_rows(
-        self, method: str, ratio: float, place: tuple[Models, str, str, int]
-    ) -> list[tuple[Combination, TaskRow]]:
-        """Scores of all seeds of one method at one ratio in (models, suite, task, length)."""
-        return [
-            (combination, row)
-            for combination, result in self.results.items()
-            if (combination.method, combination.ratio) == (method, ratio)
-            for row in result.tasks
-            if row.place == place
-        ]
+    def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
+        """A suite's averages of all seeds of one method at one ratio."""
+        return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
+
+    @property
+    def originals(self) -> dict[tuple[str, str, int], tuple[Combination, ScoreRow]]:
+        """The original model's scores by place: the same in every combination."""
+        scores: dict[tuple[str, str, int], tuple[Combination, ScoreRow]] = {}
+        for one, row in self.rows("original"):
+            scores.setdefault(row.place, (one, row))
+        return scores
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(row.suite for _, row in self.rows("original")))
 
     @property
     def missing(self) -> list[str]:
@@ -152,11 +153,6 @@ class Comparison:
             *(f"{one} has no scores: {why}" for one, why in self.failures.items()),
             *(f"{one}: {why}" for one, result in self.results.items() for why in result.missing),
         ]
-
-    @property
-    def originals(self) -> Mapping[str, Score]:
-        """The original model's scores: the same in every combination."""
-        return next((result.original for result in self.results.values()), {})
 
 
 def label_of(method: str) -> str:
@@ -180,7 +176,6 @@ def read_result(runner: Runner) -> Result:
     }
     search = SearchSummary.read(folders["search"])
     scores = Scores.read(folders["evaluate"])
-    models = {name: _suites(suites) for name, suites in scores.checkpoints.items()}
     trained = scores.last_trained
     names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
@@ -193,25 +188,23 @@ def read_result(runner: Runner) -> Result:
             if name in names or name.startswith("reused_")
         },
         notes=search.notes,
-        original=models[ORIGINAL],
-        untrained=models[HYBRID],
-        trained=models[trained] if trained else {},
-        tasks=[
-            *_task_rows("untrained", scores.checkpoints[HYBRID]),
-            *(_task_rows("trained", scores.checkpoints[trained]) if trained else ()),
+        rows=[
+            row
+            for models, name in (
+                ("original", ORIGINAL),
+                ("untrained", HYBRID),
+                ("trained", trained),
+            )
+            for row in _rows(models, scores.checkpoints.get(str(name), {}))
         ],
         trained_tokens=checkpoint_tokens(trained) if trained else None,
-        original_tasks=list(_task_rows("original", scores.checkpoints[ORIGINAL])),
         missing=scores.missing_sentences(),
     )
 
 
-def _task_rows(models: Models, suites: Mapping[str, SuiteScores]) -> Iterator[TaskRow]:
+def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
     for suite, table in suites.items():
+        yield ScoreRow(models, suite, "", 0, *interval_of(table))
         for task, by_length in table.tasks.items():
             for length, one in by_length.items():
-                yield TaskRow(models, suite, task, length, one.score, one.low, one.high)
-
-
-def _suites(suites: Mapping[str, SuiteScores]) -> dict[str, Score]:
-    return {name: Score(scores.average, scores.standard_error) for name, scores in suites.items()}
+                yield ScoreRow(models, suite, task, length, one.score, one.low, one.high)

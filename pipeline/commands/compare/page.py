@@ -2,130 +2,36 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
-from functools import partial
-from html import escape
+from typing import Any
 
 from bosch.files import read_json, write_json, write_text
 from pipeline.commands.compare.comparison import (
+    Combination,
     Comparison,
     Models,
     Result,
-    Score,
-    TaskRow,
+    ScoreRow,
     group_of,
     label_of,
 )
-from pipeline.commands.compare.plots import score_plot
-from pipeline.commands.compare.tasks import marked, table_id, task_places, tasks_section
-from pipeline.commands.plots import save
-from pipeline.commands.tables import Group, Table
-from stages.evaluate.scores import ORIGINAL
-from stages.report import figures, markup
-from stages.report.charts import STYLE
+from stages.evaluate.scores import HYBRID, ORIGINAL, read_samples
+from stages.formats import format_length, format_score
+from stages.pages.charts import Picture, ranking, save_panels
+from stages.pages.page import render
+from stages.pages.tables import Cell, Group, Table
+from stages.report.charts import LOOK, POINTS, ranked
+from stages.report.predictions import anchor, samples_by_model
+from stages.report.results import SHOWN_SAMPLES, collect_predictions
+from stages.train.stage import checkpoint_name
 
-
-def write_comparison(comparison: Comparison) -> None:
-    """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
-    complete = len(comparison.results) == len(comparison.combinations)
-    content = {
-        "format": 1,
-        "recipe": comparison.recipe,
-        "model": comparison.model,
-        "methods": comparison.methods,
-        "ratios": comparison.ratios,
-        "with_training": comparison.with_training,
-        "complete": complete,
-        "combinations": [
-            {
-                "method": combination.method,
-                "ratio": combination.ratio,
-                "seed": combination.seed,
-                **(
-                    asdict(comparison.results[combination])
-                    if combination in comparison.results
-                    else {}
-                ),
-                **(
-                    {"failure": comparison.failures[combination]}
-                    if combination in comparison.failures
-                    else {}
-                ),
-            }
-            for combination in comparison.combinations
-        ],
-    }
-    json_file = comparison.folder / "compare.json"
-    if read_json(json_file) == json.loads(json.dumps(content)):
-        return
-    write_text(comparison.folder / "compare.md", markdown(comparison))
-    write_text(comparison.folder / "compare.html", page(comparison))
-    write_text(comparison.folder / "compare.csv", csv_table(comparison))
-    if complete:
-        save(score_plot(comparison), comparison.folder / "compare.png")
-    write_json(json_file, content)
-
-
-def score_tables(comparison: Comparison) -> Iterator[Table]:
-    """Table 1, untrained hybrids, and with training Table 2, the last checkpoints."""
-    number = 0
-    tokens = next((r.trained_tokens for r in comparison.results.values()), None)
-    kinds: list[tuple[Models, str]] = [("untrained", "without training")]
-    if comparison.with_training:
-        kinds.append(("trained", f"after training on {tokens or 0:,} tokens"))
-    for suite, original in comparison.originals.items():
-        for models, words in kinds:
-            number += 1
-            title = f"Table {number}: {suite} average, {words}"
-            yield _score_table(comparison, models, suite, original, title)
-
-
-def _score_table(
-    comparison: Comparison, models: Models, suite: str, original: Score, title: str
-) -> Table:
-    columns = []
-    # The published averages are of needle tasks, untrained.
-    paper = comparison.paper if (models, suite) == ("untrained", "needle") else {}
-    for ratio in comparison.ratios:
-        values = {m: comparison.values(m, ratio, models, suite) for m in comparison.methods}
-        columns.append(marked(values))
-    targets = {}
-    header, rows_of = ["Method"], {method: [label_of(method)] for method in comparison.methods}
-    original_row = ["Original"]
-    for ratio, column in zip(comparison.ratios, columns, strict=True):
-        header.append(f"ρ = {ratio:g}")
-        if task_places(comparison, ratio, models):
-            targets[header[-1]] = f"#{table_id(ratio, models)}"
-        # The original model has no sliding head: its score stands in every column to compare with.
-        original_row.append(f"{original.average:.1f}")
-        if ratio in paper:
-            header.append("paper")
-            original_row.append(_paper_text(paper[ratio], "original"))
-        for method, row in rows_of.items():
-            row.append(column[method])
-            if ratio in paper:
-                row.append(_paper_text(paper[ratio], method))
-    groups: dict[str, list[list[str]]] = {}
-    for method in comparison.methods:
-        groups.setdefault(group_of(method), []).append(rows_of[method])
-    return Table(
-        title,
-        header,
-        [Group([original_row]), *(Group(rows, heading) for heading, rows in groups.items())],
-        text_columns=1,
-        targets=targets,
-    )
-
-
-def _paper_text(scores: Mapping[str, float], method: str) -> str:
-    return f"{scores[method]:.1f}" if method in scores else "–"
-
-
+REPORT = "compare.json"
+_PAGE = "pipeline/commands/compare/page.html"
+_PREDICTIONS = "pipeline/commands/compare/predictions.html"
+_KINDS: tuple[Models, ...] = ("untrained", "trained")
 _ABOUT = (
     "Scores are averages on held-out samples, in points of 100; ± is the standard deviation over "
     "seeds of the search. In each column the highest score is bold and the second underlined; no "
@@ -140,87 +46,283 @@ _COSTS = (
 )
 
 
+def write_comparison(comparison: Comparison) -> None:
+    """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
+    json_file, content = comparison.folder / REPORT, _content(comparison)
+    if read_json(json_file) == json.loads(json.dumps(content)):
+        return
+    write_text(comparison.folder / "compare.md", markdown(comparison))
+    write_text(comparison.folder / "compare.html", page(comparison))
+    write_text(comparison.folder / "compare.csv", csv_table(comparison).csv())
+    if content["complete"]:
+        save_panels(list(_pictures(comparison)), comparison.folder / "compare.png")
+    write_json(json_file, content)
+
+
+def _content(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "recipe": comparison.recipe,
+        "model": comparison.model,
+        "methods": comparison.methods,
+        "ratios": comparison.ratios,
+        "with_training": comparison.with_training,
+        "complete": len(comparison.results) == len(comparison.combinations),
+        "combinations": [
+            {
+                "method": one.method,
+                "ratio": one.ratio,
+                "seed": one.seed,
+                **(asdict(comparison.results[one]) if one in comparison.results else {}),
+                **({"failure": comparison.failures[one]} if one in comparison.failures else {}),
+            }
+            for one in comparison.combinations
+        ],
+    }
+
+
+def write_predictions(comparison: Comparison, combination: Combination) -> None:
+    """The page with the predictions of a finished combination, once for each evaluation."""
+    path = comparison.folder / _predictions_file(comparison, combination)
+    if path.exists():
+        return
+    for old in path.parent.glob("predictions-*.html"):
+        old.unlink()
+    stages = [path.parent / name for name in ("original", "evaluate")]
+    records = collect_predictions(one for stage in stages for one in read_samples(stage))
+    text = render(
+        _PREDICTIONS,
+        has_charts=False,
+        title=f"{comparison.recipe}: {combination}",
+        subtitle="",
+        predictions=samples_by_model(records),
+        shown_samples=SHOWN_SAMPLES,
+    )
+    write_text(path, text)
+
+
+def _predictions_file(comparison: Comparison, combination: Combination) -> str:
+    """Path from the comparison's folder; the key names the evaluation that it shows."""
+    key = comparison.results[combination].keys["evaluate"]
+    return f"{combination.folder}/predictions-{key[:12]}.html"
+
+
 def page(comparison: Comparison) -> str:
     """The self-contained HTML page: a picture for each ratio, the tables, and costs."""
+    rows = [row for result in comparison.results.values() for row in result.rows]
+    lengths = sorted({row.length for row in rows if row.length})
+    return render(
+        _PAGE,
+        title=f"Methods compared: {comparison.recipe}",
+        subtitle=f"Model: {comparison.model}",
+        notes=[*_unfinished(comparison), *comparison.missing],
+        about=_ABOUT + (_PAPER if comparison.paper else ""),
+        suites={
+            suite: [one for one in _pictures(comparison) if one.name.startswith(f"{suite}-")]
+            for suite in comparison.suites
+        },
+        tables=list(score_tables(comparison)),
+        task_tables=list(task_tables(comparison)),
+        filters={
+            "task": list(dict.fromkeys(row.task for row in rows if row.task)),
+            "length": [format_length(length) for length in lengths],
+        },
+        about_costs=_COSTS,
+        costs=_cost_table(comparison),
+    )
+
+
+def _unfinished(comparison: Comparison) -> Iterator[str]:
     done, combinations = len(comparison.results), len(comparison.combinations)
-    body = ""
     if done < combinations:
-        body += markup.notes([f"{done} of {combinations} combinations are finished."])
-    body += markup.notes(comparison.missing)
-    for suite in comparison.originals:
-        cards = [_picture(comparison, suite, ratio) for ratio in comparison.ratios]
-        body += markup.section(f"{suite} average", _about(comparison), markup.grid(cards))
-    tables = "".join(markup.card(table.html()) for table in score_tables(comparison))
-    body += markup.section(
-        "Tables", "As in BOSCH, Tables 1 and 2. A ratio leads to its scores by task.", tables
-    )
-    body += tasks_section(comparison)
-    costs = markup.card(_cost_table(comparison).html())
-    body += markup.section("Calibration scores and costs", _COSTS, costs)
-    header = (
-        f"<h1>Methods compared: {escape(comparison.recipe)}</h1>"
-        f"<p>Model: {escape(comparison.model)}</p>"
-    )
-    footer = "Written by BOSCH-pipeline. The page is self-contained and loads nothing."
-    return markup.page(f"Methods compared: {comparison.recipe}", STYLE, header, body, footer)
+        yield f"{done} of {combinations} combinations are finished."
 
 
-def _about(comparison: Comparison) -> str:
-    return _ABOUT + (_PAPER if comparison.paper else "")
+def _pictures(comparison: Comparison) -> Iterator[Picture]:
+    """For each suite and ratio bars of the methods, the lowest score first; ranges over seeds."""
+    for suite in comparison.suites:
+        _, original = comparison.originals[suite, "", 0]
+        for ratio in comparison.ratios:
+            bars = []
+            for models in _KINDS:
+                for method in comparison.methods:
+                    scores = [
+                        row.score for row in comparison.averages(models, method, ratio, suite)
+                    ]
+                    if scores:
+                        label = label_of(method) + (", trained" if models == "trained" else "")
+                        ends = min(scores), max(scores)
+                        mean = statistics.fmean(scores)
+                        bars.append(ranked(label, models, mean, *ends, "seeds from"))
+            if bars:
+                bars.sort(key=lambda row: row["x"])
+                level = f"original {format_score(original.score)}", original.score
+                axis = POINTS._replace(title=f"{suite.capitalize()} average (points of 100)")
+                yield Picture(
+                    f"{suite}-{ratio:g}",
+                    ranking(bars, axis, LOOK, reference=level, step=26),
+                    ", ".join(f"{bar['label']} {bar['text']}" for bar in bars) + f"; {level[0]}.",
+                    f"ρ = {ratio:g}",
+                    is_half=True,
+                )
 
 
-def _picture(comparison: Comparison, suite: str, ratio: float) -> str:
-    """Bars of the methods at one ratio, the lowest untrained score first; ranges over seeds."""
-    bars = []
-    kinds: list[tuple[Models, str]] = [("untrained", "untrained"), ("trained", "hybrid")]
-    for models, css in kinds:
-        for method in comparison.methods:
-            values = comparison.values(method, ratio, models, suite)
-            if values:
-                label = label_of(method) + (", trained" if models == "trained" else "")
-                mean = statistics.fmean(values)
-                ends = min(values), max(values)
-                bars.append(figures.ScoreBar(label, css, mean, *ends, "seeds from"))
-    if not bars:
-        return markup.absent(f"ρ = {ratio:g}: nothing is finished yet.")
-    bars.sort(key=lambda bar: bar.average)
-    original, name = comparison.originals[suite].average, f"{suite}-{ratio:g}".replace(".", "-")
-    picture = figures.responsive(
-        partial(figures.standing, bars, original, suite.capitalize()), name, figures.HALF
-    )
-    return markup.card(picture, f"ρ = {ratio:g}")
+def score_tables(comparison: Comparison) -> Iterator[Table]:
+    """Table 1, untrained hybrids, and with training Table 2, the last checkpoints."""
+    number = 0
+    tokens = next((r.trained_tokens for r in comparison.results.values()), None)
+    words = {
+        "untrained": "without training",
+        "trained": f"after training on {tokens or 0:,} tokens",
+    }
+    for suite in comparison.suites:
+        for models in _KINDS[: 1 + comparison.with_training]:
+            number += 1
+            title = f"Table {number}: {suite} average, {words[models]}"
+            yield _score_table(comparison, models, suite, title)
 
 
-def csv_table(comparison: Comparison) -> str:
+def _score_table(comparison: Comparison, models: Models, suite: str, title: str) -> Table:
+    # The published averages are of needle tasks, untrained.
+    paper = comparison.paper if (models, suite) == ("untrained", "needle") else {}
+    _, original = comparison.originals[suite, "", 0]
+    header = ["Method"]
+    # The original model has no sliding head: its score stands in every column to compare with.
+    rows = {"": ["Original"]} | {method: [label_of(method)] for method in comparison.methods}
+    for ratio in comparison.ratios:
+        has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
+        target = f"#{_table_name(ratio, models)}" if has_tasks else ""
+        header.append(Cell(f"ρ = {ratio:g}", target=target))
+        scores = {
+            method: [row.score for row in comparison.averages(models, method, ratio, suite)]
+            for method in comparison.methods
+        }
+        column = {"": f"{original.score:.1f}", **_ranked_cells(scores)}
+        for method, row in rows.items():
+            row.append(column[method])
+        if ratio in paper:
+            header.append("paper")
+            for method, row in rows.items():
+                published = paper[ratio].get(method or ORIGINAL)
+                row.append("–" if published is None else f"{published:.1f}")
+    groups: dict[str, list[list[str]]] = {}
+    for method in comparison.methods:
+        groups.setdefault(group_of(method), []).append(rows[method])
+    methods = [Group(own, heading) for heading, own in groups.items()]
+    return Table(title, header, [Group([rows[""]]), *methods], text_columns=1)
+
+
+def _table_name(ratio: float, models: Models) -> str:
+    """Where on the page the ratio's scores by task are."""
+    return f"tasks-{ratio:g}-{models}"
+
+
+def _ranked_cells(scores: Mapping[str, Sequence[float]]) -> dict[str, Cell]:
+    """Means of a column or row, the best and second best marked; equal ones share a place."""
+    means = {method: round(statistics.fmean(own), 1) for method, own in scores.items() if own}
+    places = sorted(set(means.values()), reverse=True) if len(means) > 1 else []
+    ranks = {mean: rank for rank, mean in enumerate(places[:2], start=1)}
+    return {
+        method: Cell(_mean_text(own), rank=ranks.get(means.get(method, float("nan")), 0))
+        for method, own in scores.items()
+    }
+
+
+def _mean_text(scores: Sequence[float]) -> str:
+    if not scores:
+        return "–"
+    mean = f"{statistics.fmean(scores):.1f}"
+    return f"{mean} ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else mean
+
+
+def task_tables(comparison: Comparison) -> Iterator[Table]:
+    """Tasks by methods at each ratio, of the untrained hybrids and, if there are, the trained."""
+    for ratio in comparison.ratios:
+        methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
+        header = ["task", "Original", *map(label_of, methods)]
+        for models in _KINDS:
+            by_method = {
+                method: [
+                    (one, row) for one, row in comparison.rows(models, method, ratio) if row.task
+                ]
+                for method in methods
+            }
+            places = dict.fromkeys(row.place for own in by_method.values() for _, row in own)
+            rows = []
+            for place in places:
+                scores = {
+                    method: [(one, row) for one, row in own if row.place == place]
+                    for method, own in by_method.items()
+                }
+                ranks = _ranked_cells(
+                    {m: [row.score for _, row in own] for m, own in scores.items()}
+                )
+                _, task, length = place
+                at = format_length(length) if length else ""
+                name = Cell(f"{task} at {at}" if at else task, task=task, length=at)
+                original = comparison.originals.get(place)
+                own_cell = _task_cell(comparison, [original] if original else [], 0)
+                cells = [_task_cell(comparison, own, ranks[m].rank) for m, own in scores.items()]
+                rows.append([name, own_cell, *cells])
+            if rows:
+                title = f"ρ = {ratio:g}, {models}"
+                yield Table(title, header, [Group(rows)], 1, name=_table_name(ratio, models))
+
+
+def _task_cell(
+    comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]], rank: int
+) -> Cell:
+    """A mean over seeds; it, or where there are several the score of each, leads to predictions."""
+    scores = [row.score for _, row in rows]
+    if not rows:
+        return Cell(format_score(None), share=0.0)
+    targets = [_target(comparison, *one) for one in rows]
+    text, share = _mean_text(scores), statistics.fmean(scores) / 100
+    if len(rows) == 1:
+        [(_, row)] = rows
+        interval = f"{format_score(row.low)}–{format_score(row.high)}"
+        return Cell(text, rank, targets[0], [(interval, "")], share)
+    more = [(format_score(s), target) for s, target in zip(scores, targets, strict=True)]
+    return Cell(text, rank, "", more, share)
+
+
+def _target(comparison: Comparison, combination: Combination, row: ScoreRow) -> str:
+    """Where the predictions of a score are, from the comparison's folder."""
+    names = {"original": ORIGINAL, "untrained": HYBRID}
+    tokens = comparison.results[combination].trained_tokens or 0
+    name = names.get(row.models) or checkpoint_name(tokens)
+    file = _predictions_file(comparison, combination)
+    return f"{file}#{anchor(name, row.suite, row.task, row.length)}"
+
+
+def csv_table(comparison: Comparison) -> Table:
     """Every score of the original and of every combination by task and length, with intervals."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("method", "swa_ratio", "seed", *(one.name for one in fields(TaskRow))))
-    for row in next((result.original_tasks for result in comparison.results.values()), ()):
-        writer.writerow((ORIGINAL, 0.0, "", *astuple(row)))
-    for combination, result in comparison.results.items():
-        head = (combination.method, combination.ratio, combination.seed)
-        writer.writerows((*head, *astuple(row)) for row in result.tasks)
-    return text.getvalue()
+    header = ("method", "swa_ratio", "seed", *(one.name for one in fields(ScoreRow)))
+    lines = [
+        (ORIGINAL, 0.0, "", *astuple(row)) for _, row in comparison.originals.values() if row.task
+    ]
+    for models in _KINDS:
+        lines += [
+            (one.method, one.ratio, one.seed, *astuple(row))
+            for one, row in comparison.rows(models)
+            if row.task
+        ]
+    return Table.of_rows("", header, [list(map(str, line)) for line in lines])
 
 
 def markdown(comparison: Comparison) -> str:
     """The tables and what each combination cost, as Markdown."""
-    done, combinations = len(comparison.results), len(comparison.combinations)
+    about = _ABOUT + (_PAPER if comparison.paper else "")
     blocks = [
         f"# Methods compared: {comparison.recipe}\n",
-        f"Model: `{comparison.model}`. {_about(comparison)}\n",
-    ]
-    if done < combinations:
-        blocks.append(f"{done} of {combinations} combinations are finished.\n")
-    blocks += [f"{sentence}\n" for sentence in comparison.missing]
-    blocks += [table.markdown() for table in score_tables(comparison)]
-    blocks += [
+        f"Model: `{comparison.model}`. {about}\n",
+        *(f"{sentence}\n" for sentence in [*_unfinished(comparison), *comparison.missing]),
+        *(table.markdown() for table in score_tables(comparison)),
         "## Calibration scores and costs\n",
         f"{_COSTS}\n",
         _cost_table(comparison).markdown_table(),
     ]
-    if done == combinations:
+    if len(comparison.results) == len(comparison.combinations):
         blocks.append("![Scores of every method at every ratio](compare.png)\n")
     return "\n".join(blocks)
 

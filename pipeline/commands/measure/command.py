@@ -1,4 +1,4 @@
-"""`python -m pipeline measure MODEL_DIR`: its options, and the call of the measurement."""
+"""`bosch measure MODEL_DIR`: its options, and the call of the measurement."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import importlib
 import os
 from pathlib import Path
 
+from bosch.commands import Command, print_json, text_aside
 from pipeline.commands import options as shared_options
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.run import log
+
+COMMAND = Command("measure speed and memory of a model beside its hybrids", json=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or default_output(arguments.model)
     # By name, as stages are: torch is loaded after the options are checked.
     measurement = importlib.import_module("pipeline.commands.measure.measurement")
-    measurement.measure(arguments.model, arguments.original, settings, Path(output))
-    print(f"the figures are in {output}/efficiency.json, the plots beside it")
+    with text_aside(arguments.json):
+        report = measurement.measure(arguments.model, arguments.original, settings, Path(output))
+    if arguments.json:
+        print_json(report)
+        return 0
+    print(f"the figures are in {output}/efficiency.json, its page and plots beside it")
     return 0
 
 

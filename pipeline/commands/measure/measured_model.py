@@ -22,10 +22,10 @@ from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
 from bosch.model.families import decoder_layers
+from bosch.model.head_table import head_table
 from bosch.model.interface import NAME, attention_modules, head_state
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.window import Window
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.commands.measure.variants import Variant
 
@@ -75,15 +75,14 @@ def build_model(
         return _original(_load(original or path, config, settings), settings)
     backend = resolve_backend(settings.attention)
     if is_hybrid(config):
-        config.hybrid_attention = {**config.hybrid_attention, "window_size": variant.window_size}
+        config.hybrid_attention = head_table(variant.kv_heads(decoder_layers(config).heads))
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)
         prepare_for_search(model, settings.attention)
-        heads = decoder_layers(config).heads
-        rows = [[h < full for h in range(heads)] for full in variant.full_kv_heads_per_layer]
-        assert variant.window is not None
-        apply_head_mask(model, HeadMask(np.array(rows)), variant.window)
+        rows = variant.kv_heads(decoder_layers(config).heads)
+        choices = [np.repeat(np.arange(len(row)), list(row.values())) for row in rows]
+        apply_head_mask(model, HeadMask.of_choices(choices), variant.windows)
     _check_layouts(model, variant, backend)
     return MeasuredModel(model, lambda: HybridCache.of(model), NAME, backend)
 
@@ -128,9 +127,8 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
 
 def _check_layouts(model: Any, variant: Variant, backend: str) -> None:
     """Assert that each layer has the layout and the backend that will be reported."""
-    for module, full in zip(attention_modules(model), variant.full_kv_heads_per_layer, strict=True):
-        state = head_state(module)
-        heads = decoder_layers(model.config).heads
-        expected = HeadLayout.deploy(full, heads, variant.window or Window(1))
+    rows = variant.kv_heads(decoder_layers(model.config).heads)
+    for module, row in zip(attention_modules(model), rows, strict=True):
+        state, expected = head_state(module), HeadLayout.deploy(row)
         if state is None or state.layout != expected or state.backend != backend:
             raise RunError(f"a layer attends by {state} and not by {expected} with {backend}")

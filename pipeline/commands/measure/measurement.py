@@ -13,7 +13,7 @@ from typing import Any
 
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
-from bosch.files import read_json, write_json
+from bosch.files import read_json, write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, family_of, text_config
@@ -21,17 +21,19 @@ from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
 from bosch.progress import progress
 from pipeline.commands.finished import FinishedWork
-from pipeline.commands.measure.plots import draw_figures
+from pipeline.commands.measure.charts import draw_figures, figures
 from pipeline.commands.measure.results import point_of, results_table, set_against_original
 from pipeline.commands.measure.run import run_in_process
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.commands.measure.variants import Variant, planned_variants
+from stages.pages.page import render
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 REPORT = "efficiency.json"
+PAGE = "efficiency.html"
 _PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
 
 
@@ -73,7 +75,17 @@ def measure(
     report = _report(model, original, config, settings, points, facts)
     write_json(output / REPORT, report)
     results_table(points).print()
-    draw_figures(points, output, _title(report))
+    draw_figures(points, output)
+    html = render(
+        "stages/pages/results.html",
+        title="Throughput and memory",
+        subtitle=_title(report),
+        text="Medians over runs; a cross marks a length that had no memory.",
+        command="",
+        figures=list(figures(points).values()),
+        tables=[results_table(points)],
+    )
+    write_text(output / PAGE, html)
     finished.forget()
     return report
 

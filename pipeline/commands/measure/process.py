@@ -25,7 +25,6 @@ from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import NAME
 from bosch.this_process import die_with_parent
-from bosch.window import Window
 from pipeline.commands.measure.kernels import attention_kernels, check_kernels
 from pipeline.commands.measure.measured_model import MeasuredModel, build_model, chosen_device
 from pipeline.commands.measure.memory import (
@@ -61,7 +60,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
         figures = _figures(measured, ids, settings, meter)
     layers = decoder_layers(measured.model.config)
     size = CacheSize.of(
-        variant.full_kv_heads_per_layer, layers, variant.window or Window(1),
+        variant.kv_heads(layers.heads), layers,
         getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
     )  # fmt: skip
     expected = rows * size.dynamic(length)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.commands.measure.variants import Variant
-from pipeline.commands.tables import Group, Table
 from stages.formats import format_bytes, format_count, format_length
+from stages.pages.tables import Group, Table
 
 # The figures that are set against the original's; a ratio above 1 is more of it.
 _COMPARED = (
@@ -34,9 +34,12 @@ def point_of(
     Tokens per second count all rows of the batch. `kv_cache_bytes_per_token` is the whole cache
     over the tokens of the prompt.
     """
+    excluded = {"kind"}
+    if variant.window_sizes is None:
+        excluded |= {"window_sizes", "swa_kv_heads_per_layer"}
     point: dict[str, Any] = {
         "model": variant.kind,
-        **variant.model_dump(mode="json", exclude={"kind"}),
+        **variant.model_dump(mode="json", exclude=excluded),
         "length": length,
     }
     lack = next((run["out_of_memory"] for run in runs if "out_of_memory" in run), None)

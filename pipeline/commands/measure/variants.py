@@ -7,7 +7,7 @@ from typing import Any, Literal
 from bosch.budget import even_layout
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers
-from bosch.window import Window
+from bosch.window import Window, windows_text
 from pipeline.commands.measure.settings import MeasureSettings
 from stages.fields import Section
 
@@ -17,21 +17,35 @@ class Variant(Section):
 
     kind: Literal["original", "hybrid"]
     swa_ratio: float
-    window_size: int | None = None
+    window_size: int | None = None  # the widest
     sinks: int | None = None
     full_kv_heads_per_layer: tuple[int, ...]
+    # Of a hybrid with several windows: all of them, rising, and each layer's heads with each.
+    window_sizes: tuple[int, ...] | None = None
+    swa_kv_heads_per_layer: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def name(self) -> str:
         """For tables and messages."""
         if self.kind == "original":
             return "original"
-        return f"ρ = {self.swa_ratio:.3g}, W = {self.window}"
+        return f"ρ = {self.swa_ratio:.3g}, W = {windows_text(self.windows)}"
 
     @property
-    def window(self) -> Window | None:
-        """Window of the sliding heads; None for the original, which has none."""
-        return None if self.window_size is None else Window(self.window_size, self.sinks or 0)
+    def windows(self) -> list[Window]:
+        """The windows of sliding heads, the widest first; none of the original."""
+        sizes = self.window_sizes or ([] if self.window_size is None else [self.window_size])
+        return [Window(size, self.sinks or 0) for size in sizes[::-1]]
+
+    def kv_heads(self, heads: int) -> list[dict[Window | None, int]]:
+        """Heads of each layer with full attention by window, None of full ones, of `heads` each."""
+        sliding = self.swa_kv_heads_per_layer or [
+            [heads - full] if self.windows else [] for full in self.full_kv_heads_per_layer
+        ]
+        return [
+            {None: full, **dict(zip(self.windows, row[::-1], strict=True))}
+            for full, row in zip(self.full_kv_heads_per_layer, sliding, strict=True)
+        ]
 
 
 def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
@@ -56,8 +70,17 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
                 "option out or name the original model"
             )
         counts = tuple(table["full_kv_heads_per_layer"])
-        for window in settings.windows or (table["window_size"],):
-            variants.append(_hybrid(counts, heads, window, table["sinks"]))
+        if "window_sizes" in table:
+            if settings.windows is not None:
+                raise UserError(
+                    "--windows: the model's heads have several windows and are measured with "
+                    "these; leave the option out"
+                )
+            own = _hybrid(counts, heads, table["window_sizes"][-1], table["sinks"])
+            variants.append(Variant(**{**own.model_dump(), **table}))
+        else:
+            for window in settings.windows or (table["window_size"],):
+                variants.append(_hybrid(counts, heads, window, table["sinks"]))
     widest, shortest = max(v.window_size or 0 for v in variants), min(settings.lengths)
     if widest > shortest:
         raise UserError(

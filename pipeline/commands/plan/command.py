@@ -1,4 +1,4 @@
-"""Needs and cost of a run, from the recipe and config.json alone: no torch, no weights.
+"""Needs and cost of a run, from the recipe and config.json alone: no weights.
 
 Every number is an estimate with its assumption beside it. T is a sequence's tokens, W the window.
 """
@@ -8,23 +8,26 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 from bosch.budget import swa_budget
+from bosch.commands import print_json
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, load_json
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.vllm.plan import (
     ServedCache,
     any_mask,
+    engine_heads,
     engine_on,
     layers_refusal,
     served_caches,
     served_tokens,
     worst_shared_mask,
 )
+from bosch.window import Window
+from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import missing_inputs
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
@@ -32,6 +35,15 @@ from stages.formats import format_bytes, format_flops, format_hours, format_leng
 from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
+
+COMMAND = RecipeCommand(
+    "say what a run needs and costs before it starts",
+    json=True,
+    fetch=False,
+    input_files=False,
+    model_files=False,
+)
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # Of a node of named GPUs, where the machine that plans has fewer.
@@ -77,6 +89,9 @@ def _share(text: str) -> float:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the plan, and what is missing before the run can start."""
+    if options.json:
+        print_json(plan_record(loaded, options.hardware, options.efficiency))
+        return 0
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
     for fault in missing_inputs(loaded):
         print(f"before it can run: {fault}")
@@ -103,11 +118,37 @@ def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
     return {stage.name: stage.planned_cost(loaded, devices) for stage in loaded.present}
 
 
+def plan_record(
+    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
+) -> dict[str, Any]:
+    """The plan as values. Raises UserError where the model's shape cannot be known."""
+    devices = plan_devices(loaded, hardware, efficiency)
+    costs = plan_costs(loaded, devices)
+    assert loaded.info is not None
+    return {
+        "recipe": loaded.recipe.name,
+        "file": str(loaded.file),
+        "hardware": {"name": devices.name, "count": devices.count},
+        "stages": [
+            {
+                "stage": name,
+                "flops": cost.flops,
+                "hours": cost.hours(devices.name, devices.count),
+                "disk_bytes": cost.disk,
+                "facts": cost.facts,
+            }
+            for name, cost in costs.items()
+        ],
+        "serving": [" ".join(line.split()) for line in _served(loaded, loaded.info, devices.name)],
+        "missing": list(missing_inputs(loaded)),
+    }
+
+
 def plan_lines(
     loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Iterator[str]:
     """The plan as lines of text. Raises UserError where the model's shape cannot be known."""
-    shape, devices = loaded.shape, plan_devices(loaded, hardware, efficiency)
+    shape, devices = shape_of(loaded), plan_devices(loaded, hardware, efficiency)
     name, count = devices.name, devices.count
     costs = plan_costs(loaded, devices)
     weights = shape.parameters * float(BYTES[loaded.recipe.model.dtype])
@@ -155,26 +196,27 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
     if refusal := layers_refusal(info.kinds):
         yield f"  {'vLLM':<12} not served: {refusal}"
         return
-    heads, granularity, rows = info.key_value_heads, search.head_granularity, len(info.kinds.full)
+    heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     budget = rows * heads - swa_budget(rows * heads, search.swa_ratio)
-    given = _full_kv_heads(str(search.mask), info) if search.method == "given" else None
+    given = search.kv_heads(rows, heads) if search.method == "given" else None
     engine = engine_on(device, DEVICES[device].memory)
 
-    def caches_of(full_kv_heads_per_layer: list[int]) -> list[ServedCache]:
+    def caches_of(layers: Sequence[Mapping[Window | None, int]]) -> list[ServedCache]:
         return list(
             served_caches(
-                full_kv_heads_per_layer,
-                heads,
-                [search.window.vllm] * rows,
-                2 * info.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
+                engine_heads(layers),
+                2 * info.kinds.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),
             )
         )
 
+    def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
+        return [{None: full, search.window: heads - full} for full in counts]
+
     for ranks, group in groupby(
-        caches_of(given or any_mask(budget, rows, heads)), key=lambda cache: cache.ranks
+        caches_of(given or with_full(any_mask(budget, rows, heads))), key=lambda cache: cache.ranks
     ):
         caches = list(group)
         figures = (
@@ -192,27 +234,10 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
             worst = worst_shared_mask(
                 budget // granularity, rows, heads // granularity, multiple // granularity
             )
-            last = [c for c in caches_of([granularity * n for n in worst]) if c.ranks == ranks][-1]
+            most = with_full([granularity * n for n in worst])
+            last = [cache for cache in caches_of(most) if cache.ranks == ranks][-1]
             text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
             if budget % multiple == 0:
                 text += f", which search.head_granularity={multiple} avoids"
         on = f"{ranks} rank{'s' * (ranks > 1)}"
         yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"
-
-
-def _full_kv_heads(path: str, info: ModelInfo) -> list[int]:
-    """Full KV heads of each layer by a mask file; not by HeadMaskFile, which needs numpy.
-
-    The search reads the file with all checks.
-    """
-    try:
-        rows = load_json(Path(path), CONFIG_LIMITS)["swa_kv_heads"]
-        full = [info.key_value_heads - len(heads) for heads in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"search.mask: {path} is no head mask ({error})") from None
-    layers = len(info.kinds.full)
-    if len(full) != layers or min(full) < 0:
-        raise UserError(
-            f"search.mask: {path} is no mask for {layers} layers of {info.key_value_heads} KV heads"
-        )
-    return full

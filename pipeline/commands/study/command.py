@@ -1,4 +1,4 @@
-"""`python -m pipeline study NAME RECIPE`: one of the studies of a recipe's model."""
+"""`bosch study NAME RECIPE`: one of the studies of a recipe's model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from pathlib import Path
 
 from pydantic import Field
 
+from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT
 from stages.fields import Count, Section
 from stages.recipe import LoadedRecipe
+
+COMMAND = RecipeCommand(
+    "compare the search's methods on a recipe's model, see docs/notes/study.md", input_files=False
+)
 
 STUDIES = ("optimality", "cost", "stability", "turnover", "granularity")
 _DOCS = ROOT / "docs" / "notes" / "study"

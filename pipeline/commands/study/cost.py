@@ -10,7 +10,7 @@ from typing import Any
 from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.progress import progress
 from pipeline.commands.paths import model_label
-from pipeline.commands.study import plots
+from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import (
     OURS,
@@ -19,7 +19,7 @@ from pipeline.commands.study.studied_model import (
     StudiedModel,
     variants,
 )
-from pipeline.commands.tables import Table
+from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
 PUBLISHED = "bosch"
@@ -68,7 +68,7 @@ def study(model: StudiedModel) -> StudyResult:
     }
     return StudyResult(
         "cost", "Quality against cost", _text(model), data, tables,
-        {"curves": plots.cost_curves(points, options.ratios)},
+        {"curves": charts.cost_curves(points, options.ratios)},
     )  # fmt: skip
 
 

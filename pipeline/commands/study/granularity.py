@@ -10,7 +10,7 @@ from bosch.progress import progress
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import Results, StudiedModel, variants
-from pipeline.commands.tables import Table
+from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
 

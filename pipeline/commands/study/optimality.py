@@ -16,10 +16,10 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.progress import progress
 from pipeline.commands.paths import model_label
-from pipeline.commands.study import plots
+from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.studied_model import StudiedModel, digest_of, variants
-from pipeline.commands.tables import Table
+from stages.pages.tables import Table
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def study(model: StudiedModel) -> StudyResult:
         }
     return StudyResult(
         "optimality", "Distance to the true optimum", _text(model), data, tables,
-        {"landscape": plots.landscapes(curves)},
+        {"landscape": charts.landscapes(curves)},
     )  # fmt: skip
 
 

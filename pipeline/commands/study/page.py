@@ -1,4 +1,4 @@
-"""The page of a study: numbers as JSON, tables as Markdown, plots as PNG."""
+"""The pages of a study: numbers as JSON, Markdown with plots as PNG, and HTML."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 from bosch.analysis.intervals import Estimate
 from bosch.files import write_json, write_text
-from pipeline.commands.plots import save
-from pipeline.commands.tables import Table
+from stages.pages.charts import Picture, save_panels
+from stages.pages.page import render
+from stages.pages.tables import Table
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """Title, what was done (a few sentences), numbers, tables and matplotlib figures by name."""
+    """Title, what was done (a few sentences), numbers, tables, and the panels of each figure."""
 
     name: str
     title: str
     text: str
     data: dict[str, Any]
     tables: list[Table]
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, list[Picture]] = field(default_factory=dict)
 
 
 def publish(result: StudyResult, folder: Path, command: str, docs: Path | None = None) -> Path:
-    """Write NAME.json, NAME.md and its plots into `folder`; page and plots into `docs` too.
+    """Write NAME.json, .html, .md and plots into `folder`; the last two into `docs` too.
 
-    Returns the page.
+    Returns the Markdown page.
     """
     write_json(
         folder / f"{result.name}.json", {"study": result.name, "command": command} | result.data
@@ -36,13 +37,23 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
     page = folder / f"{result.name}.md"
     files = [page]
     images = []
-    for name, figure in result.figures.items():
+    for name, pictures in result.figures.items():
         files.append(folder / f"{result.name}-{name}.png")
-        save(figure, files[-1], dpi=110)
+        save_panels(pictures, files[-1], columns=max(2, len(pictures) // 2))
         images.append(f"![{name.replace('-', ' ')}]({files[-1].name})\n")
     blocks = [f"# {result.title}\n", result.text + "\n", f"    {command}\n", *images]
     blocks += [table.markdown() for table in result.tables]
     write_text(page, "\n".join(blocks))
+    html = render(
+        "stages/pages/results.html",
+        title=result.title,
+        subtitle="",
+        text=result.text,
+        command=command,
+        figures=list(result.figures.values()),
+        tables=result.tables,
+    )
+    write_text(folder / f"{result.name}.html", html)
     if docs is not None:
         docs.mkdir(parents=True, exist_ok=True)
         for file in files:

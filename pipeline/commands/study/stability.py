@@ -11,11 +11,11 @@ from bosch.progress import progress
 from bosch.search.methods import METHODS
 from bosch.search.ratio_assignment import layer_drops
 from pipeline.commands.paths import model_label
-from pipeline.commands.study import plots
+from pipeline.commands.study import charts
 from pipeline.commands.study.cost import measured
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import SearchOutcome, StudiedModel
-from pipeline.commands.tables import Table
+from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
 # B-single is Algorithm 1 alone, so it shows the layer ranking at Algorithm 1's cost.
@@ -65,7 +65,7 @@ def study(model: StudiedModel) -> StudyResult:
     ]
     return StudyResult(
         "stability", "Stability of Algorithm 1, budget and calibration size", _text(model), data,
-        tables, {"curves": plots.stability_curves(ranks, sizes)},
+        tables, {"curves": charts.stability_curves(ranks, sizes)},
     )  # fmt: skip
 
 

@@ -31,10 +31,10 @@ from bosch.objective.objective import Objective
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
-from data_prep.calibration import forced_records
-from data_prep.essays import haystack_words
-from data_prep.needles import SeedSpace
-from data_prep.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.documents.calibration import forced_records
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.needles import SeedSpace
+from data_prep.text import haystack_words
 from pipeline.commands.finished import FinishedWork, Record
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.command import StudyOptions

@@ -16,10 +16,10 @@ from bosch.heads import HeadMask
 from bosch.progress import progress
 from bosch.search.methods import METHODS
 from pipeline.commands.paths import model_label
-from pipeline.commands.study import plots
+from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult, interval_text
 from pipeline.commands.study.studied_model import StudiedModel
-from pipeline.commands.tables import Table
+from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
 _SWAPS = 3  # draws of A' for each pair of masks, as in C.1
@@ -53,7 +53,7 @@ def study(model: StudiedModel) -> StudyResult:
     return StudyResult(
         "turnover", "Which heads are chosen", _text(model), data,
         [_turnover_table(turnovers), _swap_table(swaps)],
-        {"jaccard": plots.jaccard_maps(distances, options.methods)},
+        {"jaccard": charts.jaccard_maps(distances, options.methods)},
     )  # fmt: skip
 
 

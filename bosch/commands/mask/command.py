@@ -1,0 +1,98 @@
+"""`bosch mask export|import`: a head mask to and from other projects' files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bosch.commands import Command
+from bosch.commands.mask.formats import WRITERS, read_duoattention, read_rtp_llm
+from bosch.errors import UserError
+from bosch.heads import HeadMaskFile
+from bosch.window import Window
+
+COMMAND = Command(
+    "write a head mask for another project, or read one, see docs/reference/format.md"
+)
+_REFUSED = {
+    "fastdeploy": (
+        "--format fastdeploy: FastDeploy takes one share of sliding heads for all layers and no "
+        "mask, so that it cannot hold which heads slide"
+    )
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of both directions."""
+    parser.add_argument("direction", choices=("export", "import"), help="from or to head_mask.json")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the file or folder to read")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
+    parser.add_argument(
+        "--format", required=True, choices=[*WRITERS, *_REFUSED], help="the other project's"
+    )
+    parser.add_argument(
+        "--attention-heads",
+        type=int,
+        metavar="N",
+        help="query heads of a layer, for formats that list these",
+    )
+    parser.add_argument(
+        "--key-value-heads", type=int, metavar="N", help="KV heads of a layer, to import such a one"
+    )
+    parser.add_argument(
+        "--swa-ratio",
+        type=float,
+        metavar="RHO",
+        help="share of heads that slides, to import DuoAttention's gate scores as a ranking",
+    )
+    parser.add_argument("--model", default="", help="the model's name, to import a mask")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the mask in the other form and say what was written."""
+    if options.format in _REFUSED:
+        raise UserError(_REFUSED[options.format])
+    if options.direction == "export":
+        return _export(options)
+    return _import(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    WRITERS[options.format](
+        HeadMaskFile.load(options.source), options.target, options.attention_heads
+    )
+    print(f"{options.target}: written for {options.format}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    if options.format == "duoattention":
+        if options.swa_ratio is not None and not 0.0 <= options.swa_ratio <= 1.0:
+            raise UserError(f"--swa-ratio: expected a share from 0 to 1, got {options.swa_ratio}")
+        mask, window, sinks = read_duoattention(options.source, options.swa_ratio)
+    else:
+        mask, window, sinks = read_rtp_llm(options.source, _q_per_kv(options))
+    file = HeadMaskFile.of(
+        mask,
+        Window(window, sinks),
+        model=options.model,
+        method=options.format,
+        swa_ratio=mask.swa_ratio,
+    )
+    file.save(options.target)
+    print(
+        f"{options.target}: {mask.num_layers} layers of {mask.num_key_value_heads} KV heads, a "
+        f"share of {mask.swa_ratio:.4g} sliding, window {window}, sinks {sinks}"
+    )
+    return 0
+
+
+def _q_per_kv(options: argparse.Namespace) -> int:
+    queries, heads = options.attention_heads, options.key_value_heads
+    if not queries or not heads or queries < 1 or heads < 1 or queries % heads:
+        raise UserError(
+            "--attention-heads and --key-value-heads: this format lists query heads; give both "
+            f"numbers of the model's config.json, the first a multiple of the second, got "
+            f"{queries} and {heads}"
+        )
+    return int(queries // heads)

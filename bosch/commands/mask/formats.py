@@ -1,0 +1,166 @@
+"""Head masks in the files of other projects: DuoAttention and rtp-llm.
+
+docs/reference/format.md says what each of them can hold. A mask is never rounded to what a format
+can hold: where it cannot hold it, the sentence says why.
+L layers, HKV key/value heads, HQ query heads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bosch.baselines.ranking import rank_units
+from bosch.errors import UserError
+from bosch.files import CONFIG_LIMITS, load_json, read_within, write_text
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import windows_text
+
+# DuoAttention's names within a folder of patterns.
+_GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
+
+
+def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
+    """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
+    _check_one_window(file, "DuoAttention")
+    path.mkdir(parents=True, exist_ok=True)
+    rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
+    write_text(path / _GATES, "\n".join(rows) + "\n")
+    # recent_size counts the query's own position, as a window here does.
+    sizes = {"model_name": file.model, "sink_size": file.sinks, "recent_size": file.window_size}
+    write_text(path / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
+
+
+def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from DuoAttention's folder: its gate scores, read as a ranking.
+
+    The heads of the lowest scores slide, exactly ceil(rho N) of them; of equal scores that of lower
+    index does. Without `swa_ratio` every score must be 0 or 1.
+    """
+    try:
+        lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
+        scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
+    except OSError as error:
+        raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path / _GATES}: expected rows of numbers of equal length ({error})"
+        ) from None
+    if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
+        raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
+    sizes = _read_json(path / _GATES_CONFIG)
+    if swa_ratio is None:
+        if not np.isin(scores, (0.0, 1.0)).all():
+            raise UserError(
+                f"{path / _GATES}: gate scores between 0 and 1 are a ranking; say with --swa-ratio "
+                "what share of the heads slides"
+            )
+        mask = HeadMask(scores == 1.0)
+    else:
+        mask = rank_units(scores, scores.shape[1], swa_ratio, "smallest").mask
+    where = path / _GATES_CONFIG
+    return mask, _size(sizes, "recent_size", where, 1), _size(sizes, "sink_size", where, 0)
+
+
+def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
+    """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
+    _check_one_window(file, "rtp-llm")
+    per_head = _for_query_heads(file, query_heads)
+    settings: dict[str, Any] = {
+        "sink_token_num": file.sinks,
+        # rtp-llm counts the keys before the query's own position.
+        "swa_token_num": file.window_size - 1,
+        # Below, all heads are full: there a window and its sinks see everything.
+        "seqlen_threshold": file.window_size + file.sinks,
+    }
+    settings |= {str(layer): [int(full) for full in row] for layer, row in enumerate(per_head)}
+    write_text(path, json.dumps({"headwise_config": settings}) + "\n")
+
+
+def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from a file with `headwise_config`, such as a config.json."""
+    settings = _read_json(path).get("headwise_config")
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: expected an object headwise_config")
+    layers = sorted(int(key) for key in settings if re.fullmatch("[0-9]{1,5}", key))
+    if not layers or layers != list(range(len(layers))):
+        raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
+    rows = [settings[str(layer)] for layer in layers]
+    for layer, row in enumerate(rows):
+        if not isinstance(row, list) or not row or any(value not in (0, 1) for value in row):
+            raise UserError(f"{path}: headwise_config.{layer} must be a list of 0 and 1")
+    mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
+    window = _size(settings, "swa_token_num", path, 0) + 1
+    return mask, window, _size(settings, "sink_token_num", path, 0)
+
+
+def _check_one_window(file: HeadMaskFile, project: str) -> None:
+    if len(file.windows) > 1:
+        raise UserError(
+            f"--format: {project} takes one window for all sliding heads, the mask has windows of "
+            f"{windows_text(file.windows)}"
+        )
+
+
+def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
+    """`is_full` [L, HQ]: each KV head's decision for all query heads that share it."""
+    heads = file.num_key_value_heads
+    if query_heads is None or query_heads < heads or query_heads % heads:
+        raise UserError(
+            f"--attention-heads: rtp-llm lists query heads; expected a multiple of the mask's "
+            f"{heads} KV heads, found {query_heads}"
+        )
+    repeated: npt.NDArray[np.bool_] = np.repeat(file.mask.is_full, query_heads // heads, axis=1)
+    return repeated
+
+
+def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> HeadMask:
+    """The mask whose KV heads decide so for their query heads; refuses groups that disagree."""
+    width = len(rows[0])
+    if any(len(row) != width for row in rows) or width % q_per_kv:
+        raise UserError(
+            f"{path}: expected the same number of query heads in every layer, a multiple of "
+            f"{q_per_kv}"
+        )
+    groups = np.array(rows, dtype=np.bool_).reshape(len(rows), -1, q_per_kv)
+    mixed = groups.any(axis=2) != groups.all(axis=2)
+    if mixed.any():
+        layer, head = (int(index) for index in np.argwhere(mixed)[0])
+        raise UserError(
+            f"{path}: in layer {layer} the query heads of KV head {head} differ, and a head mask "
+            "decides for a KV head with all its query heads (docs/reference/format.md)"
+        )
+    is_full = np.array(groups.all(axis=2), dtype=np.bool_)
+    return HeadMask(is_full)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = load_json(path, CONFIG_LIMITS)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content
+
+
+def _size(settings: dict[str, Any], name: str, path: Path, least: int) -> int:
+    value = settings.get(name)
+    if type(value) is not int or value < least:
+        raise UserError(f"{path}: {name} must be an integer of at least {least}, found {value!r}")
+    return value
+
+
+# FORMAT names of `mask export` and `mask import`.
+WRITERS: dict[str, Callable[[HeadMaskFile, Path, int | None], None]] = {
+    "duoattention": write_duoattention,
+    "rtp_llm": write_rtp_llm,
+}

@@ -1,0 +1,40 @@
+"""`bosch show MODEL`: which heads of a hybrid slide, and the bytes of its KV cache."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from bosch.commands import Command, print_json
+
+COMMAND = Command("say which heads of a hybrid model slide and what its KV cache holds", json=True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which model."""
+    parser.add_argument("model", metavar="MODEL_DIR", help="directory, or name on the hub")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print layers and bytes; raises UserError for a model that is no hybrid."""
+    # By name: it loads transformers, which the list of commands does not wait for.
+    record = importlib.import_module("bosch.commands.show.hybrid").hybrid_record(options.model)
+    if options.json:
+        print_json(record)
+        return 0
+    full, heads = record["full_kv_heads_per_layer"], record["key_value_heads_per_layer"]
+    sinks = f" and {record['sinks']} sinks" if record["sinks"] else ""
+    sizes = record.get("window_sizes") or [record["window_size"]]
+    windows = " or ".join(f"{size:,}" for size in sizes)
+    print(
+        f"{record['model']}: {record['model_type']}, {sum(full.values())} full KV heads of "
+        f"{heads * len(full)}; the others see {windows} tokens{sinks}"
+    )
+    print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
+    if sliding := record.get("swa_kv_heads_per_layer"):
+        counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
+        print(f"KV heads with {windows} tokens by layer:", ", ".join(counts))
+    for entry in record["cache_bytes"]:
+        hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
+        print(f"{entry['tokens']:>9,} tokens: {hybrid:,.2f} MiB of KV cache, not {original:,.2f}")
+    return 0

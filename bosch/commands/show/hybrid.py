@@ -1,0 +1,39 @@
+"""What a hybrid's configuration says of its heads and of its KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.model.cache_size import CacheSize
+from bosch.model.configuration import is_hybrid
+from bosch.model.families import decoder_layers, text_config
+from bosch.model.head_table import head_table, heads_by_window
+from bosch.model.loading import load_config
+
+_LENGTHS = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
+
+
+def hybrid_record(model: str) -> dict[str, Any]:
+    """Heads, windows and bytes; raises UserError for a model that is no hybrid."""
+    config = load_config(model)
+    if not is_hybrid(config):
+        raise UserError(f"{model}: is no hybrid model; expected one that bosch has made")
+    kinds, rows = decoder_layers(config), heads_by_window(config)
+    itemsize = 4 if "32" in str(text_config(config).dtype) else 2
+    size = CacheSize.of(rows, kinds, itemsize)
+    by_layer = {
+        name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
+        if name.endswith("_per_layer")
+        else value
+        for name, value in head_table(rows).items()
+    }
+    return {
+        "model": model,
+        "model_type": config.model_type,
+        "key_value_heads_per_layer": kinds.heads,
+        **by_layer,
+        "cache_bytes": [
+            {"tokens": n, "hybrid": size.dynamic(n), "original": size.original(n)} for n in _LENGTHS
+        ],
+    }

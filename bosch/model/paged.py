@@ -1,0 +1,174 @@
+"""Continuous batching of transformers: `generate_batch`, and `transformers serve` with its option.
+
+transformers keeps the pages of a layer's type in one pool, for one number of KV heads and one
+window. A hybrid layer has heads of both types, so transformers is shown a model of *slices*: each
+is g KV heads of one layer and one type, g dividing all such numbers. A slice takes a layer's place
+in the pools, and so a sliding head holds a ring of W tokens and a full head all tokens.
+
+Shapes: T tokens of all requests in a step, Tk keys, HQ query heads, HKV key/value heads, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bosch.attention.layout import HeadGroup, HeadLayout
+from bosch.attention.logit_transform import LogitTransform, dense_attention
+from bosch.errors import UserError
+from bosch.model.families import decoder_layers, text_config
+
+
+def _type_of(group: HeadGroup) -> str:
+    """transformers' name of a layer's type, by the window of its heads."""
+    return "full_attention" if group.window is None else "sliding_attention"
+
+
+# Attention modules whose layer does not hand the pages of a pass on to them.
+_WITHOUT_PAGES = ("NemotronAttention", "PersimmonAttention", "StableLmAttention")
+
+
+class PagedConfig:
+    """A text configuration whose layers are the slices of a hybrid model's heads.
+
+    `slices` maps an attention module to the indices of the slices of each group of its heads.
+    """
+
+    def __init__(
+        self, config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
+    ) -> None:
+        self._text = text_config(config)
+        self._attn_implementation = "sdpa"  # which makes transformers prepare masks
+        self.sliding_window = _only_window(config, layouts, modules)
+        groups = [group for layout in layouts if layout is not None for group in layout.groups]
+        self.num_key_value_heads = math.gcd(*(len(group.heads) for group in groups))
+        self.head_dim = decoder_layers(config).head_dim
+        self.layer_types: list[str] = []
+        self.slices: dict[nn.Module, list[range]] = {}
+        for layout, module in zip(layouts, modules, strict=True):
+            if layout is None or module is None:
+                continue
+            self.slices[module] = []
+            for group in layout.groups:
+                first, count = len(self.layer_types), len(group.heads) // self.num_key_value_heads
+                self.slices[module].append(range(first, first + count))
+                self.layer_types += [_type_of(group)] * count
+        self.num_hidden_layers = len(self.layer_types)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PagedConfig:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_text":
+            raise AttributeError(name)
+        return getattr(self._text, name)
+
+
+def _only_window(
+    config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
+) -> int | None:
+    """The window of all sliding heads, which transformers' pools and masks have one of.
+
+    Raises UserError for a model that its pools cannot hold.
+    """
+    kinds = decoder_layers(config)
+    sliding = [window for layout in layouts if layout is not None for window in layout.windows]
+    sizes = sorted({window.size for window in sliding})
+    if kinds.states:
+        reason = "layers with states of a fixed size, for which transformers has no pages"
+    elif any(window.sinks for window in sliding):
+        reason = "sinks, which transformers' rings of a window do not keep"
+    elif len(sizes) > 1:
+        reason = f"the windows {', '.join(map(str, sizes))}, and transformers takes one of a model"
+    elif sizes == [1]:
+        reason = "a window of 1, which transformers takes for none"
+    elif kinds.windows and (kinds.own_head_dim != kinds.head_dim):
+        reason = "heads of two sizes, and transformers' pages have one"
+    elif any(type(module).__name__ in _WITHOUT_PAGES for module in modules):
+        reason = "layers that do not hand transformers' pages on to attention"
+    else:
+        return sizes[0] if sizes else None
+    raise UserError(f"continuous batching: this model has {reason}; call generate")
+
+
+class PagedView:
+    """A hybrid model as transformers' continuous batching sees it: with a `PagedConfig`."""
+
+    _supports_flash_attn = False  # heads of two kinds in a layer: computed with masks
+
+    def __init__(self, model: Any, config: PagedConfig) -> None:
+        self.__dict__.update(_model=model, config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._model, name)
+
+    def eval(self) -> PagedView:
+        self._model.eval()
+        return self
+
+    def __call__(self, attention_mask: Mapping[str, Tensor], **kwargs: Any) -> Any:
+        """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk], 0 or low.
+
+        A row of padding sees nothing: it may see all, so that its softmax is a number.
+        """
+        visible = {}
+        for name, mask in attention_mask.items():
+            seen = mask == 0
+            visible[name] = seen | ~seen.any(dim=-1, keepdim=True)
+        # A mask of four dimensions stays as it is on its way; attention takes that of each type.
+        any_mask = next(iter(attention_mask.values()))
+        return self._model(attention_mask=any_mask, visible=visible, **kwargs)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: HeadLayout,
+    transform: LogitTransform,
+    dense: bool,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Attention of one layer over the pages of all requests: [1, T, HQ, D].
+
+    query [1, HQ, T, D]; key, value [1, HKV, T, D], the step's own. `options` are those of the pass.
+    """
+    cache = options["cache"]
+    size, q_per_kv = cache.config.num_key_value_heads, query.shape[1] // key.shape[1]
+    outputs = []
+    for group, slices in zip(layout.groups, cache.config.slices[module], strict=True):
+        new_keys, new_values = layout.heads_of(key, group), layout.heads_of(value, group)
+        states = [
+            cache.update(
+                key_states=new_keys[:, i * size : (i + 1) * size],
+                value_states=new_values[:, i * size : (i + 1) * size],
+                layer_idx=index,
+                kwargs=dict(options),  # which it changes
+            )
+            for i, index in enumerate(slices)
+        ]
+        keys, values = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
+        queries = layout.heads_of(query, group, q_per_kv)
+        visible = options["visible"][_type_of(group)]
+        if dense or not transform.is_plain:
+            own_transform = transform.of(layout, group, q_per_kv)
+            outputs.append(dense_attention(queries, keys, values, visible, own_transform))
+        else:
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    queries, keys, values, visible, scale=transform.scaling, enable_gqa=q_per_kv > 1
+                )
+            )
+    return layout.merge(outputs, q_per_kv)

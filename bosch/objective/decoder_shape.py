@@ -1,0 +1,207 @@
+"""A decoder's sizes, taken from transformers' own model, and the operations of its passes.
+
+The model is built on the meta device: it has every parameter's shape and takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from bosch.errors import UserError
+from bosch.model.configuration import is_hybrid
+from bosch.model.families import (
+    DecoderLayers,
+    decoder_layers,
+    experts_per_token,
+    known_family,
+    text_config,
+)
+from bosch.model.interface import attention_modules
+from bosch.model.loading import auto_class, full_attention_config
+from bosch.model.stored_config import StoredConfig
+from bosch.objective.flops import Flops, linear_flops
+from bosch.window import Window
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a text decoder with its output head, in parameters unless said otherwise.
+
+    `active_parameters` are those that a token is multiplied with: only its experts, no table that
+    is looked up. `layer_parameters` and `active_width` are those of the largest layer; the width of
+    a feed-forward block without a gate counts as two thirds, since it has two maps instead of
+    three. `attention_parameters` are those of all layers with full attention, `tables` what stands
+    outside the layers. `linear_sides` is the sum of inputs and outputs of all linear maps in the
+    layers, `attention_sides` that of the maps in full attention: an adapter has so many parameters
+    times its rank.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    tied: bool
+    kinds: DecoderLayers
+    query_size: int  # width of all query heads together
+    own_query_size: int  # the same in a layer that slides by itself
+    experts: int
+    experts_per_token: int
+    active_width: int
+    parameters: int
+    active_parameters: int
+    layer_parameters: int
+    attention_parameters: int
+    largest_weight: int
+    tables: int
+    linear_sides: int
+    attention_sides: int
+
+    @classmethod
+    def of(cls, config: Any) -> DecoderShape:
+        """The sizes of the model with this transformers configuration; of a hybrid, its base's.
+
+        Raises UserError where transformers cannot build it.
+        """
+        model = _empty_model(config)
+        text, kinds = text_config(model.config), decoder_layers(model.config)
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        flops = Flops(model, Window(1))
+        weights = {id(p): p for part in (decoder, head) for p in part.parameters()}
+        total = sum(weight.numel() for weight in weights.values())
+        layers = [_count(layer.parameters()) for layer in decoder.layers]
+        experts = max(
+            (
+                weight.shape[0]
+                for module in decoder.layers.modules()
+                for weight in module.parameters(recurse=False)
+                if weight.ndim == 3 and not isinstance(module, nn.Conv1d)
+            ),
+            default=0,
+        )
+        attention = attention_modules(model)
+        heads = text.num_attention_heads
+        return cls(
+            layers=len(layers),
+            hidden=text.hidden_size,
+            vocabulary=head.weight.shape[0],
+            tied=head.weight is model.get_input_embeddings().weight,
+            kinds=kinds,
+            query_size=heads * kinds.head_dim,
+            own_query_size=heads * kinds.own_head_dim,
+            experts=experts,
+            experts_per_token=experts_per_token(text) if experts else 0,
+            active_width=_active_width(model, kinds.full, experts),
+            parameters=total,
+            active_parameters=(flops.all_linear + flops.head) // 2,
+            layer_parameters=max(layers),
+            attention_parameters=sum(_count(module.parameters()) for module in attention),
+            largest_weight=max(weight.numel() for weight in weights.values()),
+            tables=total - sum(layers),
+            linear_sides=_sides([decoder.layers]),
+            attention_sides=_sides(attention),
+        )
+
+    @property
+    def full_layers(self) -> int:
+        """Layers with full attention: the rows of a head mask."""
+        return len(self.kinds.full)
+
+    @property
+    def key_value_heads(self) -> int:
+        """KV heads of a layer with full attention."""
+        return self.kinds.heads
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kinds.heads * self.kinds.head_dim
+
+    @property
+    def table(self) -> int:
+        """Parameters of the output head; an input table of its own has as many."""
+        return self.vocabulary * self.hidden
+
+    def forward_flops(
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
+    ) -> float:
+        """Operations of a forward pass over `tokens` in sequences of `length`.
+
+        A full head's query costs the t keys before it, a sliding head's the W keys it sees;
+        `shares` are those of the heads of each window. A multiplication and an addition are two
+        operations; recurrences are left out.
+        """
+        full = keys = (length + 1) / 2
+        for window, share in (shares or {}).items():
+            keys += share * (_visible_keys(window.most_keys, length) - full)
+        attention = self.full_layers * self.query_size * keys
+        for own in self.kinds.windows.values():
+            attention += self.own_query_size * _visible_keys(own, length)
+        return tokens * (2 * self.active_parameters + 4 * attention)
+
+    def training_flops(
+        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
+    ) -> float:
+        """Operations of forward and backward, nothing recomputed: what MFU counts."""
+        return 3 * self.forward_flops(tokens, length, shares)
+
+
+def _empty_model(config: Any) -> Any:
+    """The model of a configuration on the meta device; of a hybrid, its base."""
+    if is_hybrid(config):
+        config = full_attention_config(config)
+    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
+        config = StoredConfig(config.to_dict()).of_transformers()
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            "model.path: transformers cannot build the model that config.json describes "
+            f"({type(error).__name__}: {reason:.200})"
+        ) from error
+    model.tie_weights()
+    return model
+
+
+def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
+    """Intermediate width that a token passes through, over its experts; routers have none."""
+    text, name = text_config(model.config), known_family(model.config).attention
+    most = 0
+    for number in full:
+        layer = model.get_decoder().layers[number]
+        inside = {id(module) for module in getattr(layer, name).modules()}
+        flops = sum(linear_flops(m, text) for m in layer.modules() if id(m) not in inside)
+        routers = sum(
+            weight.numel()
+            for weight in layer.parameters()
+            if experts and weight.shape == (experts, text.hidden_size)
+        )
+        most = max(most, (flops // 2 - routers) // (3 * text.hidden_size))
+    return most
+
+
+def _sides(modules: Iterable[nn.Module]) -> int:
+    return sum(
+        linear.in_features + linear.out_features
+        for module in modules
+        for linear in module.modules()
+        if isinstance(linear, nn.Linear)
+    )
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _visible_keys(most: int, length: int) -> float:
+    """Mean number of keys of a query that sees at most so many."""
+    visible_keys = min(most, length)
+    return visible_keys * (2 * length - visible_keys + 1) / (2 * length)

@@ -1,0 +1,1 @@
+"""Training documents: sources, tokenising, mixture, packing; and the calibration set."""

@@ -1,0 +1,227 @@
+"""Direct reader of MosaicML's MDS shards, plain or zstd-compressed.
+
+A shard holds, little-endian: the number of samples n (uint32), n + 1 offsets from the file's start
+(uint32), the writer's settings, the samples. A sample holds the sizes (uint32) of its columns of
+variable size, then the columns' bytes in the index's order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from bosch.errors import UserError
+from bosch.files import open_regular, parse_json
+from data_prep.documents.mds_index import Shard
+from data_prep.documents.records import RECORD_LIMITS
+from data_prep.text import decode_utf8
+
+# A file of a few kilobytes may claim to be gigabytes when it is decompressed.
+_MOST_DECOMPRESSED = 2**30
+# What an encoding's decoder raises on bytes that it cannot have written.
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
+
+_SCALARS = (
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64",
+)  # fmt: skip
+
+# The first byte of an array without a fixed type is the code of its type.
+_VALUE_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+
+
+def read_samples(
+    folder: Path, shard: Shard, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The shard's samples as column name to value; with `columns`, only those that it has of them.
+
+    Raises:
+        UserError: the shard is missing, cut short, damaged, or not what its index states (size,
+            hashes, number of samples); names the file and the sample.
+    """
+    path, is_compressed = shard.file(folder)
+    data = _shard_bytes(path, shard, is_compressed)
+    header = np.frombuffer(data, "<u4", len(data) // 4)
+    if len(header) < 2 + shard.samples or header[0] != shard.samples:
+        raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
+    offsets = header[1 : shard.samples + 2].tolist()
+    decoders = _decoders(path, shard, columns)
+    for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if not begin <= end <= len(data):
+            raise UserError(f"{path}: ends inside sample {number}; get it again")
+        try:
+            yield _decode_sample(shard.column_sizes, decoders, data[begin:end])
+        except _DAMAGE as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}: sample {number} is damaged ({reason})") from None
+
+
+def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
+    """The plain bytes of the shard, verified by what the index states of the file that is there."""
+    form = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
+    try:
+        with open_regular(path) as file:
+            stored = file.read(form.size + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    form.check(stored, path)
+    if not is_compressed:
+        return memoryview(stored)
+    if shard.raw_data.size > _MOST_DECOMPRESSED:
+        raise UserError(f"{path}: more than {_MOST_DECOMPRESSED:,} bytes decompressed; split it")
+    try:
+        plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
+    except OSError as error:
+        raise UserError(
+            f"{path}: not a whole zstd file of {shard.raw_data.size:,} bytes ({error}); "
+            "get it again"
+        ) from None
+    if not form.hashes:
+        shard.raw_data.check(plain, path)
+    return memoryview(plain)
+
+
+_Decoder = Callable[[memoryview], Any]
+
+
+def _decoders(
+    path: Path, shard: Shard, columns: Sequence[str] | None
+) -> list[tuple[str, _Decoder | None]]:
+    """Each column's name and how it is read; None for one that is not asked for."""
+    return [
+        (
+            name,
+            _decoder(encoding, f"{path}: column {name}")
+            if columns is None or name in columns
+            else None,
+        )
+        for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True)
+    ]
+
+
+def _decode_sample(
+    fixed_sizes: Sequence[int | None],
+    decoders: Sequence[tuple[str, _Decoder | None]],
+    data: memoryview,
+) -> dict[str, Any]:
+    variable = fixed_sizes.count(None)
+    sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
+    sample, at = {}, 4 * variable
+    for (name, decode), fixed in zip(decoders, fixed_sizes, strict=True):
+        size = next(sizes) if fixed is None else fixed
+        if at + size > len(data):
+            raise ValueError(f"column {name} is cut short")
+        if decode is not None:
+            sample[name] = decode(data[at : at + size])
+        at += size
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes are left over")
+    return sample
+
+
+def _decoder(encoding: str, where: str) -> _Decoder:
+    kind, *fixed = encoding.split(":")
+    if encoding == "str":
+        return lambda data: decode_utf8(bytes(data), where)
+    if encoding == "bytes":
+        return bytes
+    if encoding == "json":
+        return lambda data: parse_json(bytes(data), RECORD_LIMITS)
+    if encoding == "int" or encoding in _SCALARS:
+        dtype = np.dtype("<i8" if encoding == "int" else encoding)
+        return lambda data: np.frombuffer(data, dtype)[0].item()
+    if kind == "ndarray" and (not fixed or fixed[0] in _SCALARS) and len(fixed) <= 2:
+        return partial(_decode_array, fixed)
+    raise UserError(
+        f"{where} has the encoding {encoding[:100]}, which is not read; write it as str or ndarray"
+    )
+
+
+def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
+    """An array; its type and shape stand before the data where the encoding lacks them."""
+    at = 0
+    if fixed:
+        dtype = fixed[0]
+    else:
+        dtype, at = _VALUE_TYPES[data[0]], 1
+    if len(fixed) > 1:
+        shape = tuple(int(size) for size in fixed[1].split(","))
+    else:
+        dimensions, width = data[at] >> 2, 1 << (data[at] & 3)
+        end = at + 1 + dimensions * width
+        shape = tuple(np.frombuffer(data[at + 1 : end], f"<u{width}").tolist())
+        at = end
+    return np.frombuffer(data[at:], dtype).reshape(shape)
+
+
+def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
+    """Texts of the shard's documents, decoded from its token ids (`input_ids`).
+
+    A packed record (with `indices`, pairs of start and end) gives one text per document.
+
+    Args:
+        tokenizer: The one the shards were written with.
+
+    Raises:
+        UserError: the shard is damaged, or holds tokens that this tokenizer does not have.
+    """
+    path = shard.file(folder)[0]
+    if "input_ids" not in shard.column_names:
+        there = ", ".join(shard.column_names)[:200]
+        raise UserError(f"{path}: no column `input_ids` (there is {there})")
+    vocabulary = len(tokenizer)
+    for row, sample in enumerate(read_samples(folder, shard, ("input_ids", "indices"))):
+        where = f"{path}, sample {row}"
+        ids = _token_ids(sample["input_ids"], vocabulary, tokenizer.name_or_path, where)
+        for begin, end in _spans(sample, len(ids), where):
+            yield tokenizer.decode(
+                ids[begin:end].tolist(),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+
+
+def _token_ids(values: Any, vocabulary: int, tokenizer: str, where: str) -> np.ndarray:
+    ids = _whole_numbers(values, "input_ids", where)
+    if ids.ndim != 1:
+        raise UserError(f"{where}: input_ids has {ids.ndim} dimensions; expected 1")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        token = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise UserError(
+            f"{where}: token {token} is not in the vocabulary of {tokenizer}; "
+            "name the tokenizer the shards were written with"
+        )
+    return ids
+
+
+def _spans(sample: dict[str, Any], tokens: int, where: str) -> list[tuple[int, int]]:
+    if "indices" not in sample:
+        return [(0, tokens)]
+    spans = _whole_numbers(sample["indices"], "indices", where)
+    if not spans.size:
+        return []
+    if spans.ndim != 2 or spans.shape[1] != 2:
+        raise UserError(f"{where}: indices has the shape {spans.shape}; expected pairs")
+    begins, ends = spans[:, 0], spans[:, 1]
+    if int(begins.min()) < 0 or bool((begins > ends).any()) or int(ends.max()) > tokens:
+        raise UserError(f"{where}: indices has a span outside the record's {tokens:,} tokens")
+    return [(int(begin), int(end)) for begin, end in spans.tolist()]
+
+
+def _whole_numbers(values: Any, column: str, where: str) -> np.ndarray:
+    try:
+        numbers = np.asarray(values)
+    except ValueError:
+        numbers = np.asarray(None)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise UserError(f"{where}: {column} does not hold whole numbers")
+    return numbers

@@ -1,0 +1,176 @@
+"""Mixing tokenised sources by weight, packing their documents, and the dataset they become."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.documents.tokenization import TokenisedSource
+
+logger = logging.getLogger(__name__)
+
+FILE_TOKENS = 128 * 2**20
+BATCH_TOKENS = 2**20
+
+
+class DocumentStream:
+    """Endless documents of one source: all of them in drawn order, then again in another order."""
+
+    def __init__(self, tokenised: TokenisedSource, seed: int, number: int) -> None:
+        self.name = tokenised.source.name
+        self.available_tokens = tokenised.tokens
+        self.documents = self.tokens = self.passes = 0
+        self._blocks = tokenised.blocks
+        counts = [block.documents for block in self._blocks]
+        self._first = np.concatenate([[0], np.cumsum(counts)])
+        self._seed = (seed, number)
+        self._numbers = self._rows = np.empty(0, np.int64)  # of blocks, and of documents in them
+        self._next = 0
+
+    @property
+    def epochs(self) -> float:
+        """How often the source was read, in tokens; above 1 it repeats."""
+        return self.tokens / self.available_tokens
+
+    def next(self) -> np.ndarray:
+        """The next document's token ids, [n] int32, read-only."""
+        if self._next == len(self._rows):
+            self._shuffle()
+        block, row = self._blocks[self._numbers[self._next]], self._rows[self._next]
+        self._next += 1
+        ids = block.ids[block.offsets[row] : block.offsets[row + 1]]
+        self.documents += 1
+        self.tokens += len(ids)
+        return ids
+
+    def _shuffle(self) -> None:
+        if self.passes == 1:
+            logger.warning(
+                "source %s has only %s tokens and is repeated", self.name,
+                f"{self.available_tokens:,}",
+            )  # fmt: skip
+        rng = np.random.default_rng([*self._seed, self.passes])
+        order = rng.permutation(int(self._first[-1]))
+        self._numbers = np.searchsorted(self._first, order, side="right") - 1
+        self._rows = order - self._first[self._numbers]
+        self._next = 0
+        self.passes += 1
+
+
+def mix(
+    streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
+) -> Iterator[np.ndarray]:
+    """Documents in turn from the source that is furthest behind its share, `tokens` in all.
+
+    At every moment a source is less than one document ahead of its share. The last document is cut
+    where the tokens end; its rest is taken off the stream's count.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    emitted = [0] * len(streams)
+    total = 0
+    while total < tokens:
+        gaps = [share * total - count for share, count in zip(shares, emitted, strict=True)]
+        behind = gaps.index(max(gaps))
+        document = streams[behind].next()
+        if len(document) > tokens - total:
+            streams[behind].tokens -= len(document) - (tokens - total)
+            document = document[: tokens - total]
+        emitted[behind] += len(document)
+        total += len(document)
+        yield document
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One sequence: `input_ids` [sequence_length] int32, and the lengths of the documents in it.
+
+    A document that did not fit goes on in the next sequence, where its rest is a span of its own.
+    """
+
+    input_ids: np.ndarray
+    document_lengths: list[int]
+
+
+def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Packed]:
+    """Sequences that hold every token of the documents in order.
+
+    Only what is left at the end and fills no sequence is not among them.
+    """
+    buffer = np.empty(sequence_length, np.int32)
+    filled = 0
+    lengths: list[int] = []
+    for document in documents:
+        start = 0
+        while start < len(document):
+            piece = document[start : start + sequence_length - filled]
+            buffer[filled : filled + len(piece)] = piece
+            lengths.append(len(piece))
+            filled += len(piece)
+            start += len(piece)
+            if filled == sequence_length:
+                yield Packed(buffer.copy(), lengths)
+                filled, lengths = 0, []
+
+
+def write_dataset(
+    folder: Path, sequences: Iterable[Packed], count: int, sequence_length: int
+) -> None:
+    """Write `count` sequences as a dataset that `datasets.load_from_disk` opens, as they come.
+
+    Columns: `input_ids`, a list of `sequence_length` int32, and `document_lengths`, a list of int32
+    that sums to `sequence_length`.
+    """
+    from datasets import DatasetInfo, Features, Value
+    from datasets import Sequence as ListOf
+
+    features = Features(
+        {
+            "input_ids": ListOf(Value("int32"), length=sequence_length),
+            "document_lengths": ListOf(Value("int32")),
+        }
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    per_file = max(1, FILE_TOKENS // sequence_length)
+    files = math.ceil(count / per_file)
+    names = [f"data-{index:05d}-of-{files:05d}.arrow" for index in range(files)]
+    iterator = iter(sequences)
+    for index, name in enumerate(names):
+        rows = min(per_file, count - index * per_file)
+        _write_file(folder / name, iterator, rows, sequence_length, features.arrow_schema)
+    DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": f"{count:x}-{sequence_length:x}",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+
+
+def _write_file(
+    path: Path, sequences: Iterator[Packed], rows: int, length: int, schema: Any
+) -> None:
+    import pyarrow as pa
+
+    per_batch = min(rows, max(1, BATCH_TOKENS // length))
+    # Of all batches: new memory for each costs as much as filling it.
+    buffer = np.empty((per_batch, length), np.int32)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for start in range(0, rows, per_batch):
+            batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
+            for row, packed in zip(buffer, batch, strict=False):
+                row[:] = packed.input_ids
+            values = pa.array(buffer[: len(batch)].reshape(-1))
+            ids = pa.FixedSizeListArray.from_arrays(values, length)
+            spans = pa.array([p.document_lengths for p in batch], pa.list_(pa.int32()))
+            writer.write_batch(pa.RecordBatch.from_arrays([ids, spans], schema=schema))

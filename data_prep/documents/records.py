@@ -1,0 +1,348 @@
+"""Texts from records: JSONL (plain, gzip, zstd), Parquet and Hugging Face datasets, streamed.
+
+Errors say which record. Filters say which documents of a source are used.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic_core import from_json
+
+from bosch.errors import RunError, UserError
+from bosch.files import JsonLimits, check_json_text, open_regular, require_regular
+from data_prep.documents.source_files import is_local
+from data_prep.text import Document, TextFile, decode_utf8
+
+# A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do
+# its values.
+MOST_RECORD_BYTES = 64 * 2**20
+RECORD_LIMITS = JsonLimits(MOST_RECORD_BYTES, 2_000_000, most_depth=1000)
+# A shorter line cannot hold so many.
+_COUNTED_BYTES = 2**20
+# What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
+_MOST_DECOMPRESSED = 2**26
+_MOST_RATIO = 256
+_MOST_EMPTY_LINES = 1_000_000
+_TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
+_BATCH_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Bounds include their ends; None is no bound. A token count leaves out the end-of-text token.
+
+    `matches`: a regular expression for each named field, searched for in its value. A field that is
+    missing or null matches nothing.
+    """
+
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    matches: Mapping[str, str] = field(default_factory=dict)
+
+    def allow_record(self, record: Mapping[str, Any]) -> bool:
+        """Whether every pattern is in its field; a number is matched as it is written in JSON."""
+        return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
+
+    def allow_text(self, document: Document) -> bool:
+        """Whether the document's characters are within the bounds."""
+        if self.min_characters is None and self.max_characters is None:
+            return True
+        pieces = document.pieces() if isinstance(document, TextFile) else [document]
+        return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
+
+    def allow_tokens(self, tokens: int) -> bool:
+        """Whether the number of tokens is within the bounds."""
+        return _within(tokens, self.min_tokens, self.max_tokens)
+
+
+def _holds(value: Any, pattern: str) -> bool:
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return value is not None and re.search(pattern, str(value)) is not None
+
+
+def _within(size: int, low: int | None, high: int | None) -> bool:
+    return (low is None or size >= low) and (high is None or size <= high)
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the file's name says gzip or zstd."""
+    return path.suffix in (".gz", ".zst")
+
+
+def read_jsonl(
+    path: Path, start: int, stop: int, field: str, filters: Filters
+) -> Iterator[str | None]:
+    """Texts of the records whose lines begin in bytes `start` to `stop`; of all if compressed.
+
+    None stands for a record that a pattern of `filters` leaves out.
+
+    Raises:
+        UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
+    """
+    try:
+        size = path.stat().st_size
+        most_bytes = _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
+        with _open_binary(path) as file:
+            at, empty_lines = start, 0
+            if at:
+                file.seek(at - 1)
+                at -= 1
+                while block := file.readline(MOST_RECORD_BYTES):
+                    at += len(block)
+                    if block.endswith(b"\n"):
+                        break
+            while at < stop or is_compressed(path):
+                line = file.readline(MOST_RECORD_BYTES + 1)
+                if not line:
+                    break
+                if len(line) > MOST_RECORD_BYTES:
+                    raise _record_fault(path, at, _TOO_LARGE)
+                if line.strip():
+                    yield _record_text(line, at, path, field, filters)
+                    empty_lines = 0
+                else:
+                    empty_lines += 1
+                at += len(line)
+                if empty_lines > _MOST_EMPTY_LINES or at > most_bytes:
+                    raise UserError(
+                        f"{path}: more than {_MOST_EMPTY_LINES:,} empty lines one after another, "
+                        f"or {_MOST_RATIO} times its size decompressed; that is no text"
+                    )
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
+
+
+def _open_binary(path: Path) -> io.BufferedIOBase:
+    """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
+    if is_compressed(path):
+        require_regular(path)
+        return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
+    return open_regular(path)
+
+
+def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters) -> str | None:
+    try:
+        if len(line) > _COUNTED_BYTES:
+            check_json_text(line, RECORD_LIMITS)
+    except ValueError as error:
+        raise _record_fault(path, at, f"a record of {error}; leave it out") from None
+    try:
+        record, checked = _parse(line, path, at)
+    except json.JSONDecodeError as error:
+        reason = error.msg if line.endswith(b"\n") else "the file ends inside it"
+        problem = f"not a complete JSON record ({reason})"
+    except RecursionError:
+        problem = "a record that is nested too deeply; leave it out"
+    else:
+        problem = text_problem(record, field, checked=checked)
+        if problem is None:
+            return str(record[field]) if filters.allow_record(record) else None
+    raise _record_fault(path, at, problem)
+
+
+def text_problem(record: Any, field: str, *, checked: bool = False) -> str | None:
+    """Fault of a record that should hold text in `field`, if any.
+
+    With `checked` its text is known to be made of whole characters.
+    """
+    if not isinstance(record, dict):
+        return f"expected a JSON object, not {_type_name(record)}"
+    if field not in record:
+        return f"no field `{field}` (there is {printable(', '.join(record))}); set text_field"
+    if not isinstance(record[field], str):
+        return f"field `{field}` is {_type_name(record[field])}, not text"
+    if not checked and not _is_utf8(record[field]):
+        return f"field `{field}` has half a surrogate pair (\\ud800 to \\udfff), no character"
+    return None
+
+
+def _record_fault(path: Path, at: int, problem: str) -> UserError:
+    return UserError(f"{path}, line {_line_number(path, at)}: {problem}")
+
+
+def _parse(line: bytes, path: Path, at: int) -> tuple[Any, bool]:
+    """The record, and whether all its text is known to be made of whole characters."""
+    try:
+        return from_json(line), True
+    except ValueError:
+        # Python's reader, half as fast, takes some records more and says what is wrong with one.
+        text = decode_utf8(line, str(path), at)
+    try:
+        return json.loads(text), False
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # Python reads no whole number of more than 4,300 digits; as a float it is infinite.
+        return json.loads(text, parse_int=float), False
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """Text of a stranger's file for a message: without control characters, and not too long."""
+    text = "".join(c if c.isprintable() else "?" for c in text[:201])
+    return text if len(text) <= 200 else f"{text[:200]} …"
+
+
+def _type_name(value: Any) -> str:
+    return {"NoneType": "null", "dict": "an object", "list": "a list"}.get(
+        type(value).__name__, f"of type {type(value).__name__}"
+    )
+
+
+def _line_number(path: Path, at: int) -> int:
+    """The line (from 1) that begins at byte `at`."""
+    with _open_binary(path) as file:
+        number, left = 1, at
+        while left > 0 and (block := file.read(min(left, 2**20))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number
+
+
+def parquet_row_groups(path: Path, field: str) -> int:
+    """Number of row groups of a Parquet file that has the column `field`.
+
+    Raises:
+        UserError: the file is damaged or has no such column.
+    """
+    file = _open_parquet(path)
+    names = file.schema_arrow.names
+    if field not in names:
+        raise UserError(
+            f"{path}: no column `{field}` (there is {printable(', '.join(names))}); set text_field"
+        )
+    return int(file.num_row_groups)
+
+
+def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
+    try:
+        require_regular(path)
+        # A text that is repeated stays one: a file of kilobytes may repeat a large one for ever.
+        return pq.ParquetFile(path, read_dictionary=list(texts))
+    except _PARQUET_FAULTS as error:
+        reason = _reason(error)
+        raise UserError(f"{path}: not a whole Parquet file ({reason}); get it again") from None
+
+
+_PARQUET_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, TypeError)
+
+
+def _reason(error: BaseException) -> str:
+    return printable(" ".join(str(error).split(".")[0].split()))
+
+
+def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterator[str | None]:
+    """Text of one row group's rows; None for a row that a pattern of `filters` leaves out.
+
+    Raises:
+        UserError: the row group is damaged, or a row's `field` is not text.
+    """
+    where, row = f"{path}, row group {group}", 0
+    try:
+        file = _open_parquet(path, [field])
+        rows = _rows_per_batch(file, group, field)
+        columns = list(dict.fromkeys([field, *filters.matches]))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+            filter_columns = [name for name in filters.matches if name in batch.schema.names]
+            for index, scalar in enumerate(batch.column(field)):
+                if isinstance(scalar, pa.DictionaryScalar):
+                    scalar = scalar.value
+                buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+                if buffer is not None and len(buffer) > MOST_RECORD_BYTES:
+                    raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
+                value = scalar.as_py()
+                if not isinstance(value, str):
+                    kind = _type_name(value)
+                    raise UserError(f"{where}, row {row}: column `{field}` is {kind}, not text")
+                record = {name: batch.column(name)[index].as_py() for name in filter_columns}
+                yield value if filters.allow_record(record) else None
+                row += 1
+    except _PARQUET_FAULTS as error:
+        raise UserError(
+            f"{where}, after row {row}: damaged ({_reason(error)}); get the file again"
+        ) from None
+
+
+def _rows_per_batch(file: Any, group: int, field: str) -> int:
+    """Number of rows that fit the memory bound, by their mean size."""
+    metadata = file.metadata.row_group(group)
+    columns = (metadata.column(index) for index in range(metadata.num_columns))
+    size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+    mean = max(1, size // max(1, metadata.num_rows))
+    return int(min(1000, max(1, _BATCH_BYTES // mean)))
+
+
+def open_dataset(
+    where: str, path: str, subset: str | None, split: str, revision: str | None
+) -> Any:
+    """The split as an IterableDataset; nothing but its metadata is read.
+
+    Raises:
+        UserError: there is no such dataset, subset or split; `where` stands before the sentence.
+        RunError: the hub cannot be reached.
+    """
+    from datasets import load_dataset
+    from fsspec.compression import compr, register_compression
+
+    # By fsspec datasets opens files; by itself it reads .zst only where one more package is there.
+    if "zstd" not in compr:
+        register_compression(
+            "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
+        )
+    local = is_local(path)
+    name = str(Path(path).expanduser()) if local else path
+    commit = None if local else revision
+    try:
+        return load_dataset(name, subset, split=split, revision=commit, streaming=True)
+    except Exception as error:
+        raise _dataset_fault(f"{where}: dataset {path}", error) from None
+
+
+def read_dataset(
+    where: str, dataset: Any, number: int, field: str, filters: Filters
+) -> Iterator[str | None]:
+    """Texts of one shard's records; None for a record that a pattern leaves out.
+
+    Raises:
+        UserError: a record is damaged or has no text in `field`; names shard and record.
+    """
+    row = 0
+    try:
+        for record in dataset.shard(dataset.num_shards, number):
+            problem = text_problem(record, field)
+            if problem:
+                raise UserError(f"{where}, shard {number}, record {row}: {problem}")
+            yield record[field] if filters.allow_record(record) else None
+            row += 1
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise _dataset_fault(f"{where}, shard {number}, after record {row}", error) from None
+
+
+def _dataset_fault(where: str, error: Exception) -> UserError | RunError:
+    """A network's failure may pass by itself; anything else is the dataset's fault."""
+    reason = printable(" ".join(str(error).split()) or type(error).__name__)
+    if isinstance(error, ConnectionError | TimeoutError) or "Connect" in type(error).__name__:
+        return RunError(f"{where}: the hub cannot be reached ({reason}); run again")
+    return UserError(f"{where}: cannot be read ({reason})")

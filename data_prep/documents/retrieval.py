@@ -1,0 +1,201 @@
+"""Synthetic documents that can only be predicted by looking far back.
+
+They teach (or preserve) retrieval in a small model: key-value lists queried in another
+order, needles with questions, spans that come again, two-hop look-ups. A document is a list of
+segments, so that a trainer can weight what has to be retrieved; joined, it is plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Literal, NamedTuple
+
+from data_prep.tasks.needles import (
+    NOISE_LINE,
+    draw_pair,
+    instruction,
+    needle_sentence,
+    question,
+)
+from data_prep.tasks.tables import TaskSpec
+from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
+
+
+class Segment(NamedTuple):
+    """A piece of text; `is_answer` if it repeats something that stood earlier in the document."""
+
+    text: str
+    is_answer: bool = False
+
+
+Document = list[Segment]
+
+
+def _letters(rng: Random, alphabet: str, count: int) -> str:
+    return "".join(rng.choice(alphabet) for _ in range(count))
+
+
+_DIGITS, _HEX = "0123456789", "0123456789abcdef"
+_KEYS: tuple[Callable[[Random], str], ...] = (
+    word_key,
+    word_key,
+    word_key,
+    lambda rng: rng.choice(NOUNS),
+    lambda rng: _letters(rng, _HEX, rng.randint(3, 6)),
+    lambda rng: _letters(rng, _DIGITS, rng.randint(2, 4)),
+)
+_VALUES: tuple[Callable[[Random], str], ...] = (
+    lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+    lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+    lambda rng: _letters(rng, _DIGITS, rng.randint(1, 6)),
+    lambda rng: _letters(rng, _HEX, rng.randint(3, 8)),
+    lambda rng: rng.choice(ADJECTIVES),
+    word_key,
+)
+_SEPARATORS = (": ", " = ", " -> ", " is: ", " ", ", ")
+_LINE_ENDS = ("\n", "; ", ".\n", " | ")
+_EXAMPLE = {"numbers": "1234567", "uuids": "0" * 36}
+
+
+def key_value_list(rng: Random, characters: int) -> Document:
+    """Pairs of distinct keys and values, then the keys in random order with values to recall."""
+    make_key, make_value = rng.choice(_KEYS), rng.choice(_VALUES)
+    separator, end = rng.choice(_SEPARATORS), rng.choice(_LINE_ENDS)
+    pairs: dict[str, str] = {}
+    length = 1  # the line break between pairs and questions
+    limit = characters * rng.uniform(0.2, 0.6)
+    # There may be fewer keys of this kind than the list has room for.
+    for _ in range(characters):
+        key, value = make_key(rng), make_value(rng)
+        if key not in pairs:
+            pairs[key] = value
+            length += len(key) + len(separator) + len(value) + len(end)
+        if length >= limit:
+            break
+    document = [Segment(f"{key}{separator}{value}{end}") for key, value in pairs.items()]
+    document.append(Segment("\n"))
+    while length < characters:
+        for key in rng.sample(list(pairs), len(pairs)):
+            document += [Segment(key + separator), Segment(pairs[key], True), Segment(end)]
+            length += len(key) + len(separator) + len(pairs[key]) + len(end)
+            if length >= characters:
+                break
+    return document
+
+
+def two_hops(rng: Random, characters: int) -> Document:
+    """Keys that point to other keys, which hold values; queries for the value behind a pointer."""
+    lines, answers = [], []
+    length = 0
+    limit = characters * rng.uniform(0.3, 0.6)
+    while length < limit:
+        start, middle, value = word_key(rng), word_key(rng), _letters(rng, _DIGITS, 4)
+        lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
+        answers.append((start, middle, value))
+        length += len(lines[-1]) + len(lines[-2])
+    rng.shuffle(lines)
+    document = [Segment(line) for line in lines]
+    while length < characters:
+        start, middle, value = rng.choice(answers)
+        document += [Segment(f"By {start} we reach "), Segment(middle, True), Segment(" with ")]
+        document += [Segment(value, True), Segment(".\n")]
+        length += sum(len(segment.text) for segment in document[-5:])
+    return document
+
+
+def repeated_spans(rng: Random, characters: int, prose: Sequence[str]) -> Document:
+    """Prose in which spans of earlier words come again."""
+    words: list[str] = []
+    document: Document = []
+    length = 0
+    while length < characters:
+        # A span that comes again is half as long as what is new, and a word has six letters.
+        room = max(10, (characters - length) // 10)
+        fresh = _prose_words(rng, prose, min(rng.randint(20, 80), room))
+        document.append(Segment(" ".join(fresh) + "\n"))
+        words += fresh
+        start = rng.randrange(len(words))
+        again = words[start : start + min(rng.randint(8, 40), room)]
+        document += [Segment(again[0] + " "), Segment(" ".join(again[1:]), True), Segment("\n")]
+        length += sum(len(word) + 1 for word in fresh + again)
+    return document
+
+
+def _prose_words(rng: Random, prose: Sequence[str], count: int) -> list[str]:
+    start = rng.randrange(max(1, len(prose) - count))
+    return list(prose[start : start + count])
+
+
+def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Document:
+    """Needles in prose, in noise or among other needles, and a few questions about them.
+
+    The form is that of the RULER tasks, so that a small base model can answer them.
+    """
+    what: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
+    questions = max(1, min(rng.randint(1, 12), characters // 500))
+    instructed = instruction(what) + "\n"
+    asked = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
+    room = characters - len(instructed) - questions * asked
+    haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
+    spec = TaskSpec(haystack, "words", what, 1)
+    needles: dict[str, str] = {}
+
+    def add_needle() -> str:
+        # Calibration and evaluation ask for other pairs: nothing here can give them away.
+        key, value = draw_pair(rng, spec, "training", needles)
+        needles[key] = value
+        return needle_sentence(key, value, what)
+
+    hidden = 0 if haystack == "needles" else min(rng.choice((1, 1, 4, 8)), max(1, room // 100))
+    room -= hidden * len(needle_sentence("a" * 12, _EXAMPLE[what], what))
+    lines: list[str] = []
+    length = 0
+    while length < room or not lines:
+        if haystack == "needles":
+            lines.append(add_needle())
+        elif haystack == "noise":
+            lines.append(NOISE_LINE)
+        else:
+            lines.append(" ".join(_prose_words(rng, prose, rng.randint(8, 25))))
+        length += len(lines[-1]) + 1
+    for _ in range(hidden):
+        lines.insert(rng.randint(0, len(lines)), add_needle())
+    joint = " " if haystack == "essay" else "\n"
+    document = [Segment(instructed), Segment(joint.join(lines))]
+    for _ in range(questions):
+        key = rng.choice(list(needles))
+        document.append(Segment("\n" + "".join(question(key, what)) + ": "))
+        document += [Segment(needles[key], True), Segment(".")]
+    return document
+
+
+# Shares of the documents in a source of training data: mostly what the needle tasks ask for.
+_SOURCE_WEIGHTS = (0.1, 0.8, 0.05, 0.05)
+
+
+def retrieval_document(
+    rng: Random,
+    characters: int,
+    prose: Sequence[str],
+    weights: Sequence[float] = (0.4, 0.4, 0.1, 0.1),
+) -> Document:
+    """One document of about `characters` characters; `weights`: list, needle, repeat, two hops."""
+    match rng.choices(("list", "needle", "repeat", "hops"), weights)[0]:
+        case "list":
+            return key_value_list(rng, characters)
+        case "needle":
+            return needle_document(rng, characters, prose)
+        case "repeat":
+            return repeated_spans(rng, characters, prose)
+    return two_hops(rng, characters)
+
+
+def retrieval_documents(
+    seed: int, prose: Sequence[str], characters: tuple[int, int] = (500, 4000)
+) -> Iterator[str]:
+    """An endless stream of documents as text, of lengths drawn between `characters`' two ends."""
+    rng = Random(f"retrieval-{seed}")
+    while True:
+        document = retrieval_document(rng, rng.randint(*characters), prose, _SOURCE_WEIGHTS)
+        yield "".join(segment.text for segment in document)

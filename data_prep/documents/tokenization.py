@@ -1,0 +1,328 @@
+"""Parallel tokenising of a source's parts into shards on disk, which survive a restart.
+
+A shard is a folder: `ids.int32`, the token ids of its documents one after the other, and
+`documents.npy`, for each document [tokens, UTF-8 bytes of its text]. The closing end-of-text token
+counts; both are 0 for a document that the source's filters leave out. `whole.json` holds the
+SHA-256 of both. The folder is renamed into place when it is whole and its part is still the one
+that the source began with; its content does not depend on which other shards exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from bosch.errors import RunError, UserError
+from bosch.files import (
+    Stamp,
+    changed_file,
+    file_hashes,
+    hash_fault,
+    read_json,
+    replacing,
+    write_json,
+)
+from bosch.progress import Progress
+from bosch.this_process import die_with_parent
+from data_prep.documents.records import Filters
+from data_prep.documents.sources import Part, Source, list_parts, read_part
+from data_prep.documents.tokenizer import WINDOW, Encoder
+from data_prep.text import Document, TextFile
+
+logger = logging.getLogger(__name__)
+
+_IDS = "ids.int32"
+_DOCUMENTS = "documents.npy"
+_RECORD = "whole.json"
+# A system call for every document costs as much as reading it.
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokenised documents: document i is `ids[offsets[i] : offsets[i + 1]]`. Memory-mapped."""
+
+    ids: np.ndarray  # [tokens] int32
+    offsets: np.ndarray  # [documents + 1] int64
+    left_out: int = 0  # documents that the source's filters refuse
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        return int(self.offsets[-1] - self.offsets[0])
+
+
+@dataclass(frozen=True)
+class TokenisedSource:
+    """All blocks of one source and the UTF-8 bytes of their text."""
+
+    source: Source
+    blocks: list[Block]
+    text_bytes: int
+
+    @property
+    def documents(self) -> int:
+        return sum(block.documents for block in self.blocks)
+
+    @property
+    def tokens(self) -> int:
+        return sum(block.tokens for block in self.blocks)
+
+    @property
+    def left_out(self) -> int:
+        return sum(block.left_out for block in self.blocks)
+
+    def length_histogram(self) -> list[dict[str, int]]:
+        """Documents and tokens by document length: more than `up_to` / 2, at most `up_to` tokens.
+
+        `up_to` is a power of two; lengths that do not occur are left out.
+        """
+        lengths = np.concatenate([np.diff(block.offsets) for block in self.blocks])
+        bins = np.ceil(np.log2(lengths)).astype(int)
+        return [
+            {
+                "up_to": 2 ** int(number),
+                "documents": int((bins == number).sum()),
+                "tokens": int(lengths[bins == number].sum()),
+            }
+            for number in np.unique(bins)
+        ]
+
+
+def tokenise_source(
+    source: Source,
+    encoder: Encoder,
+    folder: Path,
+    *,
+    tokens: int,
+    seed: int,
+    sequence_length: int,
+    workers: int,
+    bar: Progress,
+    stamps: Mapping[str, Stamp] = MappingProxyType({}),
+) -> TokenisedSource:
+    """Tokenise parts in drawn order until there are more than `tokens` tokens or no more parts.
+
+    Shards are written to `folder`; whole ones that are there are used. The result does not depend
+    on `workers`. `stamps` are those that the source's files should have; without any, none is
+    checked.
+
+    Raises:
+        UserError: a file of the source is damaged, or the source holds no text at all.
+        RunError: a worker process died, or a file was written while it was read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = list_parts(source, seed, sequence_length)
+    work = partial(_tokenise_part, source=source, encoder=encoder)
+    jobs = (
+        (part, folder / f"part-{index:06d}", _part_stamps(part, source, stamps))
+        for index, part in enumerate(parts)
+    )
+    blocks: list[Block] = []
+    text_bytes, total = 0, 0
+    results = in_order(work, jobs, workers)
+    try:
+        for path in results:
+            block, part_bytes = read_shard(path)
+            blocks.append(block)
+            text_bytes += part_bytes
+            bar.update(min(block.tokens, max(tokens - total, 0)), note=source.name)
+            total += block.tokens
+            if total > tokens:
+                break
+    except BrokenProcessPool:
+        raise RunError(
+            f"source {source.name}: a tokenising process died, perhaps out of memory; "
+            "lower runtime.data_workers and run again"
+        ) from None
+    finally:
+        results.close()
+    if total == 0:
+        left_out = sum(block.left_out for block in blocks)
+        if left_out:
+            raise UserError(f"source {source.name}: its filters leave out all {left_out} documents")
+        raise UserError(f"source {source.name}: its files hold no text (path {source.path})")
+    return TokenisedSource(source, blocks, text_bytes)
+
+
+def in_order(
+    work: Any, jobs: Iterable[tuple[Part, Path, Mapping[str, Stamp]]], workers: int
+) -> Generator[Path, None, None]:
+    """Results of `work` in the order of `jobs`, with at most 2 jobs per worker in flight."""
+    if workers <= 1:
+        yield from (work(job) for job in jobs)
+        return
+    # Forking is unsafe once torch or the tokenizers library has started threads.
+    context = multiprocessing.get_context("spawn")
+    jobs = iter(jobs)
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
+    ) as pool:
+        running: deque[Future[Path]] = deque(
+            pool.submit(work, job) for job in itertools.islice(jobs, 2 * workers)
+        )
+        try:
+            while running:
+                yield running.popleft().result()
+                running.extend(pool.submit(work, job) for job in itertools.islice(jobs, 1))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    """One thread per process, the processes are the parallelism; none outlives the stage's."""
+    die_with_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
+    """Of `stamps`, those of the files that a part is read from."""
+    if source.path is None or not stamps:
+        return {}
+    if part.paths and source.kind != "mds":  # a file that is not known has no stamp to agree with
+        return {str(path): stamps.get(str(path), []) for path in part.paths}
+    # A dataset, and an index whose shards are hashed: whatever lies below the source.
+    below = Path(source.path).expanduser()
+    return {path: stamp for path, stamp in stamps.items() if below in Path(path).parents}
+
+
+def _tokenise_part(
+    job: tuple[Part, Path, Mapping[str, Stamp]], *, source: Source, encoder: Encoder
+) -> Path:
+    """Write the part's shard unless a whole one exists; returns its path."""
+    part, path, stamps = job
+    if _is_whole(path):
+        return path
+    with replacing(path) as temporary:
+        temporary.mkdir()
+        with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
+            documents = read_part(part, source)
+            sizes = list(_write_documents(documents, encoder, source.filters, sink))
+        np.save(temporary / _DOCUMENTS, np.array(sizes, np.int64).reshape(-1, 2))
+        hashes = file_hashes(temporary, [_IDS, _DOCUMENTS])
+        write_json(temporary / _RECORD, {"sha256": hashes})
+        changed = changed_file(stamps)
+        if changed is not None:
+            raise RunError(
+                f"source {source.name}: {changed} was written or replaced while it was read; run "
+                "the same command again"
+            )
+    return path
+
+
+_LEFT_OUT = (0, 0)
+
+
+def _write_documents(
+    documents: Iterable[Document | None], encoder: Encoder, filters: Filters, sink: BinaryIO
+) -> Iterator[tuple[int, int]]:
+    """Write every document's token ids; gives the number of its tokens and bytes of its text.
+
+    Empty documents are passed over.
+    """
+    text_bytes = 0
+
+    def counted(pieces: Iterable[str]) -> Iterator[str]:
+        nonlocal text_bytes
+        for piece in pieces:
+            text_bytes += _utf8_bytes(piece)
+            yield piece
+
+    end = np.array([] if encoder.end is None else [encoder.end], np.int32)
+    for group in _groups(documents, filters):
+        if group is None:
+            yield _LEFT_OUT
+        elif isinstance(group, list):
+            for text, ids in zip(group, encoder(group), strict=True):
+                if filters.allow_tokens(len(ids)):
+                    sink.write(ids)
+                    sink.write(end)
+                    yield len(ids) + len(end), _utf8_bytes(text)
+                else:
+                    yield _LEFT_OUT
+        else:
+            begin, text_bytes = sink.tell(), 0
+            for ids in encoder.in_pieces(counted(group)):
+                sink.write(ids)
+            tokens = (sink.tell() - begin) // end.itemsize
+            if filters.allow_tokens(tokens):
+                sink.write(end)
+                yield tokens + len(end), text_bytes
+            else:
+                sink.seek(begin)
+                sink.truncate()
+                yield _LEFT_OUT
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _groups(
+    documents: Iterable[Document | None], filters: Filters
+) -> Iterator[list[str] | Iterator[str] | None]:
+    """Documents in the order they come: short ones in groups, a long one as its pieces of text.
+
+    None stands for a document that is left out.
+    """
+    group: list[str] = []
+    size = 0
+    for document in documents:
+        if document == "":
+            continue
+        left_out = document is None or not filters.allow_text(document)
+        is_long = isinstance(document, TextFile) or len(document or "") > WINDOW
+        if group and (left_out or is_long or size >= WINDOW):
+            yield group
+            group, size = [], 0
+        if left_out or document is None:
+            yield None
+        elif isinstance(document, TextFile):
+            yield document.pieces()
+        elif is_long:
+            text = document
+            yield (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
+        else:
+            group.append(document)
+            size += len(document)
+    if group:
+        yield group
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the shard is there as it was written; a damaged one is made anew."""
+    if not path.exists():
+        return False
+    record = read_json(path / _RECORD)
+    hashes = record.get("sha256") if isinstance(record, dict) else None
+    fault = hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
+    if fault is None:
+        return True
+    logger.warning("%s is damaged (%s) and made anew", path, fault)
+    return False
+
+
+def read_shard(path: Path) -> tuple[Block, int]:
+    """The shard's documents, memory-mapped, and the bytes of their text."""
+    tokens, text_bytes = np.load(path / _DOCUMENTS).T
+    is_used = tokens > 0
+    offsets = np.concatenate([[0], np.cumsum(tokens[is_used])])
+    # A plain array over the map: a slice of a memmap is a memmap, and costs ten times as much.
+    ids = np.asarray(np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else (), np.int32)
+    return Block(ids, offsets, int((~is_used).sum())), int(text_bytes.sum())

@@ -1,0 +1,1 @@
+"""Samples of tasks: needle questions, RULER, LongBench."""

@@ -1,0 +1,139 @@
+"""LongBench v1 (THUDM/LongBench at commit 2e00731): its tasks, prompts, truncation and metrics.
+
+The prompts are lm-evaluation-harness's, corrected where they differ from the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from data_prep.text import encode_prompt
+
+
+class LongBenchTask(NamedTuple):
+    """A task: its metric as the harness calls it, most new tokens, and its category."""
+
+    metric: str
+    new_tokens: int
+    category: str
+
+
+# How lm-eval's names of the tasks begin; those of LongBench-E, on other documents, end in _e.
+PREFIX, _EVEN = "longbench_", "_e"
+_SINGLE, _MULTI = "single-document QA", "multi-document QA"
+_SUMMARY, _FEW_SHOT, _SYNTHETIC, _CODE = "summarisation", "few-shot", "synthetic", "code"
+TASKS = {
+    "narrativeqa": LongBenchTask("qa_f1_score", 128, _SINGLE),
+    "qasper": LongBenchTask("qa_f1_score", 128, _SINGLE),
+    "multifieldqa_en": LongBenchTask("qa_f1_score", 64, _SINGLE),
+    "multifieldqa_zh": LongBenchTask("qa_f1_zh_score", 64, _SINGLE),
+    "hotpotqa": LongBenchTask("qa_f1_score", 32, _MULTI),
+    "2wikimqa": LongBenchTask("qa_f1_score", 32, _MULTI),
+    "musique": LongBenchTask("qa_f1_score", 32, _MULTI),
+    "dureader": LongBenchTask("rouge_zh_score", 128, _MULTI),
+    "gov_report": LongBenchTask("rouge_score", 512, _SUMMARY),
+    "qmsum": LongBenchTask("rouge_score", 512, _SUMMARY),
+    "multi_news": LongBenchTask("rouge_score", 512, _SUMMARY),
+    "vcsum": LongBenchTask("rouge_zh_score", 512, _SUMMARY),
+    "trec": LongBenchTask("classification_score", 64, _FEW_SHOT),
+    "triviaqa": LongBenchTask("qa_f1_score", 32, _FEW_SHOT),
+    "samsum": LongBenchTask("rouge_score", 128, _FEW_SHOT),
+    "lsht": LongBenchTask("classification_score", 64, _FEW_SHOT),
+    "passage_count": LongBenchTask("count_score", 32, _SYNTHETIC),
+    "passage_retrieval_en": LongBenchTask("retrieval_score", 32, _SYNTHETIC),
+    "passage_retrieval_zh": LongBenchTask("retrieval_zh_score", 32, _SYNTHETIC),
+    "lcc": LongBenchTask("code_sim_score", 64, _CODE),
+    "repobench-p": LongBenchTask("code_sim_score", 64, _CODE),
+}
+FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+# The benchmark asks these without a chat template: they continue a text.
+NO_CHAT = FIRST_LINE_ONLY | {"lcc", "repobench-p"}
+# Where the harness's prompts (lm-eval 0.4.13) are not the benchmark's.
+_PROMPT_ENDS = {
+    "triviaqa": ("\n{{question}}", "\n\n{{question}}"),
+    "samsum": ("\n{{question}}", "\n\n{{question}}"),
+    "passage_count": ("", " "),
+    "passage_retrieval_en": ("", " "),
+    "lcc": ("", "\n"),
+    "repobench-p": ("", "\n"),
+}
+
+
+def is_v1(name: str) -> bool:
+    """Whether lm-eval's task of this name is one of the 21 of LongBench v1."""
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX) in TASKS
+
+
+def task_of(name: str) -> str | None:
+    """The task whose prompt and metric lm-eval's task has; None for one that is no LongBench's."""
+    for one in (name, name.removesuffix(_EVEN)):
+        if is_v1(one):
+            return one.removeprefix(PREFIX)
+    return None
+
+
+def groups() -> dict[str, list[str]]:
+    """Tasks of the averages: all, the categories, and the two the paper draws otherwise.
+
+    The benchmark counts samsum among the few-shot tasks, the paper among the summaries.
+    """
+    tables = {"LongBench": list(TASKS)}
+    for category in dict.fromkeys(task.category for task in TASKS.values()):
+        name = f"LongBench {category}"
+        tables[name] = [name for name, task in TASKS.items() if task.category == category]
+    few_shot = [name for name in tables[f"LongBench {_FEW_SHOT}"] if name != "samsum"]
+    tables[f"LongBench {_FEW_SHOT}, without samsum"] = few_shot
+    summaries = [*tables[f"LongBench {_SUMMARY}"], "samsum"]
+    tables[f"LongBench {_SUMMARY}, with samsum"] = summaries
+    return {name: [f"{PREFIX}{task}" for task in tasks] for name, tasks in tables.items()}
+
+
+def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
+    """The benchmark's prompt; `template` is the harness's `doc_to_text`.
+
+    One public copy calls a record's field `input`, the other `question`.
+    """
+    before, after = _PROMPT_ENDS.get(task, ("", ""))
+    template = template.removesuffix(before) + after
+    question = record["input"] if "input" in record else record.get("question", "")
+    # The context may hold braces of its own: split before anything is put in.
+    fields = {"{{context}}": str(record["context"]), "{{question}}": str(question)}
+    texts = re.split(r"(\{\{context\}\}|\{\{question\}\})", template)
+    return "".join(fields.get(text, text) for text in texts)
+
+
+def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Token ids of a prompt; of one that is too long the first and the last half are kept.
+
+    Decoded without special tokens and tokenised again, as the benchmark does.
+    """
+    ids = encode_prompt(tokenizer, text)
+    if len(ids) <= max_length:
+        return ids
+    half = max_length // 2
+    ends = [
+        tokenizer.decode(half_ids, skip_special_tokens=True)
+        for half_ids in (ids[:half], ids[-half:])
+    ]
+    return encode_prompt(tokenizer, "".join(ends))
+
+
+def score(task: str, output: str, answers: Sequence[str], all_classes: Sequence[str]) -> float:
+    """The best score of the output against any of the answers, in [0, 1]."""
+    # The harness's metrics are the benchmark's, but for the lines of an answer that count.
+    from lm_eval.tasks.longbench import metrics
+
+    if task in FIRST_LINE_ONLY:
+        output = output.lstrip("\n").split("\n")[0]
+    name = TASKS[task].metric
+    if name == "code_sim_score":
+        # To the benchmark a line of blanks is code; the harness passes over it.
+        lines = output.lstrip("\n").split("\n")
+        output = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
+        scores = [metrics.fuzz.ratio(output, answer) / 100 for answer in answers]
+    else:
+        metric = getattr(metrics, name)
+        scores = [metric(output, answer, all_classes=all_classes or ()) for answer in answers]
+    return float(max(scores, default=0.0))

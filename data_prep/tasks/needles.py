@@ -1,0 +1,291 @@
+"""Needle questions: their words, one maker for all who ask them, and our own samples.
+
+RULER's tasks (`data_prep.tasks.ruler`), calibration and training documents all ask them. Three seed
+spaces never share a needle: every (key, value) pair belongs to exactly one. Our own samples are a
+function of (task, length, tokenizer, seed space, seed, index) and the essay alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import uuid
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from bosch.errors import UserError
+from data_prep.tasks.tables import NEEDLES, TaskSpec
+from data_prep.tasks.words import split_by_rule, word_key
+from data_prep.text import encode_answer, encode_prompt
+
+SeedSpace = Literal["calibration", "evaluation", "training"]
+Needle = tuple[str, str]
+
+# A pair's checksum modulo 4 says whose it is; evaluation, the largest user, has half of all pairs.
+_PAIR_OWNER: tuple[SeedSpace, ...] = ("calibration", "training", "evaluation", "evaluation")
+
+NOISE_LINE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
+# In percent of an essay's sentences.
+DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
+_MOST_FITS = 40
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class Draft(NamedTuple):
+    """A whole prompt with the beginning of its answer, the correct answers, and what is hidden."""
+
+    text: str
+    prefix: str
+    answers: list[str]
+    needles: list[Needle]
+
+    @property
+    def prompt(self) -> str:
+        """The text up to the question's end."""
+        return self.text[: len(self.text) - len(self.prefix)]
+
+
+def needle_sentence(key: str, value: str, what: str) -> str:
+    """The hidden sentence; `what` is numbers or uuids."""
+    return f"One of the special magic {what} for {key} is: {value}."
+
+
+def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
+    """The question at the prompt's end, and the beginning of its answer, behind which a model goes
+    on; `many`: it has several answers.
+    """
+    noun, verb = (what, "are") if many else (what[:-1], "is")
+    subject = f"are all the special magic {what}" if many else f"is the special magic {noun}"
+    asked = f"What {subject} for {key} mentioned in the provided text?"
+    return asked, f" The special magic {noun} for {key} mentioned in the provided text {verb}"
+
+
+def instruction(what: str, many: bool = False) -> str:
+    """Beginning of a prompt."""
+    noun = what if many else what[:-1]
+    hidden = f"Some special magic {what} are" if many else f"A special magic {noun} is"
+    return (
+        f"{hidden} hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {noun} afterwards."
+    )
+
+
+def needle_draft(
+    spec: TaskSpec, context: str, keys: Sequence[str], answers: list[str], needles: list[Needle]
+) -> Draft:
+    """The question for the values of `keys`, which `needles` in the context have."""
+    query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
+    what, many = spec.value, spec.queries * spec.values > 1
+    asked, prefix = question(query, what, many)
+    return Draft(f"{instruction(what, many)}\n{context}\n{asked}{prefix}", prefix, answers, needles)
+
+
+def hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
+    """The lines or sentences with each needle as one more; the first stands last."""
+    for place, needle in zip(sorted(places, reverse=True), needles, strict=True):
+        texts.insert(place, needle)
+    return texts
+
+
+def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str:
+    """A key or value."""
+    if kind == "words":
+        return word_key(rng)
+    if kind == "numbers":
+        return str(rng.randrange(1_000_000, 10_000_000))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def draw_pair(
+    rng: random.Random, spec: TaskSpec, space: SeedSpace, used: Collection[str]
+) -> Needle:
+    """A pair that belongs to this seed space, its key none of those used."""
+    while True:
+        key, value = draw_value(rng, spec.key), draw_value(rng, spec.value)
+        if key not in used and pair_owner(key, value) == space:
+            return key, value
+
+
+def pair_owner(key: str, value: str) -> SeedSpace:
+    """The one seed space in which this needle can occur."""
+    return _PAIR_OWNER[zlib.crc32(f"{key}\n{value}".encode()) % len(_PAIR_OWNER)]
+
+
+def take_words(words: Sequence[str], start: int, size: int) -> str:
+    """`size` words from `start`, from the beginning again where the essay ends."""
+    times = math.ceil((start + size) / len(words))
+    tiled = words if times <= 1 else list(words) * times
+    return " ".join(tiled[start : start + size])
+
+
+def make_sample(
+    task: str,
+    length: int,
+    tokenizer: Any,
+    seed_space: SeedSpace,
+    seed: int,
+    index: int,
+    max_new_tokens: int | None,
+    essay_words: Sequence[str],
+) -> Draft:
+    """The sample of this task and index, its haystack as long as `length` tokens allow.
+
+    Args:
+        max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form is
+            fitted instead, with the answer's own tokens inside `length`.
+        essay_words: Words of the essay haystacks, see `data_prep.text.haystack_words`.
+
+    Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
+    start at a drawn one.
+
+    Raises:
+        UserError: not even the shortest haystack fits.
+    """
+    draws = _Draws(task, length, seed_space, seed, index, essay_words)
+
+    def tokens(size: int) -> int:
+        draft = draws.draft(size)
+        if max_new_tokens is None:
+            return sum(map(len, forced_ids(draft, tokenizer)))
+        return len(encode_prompt(tokenizer, draft.text)) + max_new_tokens
+
+    spec = NEEDLES[task]
+    per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
+    smallest = 0 if spec.haystack == "essay" else spec.needles
+    return draws.draft(largest_fit(tokens, length, per_unit, smallest, task))
+
+
+def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Prompt and answer ids of the teacher-forced form, whose prompt ends with a colon.
+
+    Each is tokenised on its own.
+    """
+    prompt = encode_prompt(tokenizer, f"{draft.text}:")
+    return prompt, encode_answer(tokenizer, f" {draft.answers[0]}")
+
+
+@lru_cache(maxsize=64)
+def _tokens_per_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float:
+    """Tokens one more word or line of haystack adds, roughly."""
+    spec = NEEDLES[task]
+    if spec.haystack == "essay":
+        return max(1.0, len(encode_answer(tokenizer, " ".join(words))) / len(words))
+    lines = _Draws(task, 0, "evaluation", 0, 0, words).lines(20)
+    return max(1.0, len(encode_answer(tokenizer, "\n".join(lines) + "\n")) / len(lines))
+
+
+class _Draws:
+    """Everything random in a sample, independent of the haystack's size.
+
+    Needles come first, distractors are drawn one by one when asked for, places anew for every
+    size: a longer haystack of the same sample has the same needles.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        length: int,
+        space: SeedSpace,
+        seed: int,
+        index: int,
+        words: Sequence[str],
+    ) -> None:
+        if task not in NEEDLES:
+            raise UserError(f"{task} is no needle task: choose from {', '.join(NEEDLES)}")
+        if NEEDLES[task].haystack == "essay" and not words:
+            raise UserError(f"{task} needs an essay, but essay_words is empty")
+        self._spec, self._space, self._words = NEEDLES[task], space, words
+        entropy = [get_args(SeedSpace).index(space), list(NEEDLES).index(task)]
+        state = np.random.SeedSequence([*entropy, length, seed, index]).generate_state(16)
+        needles, self._place_seed, rest, start = (
+            int.from_bytes(stream.tobytes(), "big") for stream in state.reshape(4, 4)
+        )
+        self._start = start % len(words) if space != "evaluation" and words else 0
+        self._rest = random.Random(rest)
+        rng = random.Random(needles)
+        self._pairs: dict[str, str] = {}
+        for _ in range(self._spec.needles):
+            self._draw(rng)
+        self._keys = list(self._pairs)
+        self._asked = self._keys[rng.randrange(self._spec.needles)]
+
+    def draft(self, size: int) -> Draft:
+        """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
+        spec, count = self._spec, self._spec.needles
+        needles = [self._sentence(key) for key in self._keys]
+        rng = random.Random(self._place_seed)
+        if spec.haystack == "essay":
+            texts, joint = split_by_rule(take_words(self._words, self._start, size)), " "
+            places = [int(len(texts) * depth / 100) for depth in rng.sample(DEPTHS, count)]
+        else:
+            texts, joint = self.lines(size), "\n"
+            places = rng.sample(range(size), count)
+        context = joint.join(hide(needles, texts, places))
+        hidden = list(self._pairs.items())[: count + (size if spec.haystack == "needles" else 0)]
+        return needle_draft(spec, context, [self._asked], [self._pairs[self._asked]], hidden)
+
+    def lines(self, size: int) -> list[str]:
+        """The lines of a haystack, without the needles."""
+        if self._spec.haystack == "noise":
+            return [NOISE_LINE] * size
+        first = self._spec.needles
+        while len(self._pairs) < first + size:
+            self._draw(self._rest)
+        return [self._sentence(key) for key in list(self._pairs)[first : first + size]]
+
+    def _sentence(self, key: str) -> str:
+        return needle_sentence(key, self._pairs[key], self._spec.value)
+
+    def _draw(self, rng: random.Random) -> None:
+        key, value = draw_pair(rng, self._spec, self._space, self._pairs)
+        self._pairs[key] = value
+
+
+def largest_fit(
+    tokens: Callable[[int], int], length: int, per_unit: float, smallest: int, what: str
+) -> int:
+    """The largest haystack size whose sample has at most `length` tokens, to within one unit.
+
+    Interpolation towards the length, kept inside a bracket that shrinks in every step; where it
+    shrinks too slowly, bisection. Ends after a bounded number of steps whatever `tokens` does.
+    Raises UserError, about `what`, when not even the `smallest` one fits.
+    """
+    fits, used = smallest, tokens(smallest)
+    if used > length:
+        raise UserError(
+            f"{what} does not fit into {length} tokens: its shortest sample has {used}; "
+            "raise the length or leave the task out"
+        )
+    too_large: int | None = None
+    rate = per_unit
+    for step in range(_MOST_FITS):
+        slack = length - used
+        if slack < per_unit or too_large == fits + 1:
+            break
+        guess = fits + max(1, round(slack / rate - 0.25))
+        if too_large is not None:
+            guess = (fits + too_large) // 2 if step % 4 == 3 else min(guess, too_large - 1)
+        count = tokens(guess)
+        rate = max((count - used) / (guess - fits), 0.1)
+        if count <= length:
+            fits, used = guess, count
+        else:
+            too_large = guess
+    return fits
+
+
+def string_match(output: str, answers: Sequence[str], any_answer: bool = False) -> float:
+    """RULER's score of an output: share of the answers that occur in it, in [0, 1].
+
+    Case does not count. With `any_answer` (RULER's string_match_part) one of them is enough for 1.
+    """
+    text = _CONTROL.sub("\n", output).strip().lower()
+    matches = [answer.lower() in text for answer in answers]
+    return float(any(matches)) if any_answer else sum(matches) / len(matches)

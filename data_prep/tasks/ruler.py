@@ -1,0 +1,570 @@
+"""RULER's thirteen tasks, draw by draw as NVIDIA/RULER makes them at commit c3f5e3b.
+
+With its words (the package wonderwords), its sentences (NLTK's punkt) and its essays, a task of at
+least 4,096 tokens has the very samples that RULER has for the seed. `data_prep.tasks.samples` makes
+them once and keeps them; what differs is listed in docs/notes/deviations.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bosch.errors import UserError
+from bosch.files import load_json
+from data_prep.tasks.needles import (
+    DEPTHS,
+    NOISE_LINE,
+    Draft,
+    draw_value,
+    hide,
+    needle_draft,
+    needle_sentence,
+    pair_owner,
+    take_words,
+)
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, RULER_NEEDLES, TaskSpec
+from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler
+from data_prep.text import encode_prompt, essay_identity
+
+_CHAIN_HOPS = 4
+_COMMON_WORDS = 10
+# From here on RULER's own steps are used; below, its smallest haystacks do not fit.
+_SHORTEST_LENGTH = 4096
+# RULER draws again, for ever, where one step of haystack does not fit.
+_REDRAWS = 200
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What samples are made of, beside the seed: prose, words, and a folder with RULER's data."""
+
+    essay: Sequence[str]
+    data_dir: Path | None = None
+    words: WordLists = field(default_factory=ruler_words)
+
+    @cached_property
+    def essay_sha256(self) -> str:
+        """SHA-256 of the prose."""
+        return str(essay_identity(None, self.essay)["sha256"])
+
+
+class Sample(NamedTuple):
+    """A draft that fits, its token ids, and the sizes of the drafts that led to it."""
+
+    draft: Draft
+    ids: list[int]
+    sizes: list[int]
+
+
+class TokenCounter:
+    """Counts tokens of prompts without special tokens, as RULER does; counts its calls too."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = len(encode_prompt(tokenizer, ""))
+        self._last: tuple[str, list[int]] = ("", [])
+        self.calls = 0
+
+    def ids(self, text: str) -> list[int]:
+        """The prompt's ids, opening special tokens included."""
+        if not text or text != self._last[0]:
+            self.calls += 1
+            self._last = (text, encode_prompt(self._tokenizer, text))
+        return self._last[1]
+
+    def tokens(self, text: str) -> int:
+        return len(self.ids(text)) - self._special
+
+    def fits(self, text: str, limit: int, noise: int = 0) -> bool:
+        """Whether the text has at most `limit` tokens; tokenised only where it is close.
+
+        `noise`: by how many tokens texts of one length may differ, beside what any text does.
+        """
+        known, ids = self._last
+        if known:
+            per_character = len(ids) / len(known)
+            more = len(text) - len(known)
+            slack = 0.4 * per_character * abs(more) + limit / 256 + 32 + noise
+            distance = len(ids) + per_character * more - limit
+            if abs(distance) > slack:
+                return distance < 0
+        return self.tokens(text) <= limit
+
+
+class RulerTask(ABC):
+    """The samples of one task at one length, in order; sample i follows from the draws before it.
+
+    `draw` makes the next draft of a size in haystack units and moves the random state on.
+    """
+
+    step: int  # by which RULER shrinks a haystack that does not fit
+    smallest = 1
+    noise = 0  # tokens by which drafts of one length may differ
+
+    def __init__(
+        self, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
+    ) -> None:
+        self.corpus, self.seed, self.length, self.new_tokens = corpus, seed, length, new_tokens
+        self.counter = counter
+        self.is_short = length < _SHORTEST_LENGTH
+        self.random = random.Random(seed)
+        self.numbers = np.random.RandomState(seed)
+        self.size = 0
+
+    @abstractmethod
+    def draw(self, index: int, size: int) -> Draft:
+        """The next draft of sample `index`, as it is measured while the size is fitted."""
+
+    def draft(self, index: int, size: int) -> Draft:
+        """The next draft of sample `index` as it is answered."""
+        return self.draw(index, size)
+
+    def fit(self) -> list[int]:
+        """Set `size`, the largest haystack that fits by RULER's bisection; returns sizes drawn."""
+        return self._bisect(self.length - self.new_tokens)
+
+    def _bisect(self, limit: int) -> list[int]:
+        """RULER's bisection from three times what one step's tokens suggest."""
+        first = max(self.step, self.smallest)
+        per_unit = self.counter.tokens(self.draw(0, first).text) / first
+        # Below RULER's lengths a step is so small that the prompt's other text hides its tokens.
+        short = self.length if self.is_short else 0
+        most = max(int(self.length / per_unit * 3), 2 * first, short)
+        return [first, *self._halve(first, most, limit)]
+
+    def _halve(self, low: int, high: int, limit: int) -> list[int]:
+        """Set `size` to the largest in [low, high] that has `limit` tokens; returns sizes drawn."""
+        sizes, self.size = [], low
+        while low <= high:
+            middle = (low + high) // 2
+            sizes.append(middle)
+            if self.counter.fits(self.draw(0, middle).text, limit, self.noise):
+                self.size, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return sizes
+
+    def replay(self, fit: Sequence[int], samples: Sequence[Sequence[int]]) -> None:
+        """Draw again what `fit` and `sample` drew, without a tokenizer; `size` is to be set."""
+        for size in fit:
+            self.draw(0, size)
+        for index, sizes in enumerate(samples):
+            for size in sizes:
+                self.draft(index, size)
+
+    def sample(self, index: int) -> Sample:
+        """The next sample, `index` of them made before; its haystack shrinks until it fits.
+
+        Raises:
+            UserError: not even the shortest haystack fits.
+        """
+        size, sizes = self.size, []
+        while True:
+            sizes.append(size)
+            draft = self.draft(index, size)
+            used = self.counter.tokens(draft.text) + self.new_tokens
+            if used <= self.length:
+                return Sample(draft, self.counter.ids(draft.text), sizes)
+            if size > self.step:
+                size -= self.step
+            elif sizes.count(size) >= _REDRAWS and size > self.smallest:
+                size = max(self.smallest, size // 2)
+            elif sizes.count(size) >= _REDRAWS:
+                raise UserError(
+                    f"it does not fit into {self.length} tokens: its shortest sample has {used}; "
+                    "raise the length or leave the task out"
+                )
+
+    def _step(self, regular: int, short: int) -> int:
+        return max(short, 1) if self.is_short else regular
+
+
+class NeedleTask(RulerTask):
+    """Needles in noise, in prose or among other needles."""
+
+    def __init__(self, spec: TaskSpec, *args: Any) -> None:
+        super().__init__(*args)
+        self.spec = spec
+        self.smallest = spec.needles if spec.haystack != "essay" else 1
+        self.step = max(
+            self.smallest,
+            self._step(500, self.length // 64)
+            if spec.haystack == "essay"
+            else self._step(25, self.length // 1024),
+        )
+
+    def draw(self, index: int, size: int) -> Draft:
+        spec, rng = self.spec, self.random
+        keys: list[str] = []
+        values: list[list[str]] = []
+        for _ in range(spec.needles):
+            keys.append(self._draw_key())
+            values.append([self._draw_value(keys[-1]) for _ in range(spec.values)])
+        pairs = [(key, v) for key, many in zip(keys, values, strict=True) for v in many]
+        needles = [needle_sentence(key, value, spec.value) for key, value in pairs]
+        random.Random(self.seed).shuffle(needles)
+        if spec.haystack == "essay":
+            sentences = self._sentences(size)
+            depths = rng.sample(DEPTHS, len(needles))
+            places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
+            texts = []
+            for begin, place, needle in zip([0, *places], places, needles, strict=False):
+                texts += [" ".join(sentences[begin:place]), needle]
+            context = " ".join([*texts, " ".join(sentences[places[-1] :])])
+        else:
+            is_noise = spec.haystack == "noise"
+            lines = [NOISE_LINE if is_noise else self._distractor() for _ in range(size)]
+            context = "\n".join(hide(needles, lines, rng.sample(range(size), len(needles))))
+        chosen = rng.sample(range(spec.needles), spec.queries)
+        answers = [value for at in chosen for value in values[at]]
+        return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
+
+    def _draw_key(self) -> str:
+        if self.spec.key == "words":
+            return self.random.choice(self.corpus.words.keys)
+        return draw_value(self.random, self.spec.key)
+
+    def _draw_value(self, key: str) -> str:
+        """A value; with the built-in words, which calibration and training use, an own one."""
+        while True:
+            value = draw_value(self.random, self.spec.value)
+            if self.corpus.words.is_upstream or pair_owner(key, value) == "evaluation":
+                return value
+
+    @lru_cache(maxsize=4)  # noqa: B019 - a task's samples have two or three sizes
+    def _sentences(self, size: int) -> list[str]:
+        return split_as_ruler(take_words(self.corpus.essay, 0, size).strip())
+
+    def _distractor(self) -> str:
+        key = self._draw_key()
+        return needle_sentence(key, self._draw_value(key), self.spec.value)
+
+
+class VariableTracking(RulerTask):
+    """A chain of assignments in noise, after one worked example of another chain."""
+
+    smallest = _CHAIN_HOPS + 1
+    _EXAMPLE_LENGTH, _EXAMPLE_VALUE = 500, "12345"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._example = ""
+        length, new_tokens = self.length, self.new_tokens
+        self.length, self.new_tokens = min(self._EXAMPLE_LENGTH, length // 2), 0
+        self.step = 5
+        self._bisect(self.length)
+        draft = super().sample(0).draft
+        self._example = f"{draft.text} {' '.join(draft.answers)}\n"
+        self._example_names = draft.answers
+        self.length, self.new_tokens = length, new_tokens
+        self.step = self._step(10, self.length // 1024)
+
+    def fit(self) -> list[int]:
+        example = self.counter.tokens(self._example)
+        return self._bisect(self.length - self.new_tokens - example)
+
+    def draw(self, index: int, size: int) -> Draft:
+        names, chain = self._chain()
+        value = chain[0].split("=")[-1].strip()
+        lines = [NOISE_LINE] * size
+        places = sorted(self.random.sample(range(size), len(chain)))
+        for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + offset, line)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        prefix = (
+            " Answer: According to the chain(s) of variable assignment in the text above, "
+            f"{_CHAIN_HOPS + 1} variables are assigned the value {value}, they are: "
+        )
+        text = (
+            "Memorize and track the chain(s) of variable assignment hidden in the following text."
+            f"\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in "
+            f"the text above.{prefix}"
+        )
+        return Draft(text, prefix, names, [])
+
+    def draft(self, index: int, size: int) -> Draft:
+        draft = self.draw(index, size)
+        return draft._replace(text=self._other_example() + draft.text) if self._example else draft
+
+    def _other_example(self) -> str:
+        """The worked example with other names and another value."""
+        example = self._example
+        for name in self._example_names:
+            example = example.replace(name, self._name(len(name)))
+        value = str(self.numbers.randint(10000, 99999))
+        return example.replace(self._EXAMPLE_VALUE, value) + "\n"
+
+    def _chain(self) -> tuple[list[str], list[str]]:
+        count = _CHAIN_HOPS + 1
+        letters = 5 if self._example else 3
+        drawn = [self._name(letters) for _ in range(count)]
+        while len(set(drawn)) < count:
+            drawn.append(self._name(letters))
+        names = list(dict.fromkeys(drawn))
+        value = str(self.numbers.randint(10000, 99999)) if self._example else self._EXAMPLE_VALUE
+        links = [f"VAR {name} = VAR {last} " for last, name in itertools.pairwise(names)]
+        return names, [f"VAR {names[0]} = {value}", *links]
+
+    def _name(self, letters: int) -> str:
+        return "".join(self.random.choices(string.ascii_uppercase, k=letters))
+
+
+class CommonWords(RulerTask):
+    """A numbered list of words, ten of them far more often than the rest, after one such list."""
+
+    step = 10
+    smallest = _COMMON_WORDS
+    noise = 500  # ten words stand there thirty times each
+    _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._words = list(self.corpus.words.single)
+        random.Random(self.seed).shuffle(self._words)
+        self._more_words = self._english_words()
+        self._available = max(len(self._words), len(self._more_words))
+
+    def fit(self) -> list[int]:
+        """As `RulerTask.fit`; raises UserError where there are too few words for the length."""
+        first = min(4096, self._available)
+        per_word = self.counter.tokens(self.draw(0, first).text) / first
+        low, high = self.step, max(int(self.length // per_word) * 2, 2 * self.step)
+        sizes = [
+            first,
+            *self._halve(low, min(high, self._available), self.length - self.new_tokens),
+        ]
+        if self.size == self._available:
+            raise UserError(
+                f"there are {self._available:,} different words, too few for {self.length:,} "
+                f"tokens: install the package wonderwords, and name the folder with RULER's "
+                f"{DATA_FILES['cwe']} as data_dir"
+            )
+        return sizes
+
+    def draw(self, index: int, size: int) -> Draft:
+        example = self._list(20, 3, 1) if self.is_short else self._list(40, 10, 3)
+        context, answers = self._list(size, 6, 1) if self.is_short else self._list(size, 30, 3)
+        text = f"{self._prompt(example[0])} {_numbered(example[1])}\n{self._prompt(context)}"
+        return Draft(text, self._PREFIX, answers, [])
+
+    def _prompt(self, context: str) -> str:
+        return (
+            "Below is a numbered list of words. In these words, some appear more often than "
+            f"others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the "
+            f"10 most common words in the above list?{self._PREFIX}"
+        )
+
+    def _list(self, count: int, often: int, seldom: int) -> tuple[str, list[str]]:
+        words = self.random.sample(
+            self._words if count <= len(self._words) else self._more_words, count
+        )
+        common, other = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
+        listed = common * often + other * seldom
+        random.Random(self.seed).shuffle(listed)
+        return _numbered(listed), common
+
+    def _english_words(self) -> list[str]:
+        folder = self.corpus.data_dir
+        path = folder / DATA_FILES["cwe"] if folder is not None else None
+        if path is None or not path.is_file():
+            return []
+        content = _read_data(path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: expected a JSON object of words, as RULER has it")
+        return [str(word) for word in content.values()]
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+class FrequentWords(RulerTask):
+    """Made-up words whose counts fall with the square of their rank; the first is noise."""
+
+    _ZETA_2 = math.pi**2 / 6
+    _LETTERS = 6
+    _PREFIX = (
+        " Answer: According to the coded text above, the three most frequently appeared words are:"
+    )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._limit = self.length - self.new_tokens
+        self.step = max(1, self._limit // 32)
+        self._vocabulary: list[str] = []
+
+    def fit(self) -> list[int]:
+        """Set `size`, the most words that stay below the length in RULER's steps."""
+        size = self._limit // self._LETTERS
+        text = self.draw(0, size).text
+        while self.counter.fits(text, self._limit - 1):
+            size += self.step
+            text = self._text(size)
+        self.size = max(size - self.step, self.smallest)
+        return [size]
+
+    def draw(self, index: int, size: int) -> Draft:
+        count = max(self._limit // 50, 4)
+        words = [self._word() for _ in range(count)]
+        while len(set(words)) < count:
+            words.append(self._word())
+        self._vocabulary = sorted(set(words))
+        random.Random(self.seed).shuffle(self._vocabulary)
+        self._vocabulary[0] = "..."
+        return Draft(self._text(size), self._PREFIX, self._vocabulary[1:4], [])
+
+    def sample(self, index: int) -> Sample:
+        draft, size = self.draw(index, self.size), self.size
+        while self.counter.tokens(draft.text) > self._limit:
+            if size <= self.step:
+                raise UserError(
+                    f"it does not fit into {self.length} tokens; raise the length or leave the "
+                    "task out"
+                )
+            size -= self.step
+            draft = draft._replace(text=self._text(size))
+        return Sample(draft, self.counter.ids(draft.text), [size])
+
+    def _text(self, size: int) -> str:
+        ranks = np.arange(1, len(self._vocabulary) + 1)
+        counts = (size * (ranks**-2.0) / self._ZETA_2).astype(int)
+        words = [w for w, n in zip(self._vocabulary, counts, strict=True) for _ in range(n)]
+        random.Random(self.seed).shuffle(words)
+        return (
+            "Read the following coded text and track the frequency of each coded word. Find the "
+            f"three most frequently appeared coded words. {' '.join(words)}\nQuestion: Do not "
+            "provide any explanation. Please ignore the dots '....'. What are the three most "
+            f"frequently appeared words in the above coded text?{self._PREFIX}"
+        )
+
+    def _word(self) -> str:
+        return "".join(self.random.choices(string.ascii_lowercase, k=self._LETTERS))
+
+
+class _Question(NamedTuple):
+    """A question, its answers, and the numbers of its documents and of others on its subject."""
+
+    text: str
+    answers: list[str]
+    documents: list[int]
+    related: list[int]
+
+
+class QuestionAnswering(RulerTask):
+    """A question on documents among others, from a local file of SQuAD or HotpotQA."""
+
+    _PREFIX = " Answer:"
+    _ORDER = (
+        "Answer the question based on the given documents. Only give me the answer and do not "
+        "output any other words."
+    )
+
+    def __init__(self, task: str, *args: Any) -> None:
+        super().__init__(*args)
+        path = Path(self.corpus.data_dir or "", DATA_FILES[task])
+        read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
+        try:
+            self._questions, self._documents = read(_read_data(path))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: not the file that RULER downloads ({type(error).__name__}: {error})"
+            ) from None
+        self._path = path
+        self.step = self._step(10, 1)
+
+    def draw(self, index: int, size: int) -> Draft:
+        if index >= len(self._questions):
+            raise UserError(f"{self._path}: holds {len(self._questions):,} questions; ask for less")
+        one = self._questions[index]
+        own, related = one.documents, one.related
+        size = max(size, len(own))
+        if size >= len(self._documents):
+            repeats = math.ceil(size / len(self._documents))
+            documents = (self._documents * repeats)[:size]
+        else:
+            if size - len(own) > len(related):
+                used = {*own, *related}
+                unused = [at for at in range(len(self._documents)) if at not in used]
+                count = size - len(own) - len(related)
+                numbers = own + related + self.random.sample(unused, count)
+            else:
+                numbers = own + self.random.sample(related, size - len(own))
+            documents = [self._documents[at] for at in numbers]
+        random.Random(self.seed).shuffle(documents)
+        context = "\n\n".join(f"Document {i}:\n{d}" for i, d in enumerate(documents, 1))
+        text = (
+            f"{self._ORDER}\n\nThe following are given documents.\n\n{context}\n\n{self._ORDER}"
+            f"\n\nQuestion: {one.text}{self._PREFIX}"
+        )
+        return Draft(text, self._PREFIX, one.answers, [])
+
+
+def _squad(content: Any) -> tuple[list[_Question], list[str]]:
+    """SQuAD 2.0's answerable questions; a question's article is what it is related to."""
+    articles = [article["paragraphs"] for article in content["data"]]
+    documents = sorted({paragraph["context"] for many in articles for paragraph in many})
+    number = {document: at for at, document in enumerate(documents)}
+    questions = []
+    for paragraphs in articles:
+        article = [number[paragraph["context"]] for paragraph in paragraphs]
+        for paragraph in paragraphs:
+            own = number[paragraph["context"]]
+            related = [at for at in article if at != own]
+            questions += [
+                _Question(one["question"], [a["text"] for a in one["answers"]], [own], related)
+                for one in paragraph["qas"]
+                if not one["is_impossible"]
+            ]
+    return questions, documents
+
+
+def _hotpotqa(content: Any) -> tuple[list[_Question], list[str]]:
+    """HotpotQA's questions, each with the ten documents that come with it."""
+    texts = [[f"{title}\n{''.join(lines)}" for title, lines in one["context"]] for one in content]
+    documents = sorted({text for many in texts for text in many})
+    number = {document: at for at, document in enumerate(documents)}
+    questions = [
+        _Question(one["question"], [one["answer"]], [number[text] for text in many], [])
+        for one, many in zip(content, texts, strict=True)
+    ]
+    return questions, documents
+
+
+def _read_data(path: Path) -> Any:
+    """The JSON content of one of RULER's files. Raises UserError where it is damaged."""
+    try:
+        return load_json(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged, not JSON ({error}); get the file again") from None
+
+
+def ruler_task(
+    task: str, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
+) -> RulerTask:
+    """The samples of a task at one length.
+
+    Raises:
+        UserError: the task is unknown, or a file it needs is missing or damaged.
+    """
+    arguments = (corpus, seed, length, new_tokens, counter)
+    if task in RULER_NEEDLES:
+        return NeedleTask(RULER_NEEDLES[task], *arguments)
+    if task in ("qa_1", "qa_2"):
+        return QuestionAnswering(task, *arguments)
+    classes = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
+    if task not in classes:
+        raise UserError(f"{task} is no task of RULER: choose from {', '.join(NEW_TOKENS)}")
+    return classes[task](*arguments)

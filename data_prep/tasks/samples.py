@@ -1,0 +1,209 @@
+"""RULER's samples on disk: made once for a tokenizer, length and seed, and extended on demand.
+
+A folder holds ids.bin (the prompts' token ids, int32, one after the other) and samples.jsonl: first
+how the haystack's size was found, then a line for each sample, with the hash of its ids.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bosch.errors import RunError, UserError
+from bosch.files import canonical_json, file_digest, make_folder
+from bosch.journal import Journal
+from data_prep.tasks.needles import Needle
+from data_prep.tasks.ruler import Corpus, Sample, TokenCounter, ruler_task
+from data_prep.tasks.tables import DATA_FILES
+from data_prep.tasks.words import sentences_identity, words_identity
+
+logger = logging.getLogger(__name__)
+
+# To be raised when a task's samples change.
+GENERATOR = 2
+_TAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """A prompt to continue, its correct answers, and what is hidden in it.
+
+    The prompt ends with `prefix`, the beginning of the answer; `prompt_sha256` is of the text
+    without it. `tail` is the text's end.
+    """
+
+    task: str
+    index: int
+    ids: np.ndarray  # [T] int32
+    answers: list[str]
+    tail: str
+    prefix: str
+    needles: list[Needle]
+    prompt_sha256: str
+
+
+@dataclass(frozen=True)
+class SampleFolder:
+    """The samples of one task at one length below a folder that runs share."""
+
+    root: Path
+    task: str
+    length: int
+    new_tokens: int
+    seed: int
+    corpus: Corpus
+    tokenizer: Any
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that the samples depend on."""
+        file = self._data_file
+        return {
+            "generator": GENERATOR,
+            "task": self.task,
+            "length": self.length,
+            "new_tokens": self.new_tokens,
+            "seed": self.seed,
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "words": words_identity(),
+            "sentences": sentences_identity(),
+            "essay": self.corpus.essay_sha256,
+            "data": file_digest(file) if file is not None else None,
+        }
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(canonical_json(self.identity).encode()).hexdigest()
+        return self.root / f"{self.task}-{self.length}-{digest[:16]}"
+
+    def make(self, count: int, done: Callable[[], None] = lambda: None) -> None:
+        """Have at least `count` samples on disk; `done` is called for each that is new.
+
+        Raises:
+            UserError: the task does not fit, or a file it needs is missing or damaged.
+        """
+        with self._locked() as folder:
+            journal, ids_file = Journal(folder / "samples.jsonl"), folder / "ids.bin"
+            head, records = _whole(journal, ids_file)
+            if len(records) >= count:
+                return
+            counter = TokenCounter(self.tokenizer)
+            try:
+                task = ruler_task(
+                    self.task, self.corpus, self.seed, self.length, self.new_tokens, counter
+                )
+                if head is None:
+                    journal.append({"fit": task.fit(), "size": task.size})
+                else:
+                    task.size = head["size"]
+                    task.replay(head["fit"], [record["sizes"] for record in records])
+                with ids_file.open("ab") as file:
+                    file.truncate(4 * sum(record["tokens"] for record in records))
+                    for index in range(len(records), count):
+                        sample = task.sample(index)
+                        file.write(np.asarray(sample.ids, np.int32).tobytes())
+                        file.flush()
+                        os.fsync(file.fileno())
+                        journal.append(_record(index, sample))
+                        done()
+            except UserError as fault:
+                raise UserError(f"{self.task} at {self.length:,} tokens: {fault}") from None
+
+    def read(self, indices: range) -> Iterator[StoredSample]:
+        """The samples of these indices, which must be there."""
+        folder = self.path
+        _, *records = Journal(folder / "samples.jsonl").read_new()
+        starts = np.cumsum([0, *(record["tokens"] for record in records)])
+        ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
+        for index in indices:
+            record = records[index]
+            own_ids = np.array(ids[starts[index] : starts[index + 1]])
+            if _digest(own_ids) != record["ids_sha256"]:
+                raise RunError(
+                    f"{folder}: sample {index} is damaged; run the same command again, which makes "
+                    "it anew"
+                )
+            yield StoredSample(
+                self.task,
+                index,
+                own_ids,
+                record["answers"],
+                record["tail"],
+                record["prefix"],
+                [(key, value) for key, value in record["needles"]],
+                record["prompt_sha256"],
+            )
+
+    @property
+    def _data_file(self) -> Path | None:
+        name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
+        path = folder / name if name is not None and folder is not None else None
+        return path if path is not None and path.is_file() else None
+
+    @contextmanager
+    def _locked(self) -> Iterator[Path]:
+        folder = self.path
+        make_folder(folder)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+
+
+def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """How the size was found (None: not yet) and the samples before the first that is damaged.
+
+    What stands behind that one is taken out of the journal.
+    """
+    entries = journal.read_new()
+    head = entries[0] if entries and "fit" in entries[0] else None
+    records, start = [], 0
+    ids = np.fromfile(ids_file, np.int32) if ids_file.exists() else np.empty(0, np.int32)
+    for record in entries[1:] if head is not None else []:
+        own_ids = ids[start : start + record["tokens"]]
+        if record["index"] != len(records) or _digest(own_ids) != record.get("ids_sha256"):
+            logger.warning("%s: damaged from sample %d on; made anew", ids_file, len(records))
+            break
+        start += record["tokens"]
+        records.append(record)
+    if journal.damaged or len(entries) > len(records) + (head is not None):
+        journal.replace(([head] if head is not None else []) + records)
+    return head, records
+
+
+def _digest(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def _record(index: int, sample: Sample) -> dict[str, Any]:
+    draft = sample.draft
+    return {
+        "index": index,
+        "tokens": len(sample.ids),
+        "ids_sha256": _digest(np.asarray(sample.ids, np.int32)),
+        "sizes": sample.sizes,
+        "answers": draft.answers,
+        "tail": draft.text[-_TAIL_CHARACTERS:],
+        "prefix": draft.prefix,
+        "needles": draft.needles,
+        "prompt_sha256": hashlib.sha256(draft.prompt.encode()).hexdigest(),
+    }
+
+
+@lru_cache(maxsize=4)
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of what decides which tokens a text has."""
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = canonical_json({"class": type(tokenizer).__name__, **tokenizer.get_vocab()})
+    return hashlib.sha256(content.encode()).hexdigest()

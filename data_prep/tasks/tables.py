@@ -1,0 +1,59 @@
+"""The tables of the needle tasks and of RULER's thirteen; importing it takes no time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """Parameters of a needle task; `needles` is the number of keys."""
+
+    haystack: Literal["noise", "essay", "needles"]
+    key: Literal["words", "uuids"]
+    value: Literal["numbers", "uuids"]
+    needles: int
+    values: int = 1
+    queries: int = 1
+
+
+NeedleTask = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+]
+# Calibration asks these.
+NEEDLES: dict[str, TaskSpec] = {
+    "niah_single_1": TaskSpec("noise", "words", "numbers", 1),
+    "niah_single_2": TaskSpec("essay", "words", "numbers", 1),
+    "niah_single_3": TaskSpec("essay", "words", "uuids", 1),
+    "niah_multikey_1": TaskSpec("essay", "words", "numbers", 4),
+    "niah_multikey_2": TaskSpec("needles", "words", "numbers", 1),
+    "niah_multikey_3": TaskSpec("needles", "uuids", "uuids", 1),
+}
+# RULER's thirteen (NVIDIA/RULER c3f5e3b).
+RulerTask = Literal[
+    NeedleTask, "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"
+]
+RULER_NEEDLES = {
+    **NEEDLES,
+    "niah_multivalue": TaskSpec("essay", "words", "numbers", 1, values=4),
+    "niah_multiquery": TaskSpec("essay", "words", "numbers", 4, queries=4),
+}
+# Tokens a model may generate, inside the length.
+NEW_TOKENS = {
+    **dict.fromkeys(RULER_NEEDLES, 128),
+    "vt": 30,
+    "cwe": 120,
+    "fwe": 50,
+    "qa_1": 32,
+    "qa_2": 32,
+}
+# Any one of the answers is enough; elsewhere the score is the share of the answers.
+ANY_ANSWER = frozenset({"qa_1", "qa_2"})
+# What RULER downloads, under the names it gives the files.
+DATA_FILES = {"qa_1": "squad.json", "qa_2": "hotpotqa.json", "cwe": "english_words.json"}

@@ -1,0 +1,255 @@
+"""Scores of any models beside a recipe's original: no stage, but in the same store."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import RunError, UserError
+from bosch.files import (
+    Stamp,
+    canonical_json,
+    changed_file,
+    file_hashes,
+    make_folder,
+    read_json,
+    write_json,
+    write_text,
+)
+from pipeline.run.graph import Node
+from pipeline.run.locks import hold, read_holder
+from pipeline.run.runner import Runner
+from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
+from stages.evaluate.scores import (
+    HYBRID,
+    ORIGINAL,
+    SAMPLES,
+    SelectedScores,
+    read_samples,
+    write_samples,
+)
+from stages.materialize.stage import MODEL
+from stages.train.stage import checkpoint_folders
+
+_HYBRID_STAGE, _TRAINING_STAGE = "materialize", "train"
+_FUNCTION = "stages.evaluate.selected:run"
+
+
+class Evaluation:
+    """Evaluations under the settings of a recipe, which `node` holds.
+
+    Raises UserError for a recipe without them.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        nodes = {node.name: node for node in runner.nodes}
+        if "evaluate" not in nodes:
+            raise UserError(
+                f"{runner.loaded.file}: has no section evaluate, which says what to evaluate"
+            )
+        self.runner, self.store = runner, runner.store
+        self.node, self.original = nodes["evaluate"], nodes[ORIGINAL]
+
+    @property
+    def place(self) -> Path:
+        """Where scores and answers are found afterwards."""
+        return self.store.root / self.runner.name / "evaluation"
+
+    def available(self) -> dict[str, Path]:
+        """The hybrid and the complete checkpoints that there are, of a running training too.
+
+        Raises RunError where a published output of theirs is damaged.
+        """
+        folders: dict[str, Path] = {}
+        for node in self.runner.nodes:
+            if node.key is None or node.name not in (_HYBRID_STAGE, _TRAINING_STAGE):
+                continue
+            damage = self.store.damage(node.name, node.key, self.runner.hasher)
+            if damage is not None:
+                raise RunError(
+                    f"the output of {node.name} is damaged ({damage}); run the recipe, which makes "
+                    "it again"
+                )
+            published = self.store.published(node.name, node.key)
+            place = published if published.exists() else self.store.work(node.name, node.key)
+            if node.name == _HYBRID_STAGE and (place / MODEL / "config.json").is_file():
+                folders[HYBRID] = place / MODEL
+            if node.name == _TRAINING_STAGE and (place / "checkpoints").is_dir():
+                folders |= checkpoint_folders(place)
+        return folders
+
+    def is_finished(self) -> bool:
+        """Whether no further model appears."""
+        names = (_HYBRID_STAGE, _TRAINING_STAGE)
+        last = [one for one in self.runner.nodes if one.name in names][-1]
+        return self._is_whole(last)
+
+    def is_running(self) -> bool:
+        """Whether a process works on a stage of the recipe."""
+        keys = [(one.name, one.key) for one in self.runner.nodes if one.key is not None]
+        return any(read_holder(self.store.lock(name, key)) is not None for name, key in keys)
+
+    def score(self, folders: Mapping[str, Path]) -> SelectedScores:
+        """Evaluate these models and the original; the files go to <root>/<recipe>/evaluation."""
+        self.runner.stamps(self.original)
+        document: dict[str, Any] = {
+            "original": self.original.key,
+            "code": [self.node.stage.version, VERSIONS],
+            "models": self._identities(folders),
+        }
+        stamps = self.runner.hasher.seen
+        digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
+        work = self.store.work("evaluation", digest)
+        make_folder(work)
+        lock = self.store.lock("evaluation", digest)
+        with hold(lock, f"{self.runner.name}: this evaluation", self.runner.name, wait=True):
+            # Starting a process that finds all done takes many times as long as looking here.
+            if _whole(work) is None and not self._select(document, work):
+                write_json(work / MODELS, document)
+                self._launch(folders, document["models"], stamps, work)
+            scores = SelectedScores.read(work)
+        make_folder(self.place)
+        write_json(self.place / SelectedScores.FILE, scores.content)
+        write_text(self.place / SAMPLES, (work / SAMPLES).read_text(encoding="utf-8"))
+        return scores
+
+    def _launch(
+        self,
+        folders: Mapping[str, Path],
+        identities: Mapping[str, str],
+        stamps: Mapping[str, Stamp],
+        work: Path,
+    ) -> None:
+        """Answer and score; again where training published its checkpoints meanwhile."""
+        while True:
+            (work / SelectedScores.FILE).unlink(missing_ok=True)
+            order = {
+                **self.runner.order(self.original, work, stamps),
+                "stage": "evaluate",
+                "function": _FUNCTION,
+                "inputs": {name: str(folder) for name, folder in folders.items()},
+            }
+            failure: UserError | RunError | None = None
+            try:
+                self.runner.launcher(order, self.runner.loaded.world)
+            except (UserError, RunError) as error:
+                failure = error
+            places = {name: self._place_now(folder) for name, folder in folders.items()}
+            if places == folders:
+                self._require_unchanged(folders, identities, stamps, work)
+                if failure is not None:
+                    raise failure
+                return
+            folders = places
+            self.runner.stamps(self.original)
+            self._identities(folders)
+            stamps = self.runner.hasher.seen
+
+    def _place_now(self, folder: Path) -> Path:
+        """Where a checkpoint is: publishing a stage's output moves it out of the work directory."""
+        for node in self.runner.nodes:
+            work = self.store.work(node.name, str(node.key))
+            if work in folder.parents and not folder.exists():
+                return self.store.published(node.name, str(node.key)) / folder.relative_to(work)
+        return folder
+
+    def _select(self, document: Mapping[str, Any], work: Path) -> bool:
+        """Take scores and answers from an evaluation of more models, if there is one."""
+        wanted = document["models"].items()
+        for folder, original, models in self._finished(document):
+            scores = _whole(folder) if wanted <= models.items() else None
+            names = [ORIGINAL, *document["models"]]
+            if scores is None or not scores.checkpoints.keys() >= set(names):
+                continue
+            answers = {name: original if name == ORIGINAL else folder for name in names}
+            write_samples(
+                work,
+                (
+                    record
+                    for name, place in answers.items()
+                    for record in read_samples(place)
+                    if record["checkpoint"] == name
+                ),
+            )
+            content = scores.content
+            for part in ("checkpoints", "positions"):
+                if part in content:
+                    content[part] = {n: content[part][n] for n in names if n in content[part]}
+            content["sha256"] = file_hashes(work, [SAMPLES])
+            SelectedScores.model_validate(content).write(work)
+            return True
+        return False
+
+    def _finished(self, document: Mapping[str, Any]) -> Iterator[tuple[Path, Path, dict[str, Any]]]:
+        """Finished evaluations: their folder, that of the original's answers, and their models."""
+        stages = (self.node.name, *self.node.needs)
+        if all(self._is_whole(one) for one in self.runner.nodes if one.name in stages):
+            published = self.store.published(ORIGINAL, document["original"])
+            scores = self.store.published(self.node.name, str(self.node.key))
+            yield scores, published, self._identities(self.available())
+        for file in sorted(self.store.work("evaluation", "").glob(f"*/{MODELS}")):
+            earlier = read_json(file)
+            same = ("original", "code")
+            if earlier is not None and all(earlier.get(name) == document[name] for name in same):
+                yield file.parent, file.parent, earlier["models"]
+
+    def _identities(self, folders: Mapping[str, Path]) -> dict[str, str]:
+        """What the answers of each model are stored under: its content, whatever its name."""
+        model, hasher = self.runner.loaded.recipe.model, self.runner.hasher
+        try:
+            identities = {
+                name: content_identity(folder, model, hasher.sha256)
+                for name, folder in folders.items()
+            }
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        hasher.save()
+        return identities
+
+    def _require_unchanged(
+        self,
+        folders: Mapping[str, Path],
+        identities: Mapping[str, str],
+        stamps: Mapping[str, Stamp],
+        work: Path,
+    ) -> None:
+        """Raise RunError, and forget the answers, where a file was written while it was read.
+
+        Also where its content is as before.
+        """
+        written = changed_file(stamps)
+        now = self._identities(folders)
+        changed = {name for name in folders if now[name] != identities[name]}
+        if written is not None:
+            changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
+        if written is None and not changed:
+            return
+        # What is no model's is the original's, or made the samples of all.
+        forgotten = {identities[name] for name in changed or folders}
+        if not changed:
+            forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))
+        shutil.rmtree(work, ignore_errors=True)
+        forget_answers(self.store.pool("evaluation"), forgotten)
+        names = ", ".join(f"--model {folders[name]}" for name in folders if name in changed)
+        raise RunError(
+            f"{names or written}: changed while it was evaluated, so its answers are thrown away; "
+            "run the same command again"
+        )
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether a stage's output is published and as it was then."""
+        store, key = self.store, node.key
+        return (
+            key is not None
+            and store.manifest(node.name, key) is not None
+            and store.damage(node.name, key, self.runner.hasher) is None
+        )
+
+
+def _whole(folder: Path) -> SelectedScores | None:
+    """Finished scores that lack nothing: what was missing may be there by now."""
+    scores = SelectedScores.finished(folder)
+    return None if scores is None or scores.missing else scores

@@ -1,0 +1,158 @@
+"""`bosch new MODEL --data PATH`: a commented recipe for one's own model, and how to go on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+from bosch.commands import Command
+from bosch.errors import UserError
+from bosch.files import write_text
+from pipeline.commands.paths import typed_path
+from pipeline.recipe.load import ROOT, listing, load_recipe
+from pipeline.recipe.model_shape import read_model
+from stages.inputs import is_hub_name
+
+COMMAND = Command("write a recipe for your own model, with a smoke test")
+SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
+# One small run through every stage.
+SMOKE = (
+    "name=smoke",
+    "prepare.train_tokens=256k",
+    "prepare.calibration.examples=4",
+    "search.budget_per_layer=1",
+    "train.total_tokens=256k",
+    "train.checkpoint_tokens=[256k]",
+    "evaluate.needle.samples=4",
+)
+_LONGEST, _SHORTEST = 4096, 256
+_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".mds": "mds"}
+_RECIPE = """\
+# yaml-language-server: $schema={schema}
+# Relative paths in this file start at its folder. Every key: docs/reference/recipe.md of the
+# checkout. A smoke test of every stage, whose scores mean nothing:
+#
+#   {smoke}
+
+model:
+  path: {model}   # a directory in Hugging Face form, or a name on the hub
+
+prepare:
+  sequence_length: {length}
+  train_tokens: 16M
+  sources:
+    - {source}
+  calibration:
+    length: {length}                 # a length at which the model still answers needle questions
+
+search:
+  swa_ratio: 0.75              # three of four KV heads become sliding
+  window_size: {window}             # well below the calibration length
+
+train:
+  total_tokens: 16M
+  batch_tokens: 128k
+  checkpoint_tokens: [16M]     # its last entry is at most total_tokens
+
+evaluate:
+  needle:
+    lengths: [{half}, {length}]
+    samples: 50
+
+runtime:
+  output_root: runs            # results are in a folder of it that has this file's name
+  gradient_checkpointing: true
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What for, and where to."""
+    parser.add_argument("model", metavar="MODEL_DIR", help="directory, or name on the hub")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="training documents: a file or folder of text, JSON lines, Parquet or MDS, or a "
+        "dataset's name on the hub (default: the source code of Python's library)",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="where to write it (default: my_<model's name>.yaml)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the recipe and say how to go on; raises UserError for what no run could use."""
+    name = os.path.basename(os.path.normpath(options.model)).lower().replace(".", "p")
+    file = Path(options.output or f"my_{name.replace('-', '_')}.yaml")
+    if file.exists():
+        raise UserError(f"--output {file}: is there already; remove it or name another file")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--output {file}: there is no folder {file.parent}")
+    info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
+    if faults:
+        raise UserError(
+            listing(options.model, [fault.removeprefix("model.path: ") for fault in faults])
+        )
+    most = info.max_positions if info is not None else None
+    length = min(_LONGEST, most or _LONGEST)
+    if length < _SHORTEST:
+        raise UserError(
+            f"{options.model}: has {length} positions; a search takes at least {_SHORTEST}"
+        )
+    length = 1 << length.bit_length() - 1
+    write_text(file, recipe_text(file, options.model, options.data, length))
+    print(f"{typed_path(file.absolute())}: written; check it, try it, run it:")
+    for command in ("validate", "plan"):
+        print(f"  bosch {command} {shlex.quote(str(file))}")
+    print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
+    try:
+        load_recipe(file, fetch=False)
+    except UserError as fault:
+        print(f"before it can run: {fault}")
+    return 0
+
+
+def recipe_text(file: Path, model: str, data: str | None, length: int = _LONGEST) -> str:
+    """The recipe at `file` for sequences of `length` tokens."""
+    folder = file.absolute().parent
+    source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
+    if data is not None:
+        source = f"{{name: mine, kind: {_kind(data)}, path: {_from(folder, data)}}}"
+    return _RECIPE.format(
+        schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
+        smoke=_smoke(file),
+        model=_from(folder, model),
+        source=source,
+        length=_count(length),
+        half=_count(length // 2),
+        window=length // 16,
+    )
+
+
+def _smoke(file: Path) -> str:
+    return shlex.join(["bosch", "run", str(file), *SMOKE])
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def _from(folder: Path, path: str) -> str:
+    """A path of the command line as the recipe in `folder` writes it; a hub name as it is."""
+    there = Path(path).expanduser()
+    return os.path.relpath(there, folder) if there.exists() and not there.is_absolute() else path
+
+
+def _kind(data: str) -> str:
+    """The kind of source that a path is; raises UserError where there is none."""
+    path = Path(data).expanduser()
+    if not path.exists():
+        if is_hub_name(data, Path.cwd()):
+            return "huggingface"
+        raise UserError(f"--data {data}: there is no such file or folder, and it is no hub name")
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    if not files:
+        raise UserError(f"--data {data}: is an empty folder")
+    kinds = [_KINDS.get(file.suffix, "text") for file in files]
+    return max(set(kinds), key=kinds.count)

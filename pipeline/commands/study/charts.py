@@ -1,0 +1,126 @@
+"""Charts of the studies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+import numpy.typing as npt
+
+from bosch.analysis.intervals import Estimate
+from bosch.analysis.optimality import Standing
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation
+from stages.pages.charts import Axis, Picture, curves, styles, values
+
+_LEAST_NATS = 1e-4
+_SCORE = Axis("held-out score", domain=(-0.03, 1.03))
+
+
+def landscapes(
+    by_ratio: Mapping[float, tuple[Mapping[HeadMask, Evaluation], Mapping[str, list[Standing]]]],
+) -> list[Picture]:
+    """Log-likelihood of all masks in falling order, and the methods' masks on that curve."""
+    pictures = []
+    for ratio, (landscape, standings) in by_ratio.items():
+        nats = np.sort([_missing(e.log_likelihood) for e in landscape.values()]).tolist()
+        everything = [{"x": rank, "y": value} for rank, value in enumerate(nats, start=1)]
+        rows = [
+            {"series": method, "x": one.log_likelihood_rank, "y": _missing(one.log_likelihood),
+             "tip": f"{method}: rank {one.log_likelihood_rank:,}, {one.log_likelihood:.4g} nats"}
+            for method, own in standings.items() for one in own
+        ]  # fmt: skip
+        x = Axis("rank by log-likelihood", "whole", log=True)
+        y = Axis("− log-likelihood (nats)", log=True, reverse=True)
+        chart = curves(rows, x, y, styles(standings), has_lines=False)
+        line = alt.Chart(values(everything)).mark_line(color="var(--soft)", opacity=0.5)
+        chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
+        heading = f"ρ = {ratio:g}, {len(nats):,} masks"
+        pictures.append(Picture(f"landscape-{ratio:g}", chart, f"{heading}.", heading, True))
+    return pictures
+
+
+def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> list[Picture]:
+    """Held-out score, then log-likelihood, against full-forward equivalents, one per ratio."""
+    look = styles(point.method for point in points)
+    likelihood = Axis("− held-out log-likelihood (nats)", log=True, reverse=True)
+    pictures = []
+    for quantity, y in (("score", _SCORE), ("likelihood", likelihood)):
+        for ratio in ratios:
+            rows = []
+            for point in points:
+                ends = _ends(getattr(point, quantity))
+                if y.log:
+                    ends = tuple(map(_missing, ends))
+                budget = "" if point.budget is None else f", κ = {point.budget}"
+                tip = f"{point.method}{budget}: {ends[0]:.3g}, {point.passes:.3g} full passes"
+                row = {"series": point.method, "x": point.passes, "tip": tip}
+                if point.ratio == ratio:
+                    rows.append(row | dict(zip(("y", "low", "high"), ends, strict=True)))
+            chart = curves(rows, Axis("full passes (log)", log=True), y, look)
+            name, heading = f"{quantity}-{ratio:g}", f"ρ = {ratio:g}"
+            text = f"{y.title} at {heading}: " + "; ".join(row["tip"] for row in rows) + "."
+            pictures.append(Picture(name, chart, text, heading, True))
+    return pictures
+
+
+def stability_curves(
+    ranks: Sequence[Mapping[str, Any]], sizes: Sequence[Mapping[str, Any]]
+) -> list[Picture]:
+    """Spearman's rho against the probe budget, and the score against the calibration size."""
+    agreement = [
+        {"series": f"ρ = {one['swa_ratio']:g}, {one['measure'].replace('_', '-')}",
+         "x": one["budget_per_layer"], "y": one["mean"], "tip": f"{one['mean']:.2f}"}
+        for one in ranks if one["mean"] is not None and not one["same_calibration_set"]
+    ]  # fmt: skip
+    scores = [
+        {"series": f"{one['method']}, ρ = {one['swa_ratio']:g}", "x": one["examples"],
+         "y": one["held_out_score"]["mean"], "tip": f"{one['held_out_score']['mean']:.3f}"}
+        for one in sizes
+    ]  # fmt: skip
+    panels = (
+        ("agreement", agreement, Axis("evaluations per layer"),
+         Axis("mean Spearman ρ between seeds", domain=(-1.05, 1.05))),
+        ("size", scores, Axis("calibration examples"), _SCORE),
+    )  # fmt: skip
+    return [
+        Picture(name, curves(rows, x, y, styles(row["series"] for row in rows)),
+                f"{y.title} by {x.title}.", f"{y.title} by {x.title}", True)
+        for name, rows, x, y in panels if rows
+    ]  # fmt: skip
+
+
+def jaccard_maps(
+    distances: Mapping[float, npt.NDArray[np.float64]], methods: Sequence[str]
+) -> list[Picture]:
+    """A heat map of Jaccard distances per ratio."""
+    pictures = []
+    for ratio, matrix in distances.items():
+        rows = [
+            {"x": methods[column], "y": methods[row], "value": float(value)}
+            for (row, column), value in np.ndenumerate(matrix)
+        ]
+        x = alt.X("x:N", sort=None, title=None, axis=alt.Axis(labelAngle=-60))
+        base = alt.Chart(values(rows)).encode(x=x, y=alt.Y("y:N", sort=None, title=None))
+        scale = alt.Scale(scheme="magma", domain=(0, 1))
+        cells = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, legend=None))
+        ink = alt.condition("datum.value < 0.6", alt.value("white"), alt.value("black"))
+        texts = base.mark_text(fontSize=9).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
+        chart = alt.layer(cells, texts).properties(height=26 * len(methods))
+        heading = f"ρ = {ratio:g}"
+        text = f"Jaccard distances at {heading}, from {matrix.min():.2f} to {matrix.max():.2f}."
+        pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading, True))
+    return pictures
+
+
+def _ends(estimate: Estimate) -> tuple[float, ...]:
+    """Mean and ends of its interval; of too few values only the mean is drawn."""
+    mean, low, high = estimate
+    return mean, mean if low is None else low, mean if high is None else high
+
+
+def _missing(log_likelihood: float) -> float:
+    """Distance to 0, for a log axis: log-likelihoods span four powers of ten."""
+    return max(_LEAST_NATS, -log_likelihood)

@@ -1,0 +1,154 @@
+"""`bosch upload RUN REPOSITORY`: a run's model, card, head mask and scores on the hub."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bosch.commands import Command
+from bosch.errors import RunError, UserError
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
+from stages.inputs import is_hub_name
+from stages.pages.tables import Group, Table
+from stages.train.stage import CHECKPOINTS, checkpoint_folders
+
+COMMAND = Command("put a run's model, card, head mask and scores on the Hugging Face hub")
+_MASK = "head_mask.json"
+_RESULTS = ".eval_results/bosch.yaml"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What, and where to."""
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="a run's folder, like runs/quickstart"
+    )
+    parser.add_argument("repository", metavar="REPOSITORY", help="its name on the hub, owner/name")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="tokens-<n>, or hybrid for the untrained one (default: the last that was trained)",
+    )
+    parser.add_argument("--private", action="store_true", help="for you and your organisation only")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Put all files there in one commit; raises UserError for what is not there to upload."""
+    folder, name = _model(options.run, options.checkpoint)
+    if options.repository.count("/") != 1 or not is_hub_name(options.repository, Path("/")):
+        raise UserError(f"REPOSITORY {options.repository}: expected owner/name")
+    files = dict(repository_files(options.run, folder, name))
+    if options.dry_run:
+        print("\n".join(files))
+        return 0
+    print(f"{_put(options.repository, files, options.private, name)}: {len(files)} files of {name}")
+    return 0
+
+
+def _model(run: Path, checkpoint: str | None) -> tuple[Path, str]:
+    """Folder and name of the model to upload."""
+    folders: dict[str, Path] = {}
+    if (run / "materialize" / "model" / "config.json").is_file():
+        folders[HYBRID] = run / "materialize" / "model"
+    if (run / "train" / CHECKPOINTS).is_dir():
+        folders |= checkpoint_folders(run / "train")
+    if not folders:
+        raise UserError(
+            f"RUN {run}: holds no model of a finished run; expected runs/<recipe>, with "
+            "materialize/model in it"
+        )
+    name = checkpoint or next(reversed(folders))
+    if name not in folders:
+        raise UserError(f"--checkpoint {name}: the run has {', '.join(folders)}")
+    return folders[name], name
+
+
+def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, Path | bytes]]:
+    """Every file of the repository by its path there; scores only where the run has some."""
+    card = ""
+    for path in sorted(path for path in model.rglob("*") if path.is_file()):
+        if path.name == "README.md":
+            card = path.read_text(encoding="utf-8")
+        else:
+            yield path.relative_to(model).as_posix(), path
+    if (run / "search" / _MASK).is_file():
+        yield _MASK, run / "search" / _MASK
+    if (run / "evaluate" / Scores.FILE).is_file():
+        scores = Scores.read(run / "evaluate")
+        yield f"evaluation/{Scores.FILE}", run / "evaluate" / Scores.FILE
+        if name in scores.checkpoints:
+            card += _score_section(scores, name)
+            if entries := hub_results(scores, name):
+                yield _RESULTS, yaml.safe_dump(entries, sort_keys=False).encode()
+    if card:
+        yield "README.md", card.encode()
+
+
+def _score_section(scores: Scores, name: str) -> str:
+    """The model's scores beside the original's, as the card shows them."""
+    original = scores.checkpoints.get(ORIGINAL, {})
+    rows = []
+    for suite, values in scores.checkpoints[name].items():
+        before = f"{original[suite].average:.1f}" if suite in original else "–"
+        rows.append([suite, before, f"{values.average:.1f}", f"{values.samples:,}"])
+    header = ("suite", "original", "this model", "samples")
+    return "\n" + Table("Evaluation", header, [Group(rows)], 1).markdown()
+
+
+def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
+    """Entries of `.eval_results`: the scores of tasks whose data is a dataset of the hub."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    suite = scores.checkpoints[name].get("harness")
+    if suite is None:
+        return []
+    # By name: it loads lm-eval, which takes seconds.
+    harness = importlib.import_module("stages.evaluate.harness_tasks")
+    manager = harness.task_manager(list(suite.tasks))
+    entries = []
+    for task, by_length in suite.tasks.items():
+        if task not in manager.task_index:
+            continue
+        config = harness.leaf_configs(manager, task).get(task, {})
+        dataset = str(config.get("dataset_path", ""))
+        if is_hub_name(dataset, Path("/")):
+            entries += [
+                EvalResultEntry(
+                    dataset_id=dataset,
+                    task_id=str(config.get("dataset_name") or "default"),
+                    value=round(score.score, 4),
+                    notes=f"lm-evaluation-harness, {task}, {score.samples} samples",
+                )
+                for score in by_length.values()
+            ]
+    return list(eval_result_entries_to_yaml(entries))
+
+
+def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: str) -> str:
+    """Commit the files to the hub; returns the address. One sentence for what it refuses."""
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if get_token() is None:
+        raise UserError(
+            "upload: there is no token for the hub here; run 'hf auth login' or set HF_TOKEN"
+        )
+    api = HfApi()
+    operations = [
+        CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
+        for path, content in files.items()
+    ]
+    try:
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        api.create_commit(repository, operations, commit_message=f"Upload {name}")
+    except OfflineModeIsEnabled:
+        raise UserError("upload: HF_HUB_OFFLINE is set, which allows no upload; unset it") from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(f"upload: the hub did not take {repository}: {reason}") from None
+    return str(address)

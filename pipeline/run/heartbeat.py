@@ -1,0 +1,119 @@
+"""Signs of life of a stage's processes: one that is frozen is noticed whatever it was doing.
+
+A collective's own timeout bounds only the steps that all processes do together. While one of them
+loads, saves or makes samples the others wait for as long as honest work may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from bosch.errors import StoppedError
+from bosch.this_process import name_processes
+
+_CHECKS = 10  # in a row without a sign of life, at least
+_LONGEST_SECONDS = 30.0  # between two checks
+_ENDED = 1 << 40  # added to the count of a process that has done its work
+_TELL_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def signs_of_life(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, show that this process is alive, and watch the others of the stage.
+
+    `lost` is called with a sentence, on a thread, when one has given no sign for `minutes`. Needs
+    torchrun's variables, and does nothing for a single process.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    heartbeat = Heartbeat(minutes, lost)
+    try:
+        yield
+    except StoppedError:
+        heartbeat.end()
+        raise
+    # A process that fails goes silent instead: where its end does not reach the others, this does.
+    heartbeat.end()
+
+
+class Heartbeat:
+    """Counts up in the launcher's store, and watches the other processes count.
+
+    Checks are counted, not seconds, so that a job that was suspended as a whole goes on. A thread
+    does it: work that blocks only the main thread counts as alive.
+    """
+
+    def __init__(self, minutes: float, lost: Callable[[str], None]) -> None:
+        self._rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._minutes, self._lost = minutes, lost
+        self._interval = min(minutes * 60 / _CHECKS, _LONGEST_SECONDS)
+        self._keys = [f"bosch/heartbeat/{rank}" for rank in range(size)]
+        self._counts = [0] * size
+        self._exchanges = 0
+        self._ending = threading.Event()
+        # Two threads, since a store whose machine is frozen never answers.
+        self._exchange = threading.Thread(target=self._exchange_counts, daemon=True)
+        self._exchange.start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def end(self) -> None:
+        """Tell the others that this process has done its work."""
+        self._ending.set()
+        self._exchange.join(_TELL_SECONDS)
+
+    def _exchange_counts(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone; `_watch` sees it silent
+            store = _launcher_store()
+            for key in self._keys:
+                store.add(key, 0)  # reading a missing one would wait for it
+            while not self._ending.is_set():
+                store.add(self._keys[self._rank], 1)
+                self._counts = [int(count) for count in store.multi_get(self._keys)]
+                self._exchanges += 1
+                self._ending.wait(self._interval)
+            store.add(self._keys[self._rank], _ENDED)
+
+    def _watch(self) -> None:
+        before, silent_checks = [-1], [0]
+        while not self._ending.wait(self._interval):
+            now = [*self._counts, self._exchanges]
+            if len(before) != len(now):
+                before, silent_checks = now, [0] * len(now)
+                continue
+            silent_checks = [
+                checks + 1 if new == old < _ENDED else 0
+                for checks, old, new in zip(silent_checks, before, now, strict=True)
+            ]
+            before = now
+            if max(silent_checks) * self._interval < self._minutes * 60:
+                continue
+            who = "the first node of this run, or its launcher,"
+            if silent_checks[-1] == 0:
+                ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks]
+                who = f"{name_processes(ranks)} of this run"
+            elif max(self._counts) >= _ENDED:
+                return  # the store leaves with the first node, whose work is done
+            self._lost(
+                f"{who} has given no sign of life for {self._minutes:g} minutes "
+                "(runtime.collective_timeout_minutes)"
+            )
+            return
+
+
+def _launcher_store() -> Any:
+    """A connection of its own: others wait in theirs."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(minutes=5),
+        wait_for_workers=False,
+    )

@@ -1,0 +1,75 @@
+"""Prompts in the chat template of a tokenizer, as instruct models are asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.files import read_json
+from data_prep.text import encode_answer
+
+# Stands for the prompt while the template is split around it.
+_PLACE = "@@prompt@@"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template around a prompt, which is one turn of the user.
+
+    Raises:
+        UserError: the tokenizer has none, or it leaves the prompt out.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"evaluate.chat_template: the tokenizer of {tokenizer.name_or_path} has no chat "
+                "template; set it to false"
+            )
+        before, place, after = self.text([{"role": "user", "content": _PLACE}]).partition(_PLACE)
+        if not place:
+            raise UserError(
+                f"evaluate.chat_template: the template of {tokenizer.name_or_path} leaves out what "
+                "the user says"
+            )
+        self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
+        template = json.dumps([str(tokenizer.chat_template), before, after])
+        self.digest = hashlib.sha256(template.encode()).hexdigest()
+
+    def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text, its last turn to be answered or, without that, gone on with."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(turns),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def ids(self, prompt: Sequence[int], answer_prefix: str = "") -> list[int]:
+        """Token ids of a prompt as the user's turn.
+
+        `answer_prefix`, with which the prompt ends, begins the answer instead.
+        """
+        special = set(self._tokenizer.all_special_ids)
+        own = list(prompt)
+        while own and own[0] in special:  # the template brings its own
+            own = own[1:]
+        prefix = encode_answer(self._tokenizer, answer_prefix) if answer_prefix else []
+        if prefix and own[-len(prefix) :] == prefix:
+            own = own[: -len(prefix)]
+        else:
+            prefix = []
+        return [*self._before, *own, *self._after, *prefix]
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a model's folder has a chat template."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    config = read_json(folder / "tokenizer_config.json")
+    return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -1,0 +1,110 @@
+"""Presets of evaluation: named lists of benchmarks, with their sources, sizes and settings.
+
+A preset adds RULER's tasks to evaluate.needle and tasks of lm-eval (0.4.13) to evaluate.harness.
+Sizes are those of the published data: documents, and tokens of a prompt and of an answer, about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from data_prep.tasks.tables import RulerTask
+
+PresetName = Literal["short", "long", "reasoning"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Tasks of lm-eval (`harness`) or of RULER (`needle`), and what they take.
+
+    `settings` change each of the tasks, as lm-eval writes them in a task's file. `packages` are
+    modules that their scores need. `left_out`: parts that are no tasks here, and why.
+    """
+
+    name: str
+    source: str
+    data: str
+    harness: tuple[str, ...] = ()
+    needle: tuple[RulerTask, ...] = ()
+    documents: int = 0
+    prompt: int = 0
+    answer: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    left_out: str = ""
+
+    @property
+    def answers(self) -> int:
+        """Answers to each document."""
+        return int(self.settings.get("repeats", 1))
+
+
+# Reasoning models are sampled, and think for long (Qwen3's own settings).
+_SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks": 32768}
+
+PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
+    "short": (
+        Benchmark("MMLU", "arXiv:2009.03300", "cais/mmlu", ("mmlu",), documents=14_042, prompt=150),
+        Benchmark("ARC", "arXiv:1803.05457", "allenai/ai2_arc", ("ai2_arc",), documents=3_548,
+                  prompt=150),
+        Benchmark("HellaSwag", "arXiv:1905.07830", "Rowan/hellaswag", ("hellaswag",),
+                  documents=10_042, prompt=400),
+        Benchmark("WinoGrande", "arXiv:1907.10641", "allenai/winogrande", ("winogrande",),
+                  documents=1_267, prompt=60),
+        Benchmark("GSM8K", "arXiv:2110.14168", "openai/gsm8k", ("gsm8k",), documents=1_319,
+                  prompt=900, answer=256),
+    ),
+    "long": (
+        Benchmark("RULER", "arXiv:2404.06654", "squad.json and hotpotqa.json, as RULER downloads "
+                  "them, in evaluate.needle.data_dir", needle=get_args(RulerTask)),
+        Benchmark("LongBench v1", "arXiv:2308.14508", "THUDM/LongBench", ("longbench",),
+                  documents=4_750, prompt=12_000, answer=150,
+                  packages=("jieba", "fuzzywuzzy", "rouge")),
+        Benchmark("LongBench v2", "arXiv:2412.15204", "recursal/longbench-v2", ("longbench2",),
+                  documents=503, prompt=260_000),
+        Benchmark("BABILong", "arXiv:2406.10149", "RMT-team/babilong-1k-samples",
+                  ("babilong_longctx",), documents=5_000, prompt=32_768, answer=16,
+                  settings={"dataset_kwargs": {"max_seq_lengths": "32k"}}),
+        Benchmark("LongProc", "arXiv:2501.05414", "PrincetonPli/LongProc",
+                  ("longproc_path_traversal", "longproc_tom_tracking", "longproc_html_to_tsv",
+                   "longproc_travel_planning"),
+                  documents=1_700, prompt=12_000, answer=3_000, packages=("pandas",),
+                  left_out="countdown and pseudo_to_code, whose scores run what the model writes"),
+        Benchmark("GraphWalks", "openai.com/index/gpt-4-1", "openai/graphwalks",
+                  ("graphwalks_128k",), documents=1_150, prompt=40_000, answer=1_000),
+        Benchmark("InfiniteBench", "arXiv:2402.13718", "xinrongzhang2022/InfiniteBench",
+                  ("infinitebench",), documents=3_900, prompt=180_000, answer=100,
+                  packages=("rouge_score",)),
+    ),
+    "reasoning": (
+        # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.
+        Benchmark("MATH500", "arXiv:2305.20050", "HuggingFaceH4/MATH-500", ("minerva_math500",),
+                  documents=500, prompt=120, answer=4_000,
+                  settings={"generation_kwargs": {"max_gen_toks": 32768}},
+                  packages=("math_verify", "sympy", "antlr4")),
+        Benchmark("AIME 2024", "maa.org", "Maxwell-Jia/AIME_2024", ("aime24",), documents=30,
+                  prompt=150, answer=12_000,
+                  settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+        Benchmark("AIME 2025", "maa.org", "math-ai/aime25", ("aime25",), documents=30,
+                  prompt=150, answer=12_000,
+                  settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+    ),
+}  # fmt: skip
+
+
+def benchmarks(names: Sequence[PresetName]) -> Iterator[Benchmark]:
+    """All that some presets ask for."""
+    for name in names:
+        yield from PRESETS[name]
+
+
+def task_settings(names: Sequence[PresetName]) -> dict[str, dict[str, Any]]:
+    """What the presets change in tasks and groups of lm-eval, by name."""
+    return {
+        task: dict(one.settings)
+        for one in benchmarks(names)
+        if one.settings
+        for task in one.harness
+    }

@@ -1,0 +1,303 @@
+"""Charts as declarations (Vega-Lite): interactive on a page, and files without a browser.
+
+Colours are variables of the pages' style sheet, so one chart serves light, dark and paper.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import altair as alt
+import vl_convert
+
+from bosch.files import replacing
+
+# Light and dark; the names are the style sheet's variables.
+COLOURS = {
+    "page": ("#f6f7f9", "#10151a"), "card": ("#ffffff", "#181f26"), "ink": ("#16202b", "#e8edf2"),
+    "soft": ("#586574", "#9dabb9"), "rule": ("#e1e6eb", "#2b353f"), "band": ("#eef2f6", "#1e2730"),
+    "full": ("#0b5c9e", "#62b5f0"), "sliding": ("#f3c37a", "#7a5a2a"),
+    "original": ("#2b3540", "#d5dde5"), "hybrid": ("#0072b2", "#56b4e9"),
+    "untrained": ("#c9530a", "#f08a4b"), "third": ("#3f8f5f", "#67c28b"),
+    "fourth": ("#8a6bb1", "#b59ad6"), "fifth": ("#d99a2b", "#e6b450"),
+    "sixth": ("#b8436d", "#ec86ab"), "seventh": ("#4a9aa8", "#7cc8d4"),
+    "tint": ("0, 114, 178", "86, 180, 233"),
+    "note": ("#fff6e2", "#2b2616"), "note-rule": ("#e0a92e", "#b98a2a"),
+}  # fmt: skip
+PALETTE = ("hybrid", "untrained", "third", "fourth", "fifth", "sixth", "seventh")
+SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+_CONFIG = {
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--soft)", "titleColor": "var(--ink)", "gridColor": "var(--rule)",
+        "domainColor": "var(--soft)", "tickColor": "var(--soft)", "titleFontWeight": "normal",
+        "labelFontSize": 12, "titleFontSize": 12.5, "labelLimit": 190, "labelOverlap": True,
+    },
+    "axisX": {"grid": False},
+    "axisY": {"domain": False, "ticks": False},
+    "legend": {
+        "orient": "top", "title": None, "labelColor": "var(--ink)", "labelFontSize": 12.5,
+        "labelLimit": 260, "symbolStrokeWidth": 2, "columns": 6,
+    },
+    "title": {"color": "var(--ink)", "fontWeight": "normal", "anchor": "start"},
+    "text": {"color": "var(--ink)", "fontSize": 12.5},
+    "aria": False,  # each mark would be a line to read aloud; the picture has a description
+}  # fmt: skip
+_FORMATS = {
+    "number": "format(datum.value, '~g')",
+    "whole": "datum.value % 1 ? '' : format(datum.value, ',')",
+    "count": "replace(format(datum.value, '~s'), 'G', 'B')",
+    "share": "format(datum.value, '~%')",
+    "length": "datum.value && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : "
+    "format(datum.value, ',')",
+    "bytes": "datum.value < 1024 ? datum.value + ' B' : datum.value < 1048576 ? "
+    "format(datum.value / 1024, '~r') + ' KiB' : datum.value < 1073741824 ? "
+    "format(datum.value / 1048576, '.3~r') + ' MiB' : "
+    "format(datum.value / 1073741824, '.3~r') + ' GiB'",
+}
+# Wheel and drag belong to the page; a pinch on a trackpad is a wheel with ctrl.
+_ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
+
+# Selections of charts side by side must differ in name.
+_NUMBERS = itertools.count()
+
+Row = Mapping[str, Any]
+Chart = alt.Chart | alt.LayerChart
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart with its name on the page, and in words what it shows."""
+
+    name: str
+    chart: Chart
+    description: str
+    heading: str = ""
+    is_half: bool = False
+
+    @functools.cached_property
+    def _declared(self) -> dict[str, Any]:
+        return _declaration(self.chart)
+
+    @property
+    def json(self) -> str:
+        """The declaration, to stand inside a script element."""
+        text = json.dumps(self._declared | {"width": "container"}, separators=(",", ":"))
+        return text.replace("<", "\\u003c")
+
+    @property
+    def still(self) -> str:
+        """The picture as markup for where no script runs."""
+        width = 470 if self.is_half else 1040
+        svg: str = vl_convert.vegalite_to_svg(self._declared | {"width": width})
+        return svg
+
+
+class Axis(NamedTuple):
+    """Title, form of the labels, and range of an axis."""
+
+    title: str
+    form: Literal["number", "whole", "count", "share", "length", "bytes"] = "number"
+    log: bool = False
+    domain: tuple[float, float] | None = None
+    zero: bool = False
+    reverse: bool = False
+    values: Sequence[float] | None = None
+
+    def of(self, channel: type[alt.X] | type[alt.Y], field: str) -> Any:
+        """The encoding of a field along this axis."""
+        absent = alt.Undefined
+        scale = alt.Scale(
+            type="log" if self.log else "linear",
+            domain=self.domain or absent,
+            zero=self.zero if not self.log else absent,
+            nice=False if self.domain or self.log else absent,
+            reverse=self.reverse or absent,
+            padding=7 if channel is alt.X else absent,
+        )
+        labels = alt.Axis(labelExpr=_FORMATS[self.form], values=self.values or absent, tickCount=6)
+        return channel(f"{field}:Q", title=self.title, scale=scale, axis=labels)
+
+
+class Style(NamedTuple):
+    """How a series looks: a variable of the style sheet, a shape, and whether it is dashed."""
+
+    colour: str
+    shape: str = "circle"
+    dashed: bool = False
+
+
+def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
+    """A style for each series, which two share only where there are more than 42."""
+    free = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
+    names = list(dict.fromkeys(names))
+    return {n: (known or {}).get(n, free[i % len(free)]) for i, n in enumerate(names)}
+
+
+def values(rows: Iterable[Row]) -> alt.InlineData:
+    """Rows of a chart."""
+    return alt.InlineData(values=[dict(row) for row in rows])
+
+
+def colour(look: Mapping[str, Style], field: str = "series") -> alt.Color:
+    """Colours and legend of the series."""
+    scale = alt.Scale(
+        domain=list(look), range=[f"var(--{style.colour})" for style in look.values()]
+    )
+    return alt.Color(f"{field}:N", scale=scale, legend=_legend(look))
+
+
+def shape(look: Mapping[str, Style], field: str = "series") -> alt.Shape:
+    """Shapes of the series' points, in the same legend."""
+    scale = alt.Scale(domain=list(look), range=[style.shape for style in look.values()])
+    return alt.Shape(f"{field}:N", scale=scale, legend=_legend(look))
+
+
+def _legend(look: Mapping[str, Style]) -> alt.Legend | None:
+    """One legend for colour, shape and dash; none of a single series."""
+    return alt.Legend(symbolOpacity=1) if len(look) > 1 else None
+
+
+def picker() -> alt.Parameter:
+    """The series that the legend shows: a click picks one more, or no longer."""
+    name = f"picked_{next(_NUMBERS)}"
+    return alt.selection_point(name=name, fields=["series"], bind="legend", toggle="true")
+
+
+def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> alt.LayerChart:
+    """Charts over each other, to be zoomed; `picked` are the series that the legend shows."""
+    zoom = alt.selection_interval(name=f"zoom_{next(_NUMBERS)}", **_ZOOM)
+    params = [zoom] if picked is None else [zoom, picked]
+    return alt.layer(charts[0].add_params(*params), *charts[1:]).properties(height=height)
+
+
+def curves(
+    rows: Sequence[Row],
+    x: Axis,
+    y: Axis,
+    look: Mapping[str, Style],
+    *,
+    reference: tuple[str, float] | None = None,
+    height: int = 280,
+    has_lines: bool = True,
+) -> alt.LayerChart:
+    """A line with points for each series: rows of series, x, y, tip, and low and high at will.
+
+    `reference` is a dashed level with its label. A click in the legend picks series.
+    """
+    look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
+    picked = picker()
+    faded = alt.condition(picked, alt.value(1.0), alt.value(0.07))
+    base = alt.Chart(values(rows)).encode(
+        x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), color=colour(look), opacity=faded
+    )
+    dash = alt.StrokeDash(
+        "series:N",
+        scale=alt.Scale(
+            domain=list(look), range=[[6, 4] if style.dashed else [1, 0] for style in look.values()]
+        ),
+        legend=_legend(look),
+    )
+    parts = [base.mark_line(strokeWidth=2).encode(strokeDash=dash)] if has_lines else []
+    if any(row.get("low") is not None for row in rows):
+        whole = "isValid(datum.low) && isValid(datum.high)"
+        ends = base.transform_filter(whole).mark_rule(strokeWidth=1.5)
+        parts.append(ends.encode(y=y.of(alt.Y, "low"), y2="high"))
+    parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look), tooltip="tip:N"))
+    return layers(*parts, *_level(reference, alt.Y), height=height, picked=picked)
+
+
+def ranking(
+    rows: Sequence[Row],
+    x: Axis,
+    look: Mapping[str, Style],
+    *,
+    reference: tuple[str, float] | None = None,
+    bars: bool = True,
+    step: int = 32,
+) -> alt.LayerChart:
+    """A line of text, a bar or point, and its interval for each row of label, x, text, tip, series.
+
+    `reference` is a dashed line with its label. `low` and `high` are the ends of the interval.
+    """
+    look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
+    y = alt.Y("label:N", sort=None, title=None, axis=alt.Axis(labelColor="var(--ink)"))
+    tips = alt.Chart(values(rows)).encode(y=y, color=colour(look), tooltip="tip:N")
+    at = x.of(alt.X, "x")
+    whole = tips.transform_filter("isValid(datum.low) && isValid(datum.high)")
+    ends = whole.mark_rule(strokeWidth=2 - 0.5 * bars).encode(x=x.of(alt.X, "low"), x2="high")
+    if bars:
+        marks = tips.mark_bar(cornerRadius=2, height=alt.RelativeBandSize(0.66))
+        marks = marks.encode(x=at, x2=alt.value(0))
+        ends = ends.encode(color=alt.value("var(--ink)"))
+    else:
+        marks = tips.mark_point(filled=True, size=90, opacity=1).encode(x=at)
+    texts = tips.transform_calculate(end="isValid(datum.high) ? datum.high : datum.x").mark_text(
+        align="left", dx=7, opacity=alt.ExprRef(f"width < {300 if bars else 480} ? 0 : 1")
+    )
+    texts = texts.encode(x=x.of(alt.X, "end"), text="text:N", color=alt.value("var(--ink)"))
+    chart = alt.layer(marks, ends, texts, *_level(reference, alt.X))
+    return chart.properties(height=step * len(dict.fromkeys(row["label"] for row in rows)))
+
+
+def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.Y]) -> list[Any]:
+    if reference is None:
+        return []
+    field = "x" if channel is alt.X else "y"
+    base = alt.Chart(values([{"level": reference[1], "name": reference[0]}]))
+    base = base.encode(**{field: channel("level:Q")})
+    line = base.mark_rule(strokeDash=[6, 4], strokeWidth=1.5, color="var(--original)")
+    place = {"x": 4, "align": "left", "dy": -7} if field == "y" else {"y": -6, "align": "right"}
+    return [line, base.mark_text(color="var(--original)", **place).encode(text="name:N")]
+
+
+@functools.cache
+def library() -> str:
+    """The script that draws charts on a page (Vega-Lite, Vega and their embedder)."""
+    script: str = vl_convert.javascript_bundle()
+    return script.replace("</script", "<\\/script")
+
+
+def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
+    """Write a PNG or SVG in the light colours, by the name's suffix, replacing an older one."""
+    declaration = json.dumps(_declaration(chart) | {"background": "#ffffff"})
+    plain = json.loads(re.sub(r"var\(--([\w-]+)\)", lambda m: COLOURS[m[1]][0], declaration))
+    with replacing(path) as temporary:
+        if path.suffix == ".png":
+            temporary.write_bytes(vl_convert.vegalite_to_png(plain, scale=2))
+        else:
+            svg = vl_convert.vegalite_to_svg(plain)
+            opening, end, rest = svg.partition(">")
+            title = f"<title>{_escaped(description)}</title>" if description else ""
+            temporary.write_text(opening + end + title + rest, encoding="utf-8")
+
+
+def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> None:
+    """Write pictures beside each other, row by row, with one legend."""
+    panels = [one.chart.properties(width=320, title=one.heading) for one in pictures]
+    chart = alt.concat(*panels, columns=columns).resolve_scale(
+        color="shared", shape="shared", strokeDash="shared"
+    )
+    for path in paths:
+        save(chart, path, "; ".join(one.description for one in pictures))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _declaration(chart: alt.TopLevelMixin) -> dict[str, Any]:
+    declared: dict[str, Any] = chart.to_dict(validate=False)  # a test does, which takes seconds
+    del declared["$schema"]
+    if "mark" in declared or "layer" in declared:  # several charts side by side do not stretch
+        declared["autosize"] = {"type": "fit-x", "contains": "padding"}
+    return declared | {"config": _CONFIG}

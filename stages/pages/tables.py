@@ -1,0 +1,148 @@
+"""One table of results, drawn on the terminal, as Markdown, as CSV and as HTML (pieces.html)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_WIDEST = 100_000
+_BEST, _SECOND = 1, 2
+_MARKDOWN = {_BEST: "**{}**", _SECOND: "<u>{}</u>"}
+_TERMINAL = {_BEST: "bold", _SECOND: "underline"}
+
+
+class Cell(str):
+    """A cell's text, with what only some forms of a table show.
+
+    `rank`: 1 for the best of its column and 2 for the second best. `target`: where the text leads
+    on a page. `more`: small texts below it, each with its target. `share`: strength of its tint.
+    `task`, `length`: what the page's filter knows the first cell's row, or the header's column by.
+    """
+
+    rank: int
+    target: str
+    more: Sequence[tuple[str, str]]
+    share: float | None
+    task: str
+    length: str
+
+    def __new__(
+        cls,
+        text: str,
+        rank: int = 0,
+        target: str = "",
+        more: Sequence[tuple[str, str]] = (),
+        share: float | None = None,
+        task: str = "",
+        length: str = "",
+    ) -> Self:
+        cell = super().__new__(cls, text)
+        cell.rank, cell.target, cell.more, cell.share = rank, target, more, share
+        cell.task, cell.length = task, length
+        return cell
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that belong together, with a heading above them where it has one."""
+
+    rows: Sequence[Sequence[str]]
+    heading: str = ""
+    is_total: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title; cells are texts, or `Cell`s.
+
+    Columns after the first `text_columns` hold numbers and are aligned right; None: no column.
+    `name` is its place on a page, `note` stands beside its title there.
+    """
+
+    title: str
+    header: Sequence[str]
+    groups: Sequence[Group]
+    text_columns: int | None = None
+    name: str = ""
+    note: str = ""
+
+    @classmethod
+    def of_rows(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        """A table without groups whose columns hold texts."""
+        return cls(title, header, (Group(rows),))
+
+    @property
+    def rows(self) -> list[Sequence[str]]:
+        """The rows of all groups."""
+        return [row for group in self.groups for row in group.rows]
+
+    def markdown(self) -> str:
+        """Heading and table."""
+        return f"## {self.title}\n\n" + self.markdown_table()
+
+    def markdown_table(self) -> str:
+        """The table without its heading."""
+        rule = ["---:" if self._is_number(i) else "---" for i in range(len(self.header))]
+        lines = [_line(self.header), "|" + "|".join(rule) + "|"]
+        for group in self.groups:
+            if group.heading:
+                lines.append(f"| *{group.heading}* |" + " |" * (len(self.header) - 1))
+            lines += [_line(row) for row in group.rows]
+        return "\n".join(lines) + "\n"
+
+    def csv(self) -> str:
+        """Header and rows."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
+        return text.getvalue()
+
+    def print(self) -> None:
+        """Draw the table on the terminal, with a line between groups."""
+        table = TerminalTable(
+            title=self.title or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
+            pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for number, name in enumerate(self.header):
+            table.add_column(
+                name, justify="right" if self._is_number(number) else "left", no_wrap=True
+            )
+        for group in self.groups:
+            table.add_section()
+            if group.heading:
+                table.add_row(Text(group.heading, style="italic dim"))
+            for row in group.rows:
+                table.add_row(
+                    *(Text(cell, style=_TERMINAL.get(as_cell(cell).rank, "")) for cell in row)
+                )
+        console = Console()
+        if not console.is_terminal:
+            # In a log nothing is cut off; rich takes a file for 80 characters wide.
+            unbounded = console.options.update(max_width=_WIDEST)
+            width = Measurement.get(console, unbounded, table).maximum
+            console = Console(width=max(width, console.width))
+        console.print(table)
+
+    def _is_number(self, column: int) -> bool:
+        return self.text_columns is not None and column >= self.text_columns
+
+
+def as_cell(text: str) -> Cell:
+    """A text as a cell that knows no more than it."""
+    return text if isinstance(text, Cell) else Cell(text)
+
+
+def _line(cells: Sequence[str]) -> str:
+    marked = (_MARKDOWN.get(as_cell(cell).rank, "{}").format(cell) for cell in cells)
+    return "| " + " | ".join(marked) + " |"

@@ -1,0 +1,116 @@
+"""The trace of a search as a chart, for its own files and for the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from bosch.search.evaluator import search_of
+from stages.pages.charts import Axis, Picture, Style, colour, layers, picker, save, shape, values
+from stages.search.stage import TRACES, SearchSummary, TracePoint
+
+# Name of a phase above the picture, its evaluations in the legend, and their look.
+PHASES = {
+    "anchors": ("Anchors", "anchors", Style("ink")),
+    "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),
+    "head_selection": ("Algorithm 3", "Algorithm 3, head selection", Style("untrained", "square")),
+    "repair": ("Repair", "repair, back to the budget", Style("ink")),
+    "ablation": ("Ablation", "one head or layer at a time", Style("seventh")),
+    "start": ("Start", "masks that gradients propose", Style("seventh")),
+    "swaps": ("Swaps", "swaps that were evaluated in full", Style("untrained", "square")),
+    "final": ("Final", "last evaluation", Style("ink")),
+}
+_FINAL, _BEST = "final mask", "best so far in the sub-problem"
+_AXES = {
+    "score": Axis("Score S(z), exact match", "share", domain=(-0.03, 1.03)),
+    "log_likelihood": Axis("Log-likelihood (nats)"),
+}
+
+
+def write_traces(summary: SearchSummary, mask: str, folder: Path) -> None:
+    """The traces as SVG files; none where nothing was evaluated. `mask` is the final one's key."""
+    for quantity, file in TRACES.items():
+        picture = trace(summary, mask, quantity)
+        if picture is not None:
+            save(picture.chart.properties(width=900), folder / file, picture.description)
+
+
+def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
+    """Score or log-likelihood of every evaluation, banded by phase; None where there is none.
+
+    An evaluation that ended early has bounds instead of values and no point.
+    """
+    points = [point for point in summary.trace if _is_finite(getattr(point, quantity))]
+    whole = [point for point in points if not point.is_bound]
+    if not whole:
+        return None
+    rows = [_row(point, quantity, PHASES[point.phase][1]) for point in whole]
+    final = next((point for point in reversed(whole) if point.mask == mask), None)
+    rows += [] if final is None else [_row(final, quantity, _FINAL)]
+    look = {label: style for _, label, style in PHASES.values()}
+    look |= {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
+    best = list(_best(points)) if quantity == "score" else []
+    named = {row["series"] for row in [*rows, *best]}
+    look = {label: style for label, style in look.items() if label in named}
+    picked = picker()
+    # The zoom is bound to the first layer's scales, so that has the axes.
+    ends = points[0].step - 0.5, points[-1].step + 0.5
+    x = Axis("Evaluation", "whole", domain=ends).of(alt.X, "x")
+    y = _AXES[quantity].of(alt.Y, "y")
+    dots = alt.Chart(values(rows)).mark_point(filled=True, opacity=0.8).encode(
+        x=x, y=y, color=colour(look), shape=shape(look), tooltip="tip:N",
+        size=alt.condition(f"datum.series == '{_FINAL}'", alt.value(130), alt.value(26)),
+        opacity=alt.condition(picked, alt.value(0.85), alt.value(0.05)),
+    )  # fmt: skip
+    stairs = alt.Chart(values(best)).mark_line(interpolate="step-after", strokeWidth=1.5)
+    stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
+    chart = layers(dots, *_bands(points), *([stairs] if best else []), height=300, picked=picked)
+    name = "trace" if quantity == "score" else "trace-ll"
+    drawn = [getattr(point, quantity) for point in whole]
+    text = f"{len(points)} evaluations, from {min(drawn):.4g} to {max(drawn):.4g}."
+    heading = "Score" if quantity == "score" else "Log-likelihood of the answers"
+    return Picture(name, chart, text, f"{heading} over evaluations")
+
+
+def _row(point: TracePoint, quantity: str, series: str) -> dict[str, Any]:
+    value = getattr(point, quantity)
+    tip = f"{series}, evaluation {point.step:,}, {point.subproblem}: {value:.4g}"
+    return {"x": point.step, "y": value, "series": series, "tip": tip}
+
+
+def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
+    """The best score in each sub-problem."""
+    for run, own in groupby(points, key=lambda p: search_of(p.phase, p.subproblem)):
+        for point in own:
+            if _is_finite(point.best_score):
+                row = {"x": point.step, "y": point.best_score, "series": _BEST}
+                yield row | {"run": str(run)}
+
+
+def _bands(points: list[TracePoint]) -> list[alt.Chart]:
+    """Every other phase shaded, each named, and a line where a sub-problem begins."""
+    bands, starts = [], []
+    for index, (phase, own) in enumerate(groupby(points, key=lambda point: point.phase)):
+        steps = [(point.step, point.subproblem) for point in own]
+        first, last = steps[0][0] - 0.5, steps[-1][0] + 0.5
+        name = PHASES[phase][0] if last - first > 0.06 * len(points) else ""
+        bands.append({"x": first, "x2": last, "name": name, "shade": index % 2})
+        starts += [{"x": b - 0.5} for (_, old), (b, new) in pairwise(steps) if old != new]
+    base = alt.Chart(values(bands))
+    middle = base.transform_calculate(x="(datum.x + datum.x2) / 2")
+    return [
+        base.transform_filter("datum.shade")
+        .mark_rect(color="var(--soft)", opacity=0.1)
+        .encode(x="x:Q", x2="x2:Q"),
+        alt.Chart(values(starts)).mark_rule(strokeDash=[2, 3], color="var(--rule)").encode(x="x:Q"),
+        middle.mark_text(y=-8, fontWeight="bold", clip=False).encode(x="x:Q", text="name:N"),
+    ]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,285 @@
+"""The training loop: data, forward, backward, clip, step, log, save.
+
+accelerate's `Accelerator` spreads the model over the processes (`parallel.py`); everything else of
+a step stands here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from bosch.errors import RunError
+from bosch.ranks import collectives_within, limit_collectives
+from stages.context import Runtime
+from stages.train.checkpoint import CheckpointWriter
+from stages.train.data import PackedSequences
+from stages.train.decisions import Decision, RestartTimer, SpikeRule
+from stages.train.loss import IGNORED
+from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
+from stages.train.parallel import layout
+from stages.train.schedule import Schedule
+from stages.train.stage import METRICS, TrainConfig
+from stages.train.storage import RestartPoints, disk_errors, restart_step
+from stages.train.watch import NeedleWatch
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Loop:
+    """Trains over a `Schedule`, writing restart points and checkpoints; every process runs one.
+
+    `model` and `optimizer` are as the accelerator prepared them. Only the first process has a
+    `metrics_log`. `step` counts the steps that are done, while one is under way that one too.
+    """
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    data: PackedSequences
+    collate: Callable[[Sequence[dict[str, Any]]], Batch]
+    schedule: Schedule
+    train: TrainConfig
+    runtime: Runtime
+    seed: int
+    restarts: RestartPoints
+    checkpoint_writer: CheckpointWriter
+    metrics_log: MetricsLog | None
+    needles: NeedleWatch | None
+    flops: float  # of a step
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.spikes = SpikeRule(self.train, self.schedule.steps)
+        self.timer = RestartTimer(self.runtime, self.accelerator.device)
+        self.stopwatch = Stopwatch()
+        self._peak_flops = peak_flops(self.accelerator.num_processes)
+
+    def run(self) -> None:
+        """Take every step that is left, or those until a signal asks for a stop."""
+        first, stop = self.step + 1, False
+        self.model.train()
+        self.stopwatch.read()  # loading the model is no part of the first step
+        while self.step < self.schedule.steps and not stop:
+            self.step += 1
+            self.start_step()
+            batches, predicted = self.read()
+            loss = self.forward_backward(batches, predicted)
+            norm = self.clip()
+            skipped = self.update(loss, norm)
+            if self.step == first:  # from now on no process loads or compiles while others wait
+                limit_collectives(self.runtime.collective_timeout_minutes)
+            needle_score = self.score_needles()
+            decision = self.timer.decide(self.step)
+            self.log(loss, norm, skipped, needle_score)
+            self.save(decision)
+            stop = decision.stop
+        self.restarts.wait()
+
+    def start_step(self) -> None:
+        """Set the rate, and the generators by step and process: restart points hold neither."""
+        rate = self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        entropy = [self.seed, self.step, self.accelerator.process_index]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+
+    def read(self) -> tuple[list[Batch], int]:
+        """This process's micro-batches of the step, and the tokens all of them predict together.
+
+        Micro-batches are dealt out to the processes in turn, so a step reads the same sequences
+        with any number of them.
+        """
+        schedule, size = self.schedule, self.schedule.micro_batch_size
+        with self.stopwatch.timed("data"):
+            batches = []
+            for number in range(schedule.accumulation):
+                dealt = number * self.accelerator.num_processes + self.accelerator.process_index
+                start = (self.step - 1) * schedule.sequences + dealt * size
+                rows = [self.data[index] for index in range(start, start + size)]
+                batch = self.collate(rows)
+                batches.append({n: v.to(self.accelerator.device) for n, v in batch.items()})
+            predicted = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches)
+            # A number, since FSDP would round a tensor among the model's inputs to bf16.
+            return batches, int(self.accelerator.gather(predicted).sum())
+
+    def forward_backward(self, batches: list[Batch], predicted: int) -> float:
+        """Add up gradients; the loss in nats per predicted token. DeepSpeed steps in here, too."""
+        total = torch.zeros((), device=self.accelerator.device)
+        # Gradients become means over the processes and, by the accelerator, over micro-batches.
+        terms = self.accelerator.num_processes * self.schedule.accumulation
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                loss = self.loss_of(batch, predicted)
+                self.accelerator.backward(loss * terms)
+            total += loss.detach()
+        return float(self.accelerator.gather(total).sum())
+
+    def loss_of(self, batch: Batch, predicted: int) -> Tensor:
+        """The loss of a micro-batch over the tokens that the whole step predicts."""
+        loss: Tensor = self.model(**batch, num_items_in_batch=predicted)["loss"]
+        return loss
+
+    def clip(self) -> float:
+        """Clip the gradients; their norm before, over all processes."""
+        limit = self.train.max_grad_norm
+        norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def update(self, loss: float, norm: float) -> bool:
+        """Change the weights, unless the step is a bad one that is left out: then True.
+
+        Raises:
+            RunError: the step is a bad one, by train.spike_factor or since its loss or gradient
+                norm is no longer a finite number, and is not left out; or too many are.
+        """
+        fault = self.spikes.fault(norm)
+        skipped = fault is not None and self.train.bad_steps == "skip"
+        if not math.isfinite(loss):
+            fault = f"loss is {loss}"
+        advice = "a lower train.learning_rate or a longer train.warmup_ratio may help"
+        if fault is not None and not skipped:
+            raise RunError(
+                f"training diverged: {fault} at step {self.step} "
+                f"({self.step * self.schedule.batch_tokens:,} tokens); {advice}"
+            )
+        too_many = self.spikes.too_many() if skipped else None
+        if too_many is not None:
+            raise RunError(
+                f"training diverged: {too_many} left out as bad (train.bad_steps = skip), the last "
+                f"one step {self.step} of {self.schedule.steps} ({fault}); look for the first of "
+                f"them in {METRICS}; {advice}"
+            )
+        if skipped and self.metrics_log is not None:
+            logger.warning("step %d is left out: %s", self.step, fault)
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return skipped
+
+    def score_needles(self) -> float | None:
+        """The needle score, if it is time."""
+        if self.needles is None or not self.needles.is_due(self.step, self.schedule.steps):
+            return None
+        with self.stopwatch.timed("needles"):
+            return self.needles.score(self.model, self.accelerator.device)
+
+    def log(self, loss: float, norm: float, skipped: bool, needle_score: float | None) -> None:
+        """Record the step."""
+        seconds, spent = self.stopwatch.read()
+        if self.metrics_log is None:
+            return
+        checkpoints = spent.get("checkpoint", 0.0)
+        seconds = max(seconds - checkpoints - spent.get("needles", 0.0), 1e-9)
+        with disk_errors(METRICS, self.restarts.directory.parent):
+            self.metrics_log.write(
+                self.step,
+                loss,
+                norm,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+                skipped=skipped or None,
+                needle_score=needle_score,
+                tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
+                mfu=self.flops / seconds / self._peak_flops if self._peak_flops else None,
+                memory=peak_memory(),
+                data_seconds=round(spent.get("data", 0.0), 3),
+                checkpoint_seconds=round(checkpoints, 3),
+            )
+
+    def save(self, decision: Decision) -> None:
+        """Write the checkpoints of this step, then, if one is due, begin a restart point.
+
+        In this order a run killed in between takes the step again and rewrites both.
+        """
+        runtime, last = self.runtime, self.step == self.schedule.steps
+        patience = collectives_within(
+            runtime.timeout_minutes, afterwards=runtime.collective_timeout_minutes
+        )
+        with self.stopwatch.timed("checkpoint"), patience:
+            for tokens, at_step in self.schedule.checkpoint_steps.items():
+                if at_step == self.step:
+                    self.write_checkpoint(tokens, self._averaged_with(tokens) if last else [])
+            self.restarts.check()
+            if decision.restart_point and not last:
+                # Without sharding all processes hold the same, and the first one writes it.
+                idle = runtime.sharding == "none" and not self.accelerator.is_main_process
+                state = {} if idle else self.state()
+                self.restarts.save(state, self.step, layout(runtime), runtime.timeout_minutes)
+
+    def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
+        """Write `tokens-<tokens>`, averaged with those of the token counts `averaged`."""
+        # DeepSpeed keeps small parameters whole between steps, and expects so after this.
+        sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
+        if sharded is not None:
+            sharded.checkpoint_event_prologue()
+        self.checkpoint_writer.write(tokens, self.unwrapped, averaged, self.train.lora)
+        if sharded is not None:
+            sharded.checkpoint_event_epilogue()
+        with disk_errors("a checkpoint's record", self.restarts.directory.parent):
+            self.restarts.record_checkpoint(tokens)
+
+    def _averaged_with(self, tokens: int) -> list[int]:
+        """Token counts of the checkpoints with which the final one, of `tokens`, is averaged."""
+        count = (self.train.averaged_checkpoints or 1) - 1
+        earlier = sorted(n for n in self.schedule.checkpoint_steps if n < tokens)
+        return earlier[len(earlier) - count :] if count else []
+
+    @property
+    def unwrapped(self) -> Any:
+        """The model itself."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def state(self) -> dict[str, Any]:
+        """What a restart point holds besides the step: weights and moments by parameters' names.
+
+        Of DeepSpeed it has this process's shards, under a name of its own.
+        """
+        spikes = json.dumps(self.spikes.state)
+        if self.runtime.sharding == "deepspeed":
+            own = self.model.optimizer.state_dict()
+            if not own["optimizer_state_dict"]["state"]:  # AdamW has none before the first step
+                own["optimizer_state_dict"]["state"] = {
+                    number: {
+                        "step": torch.zeros((), device=part.device),
+                        "exp_avg": torch.zeros_like(part),
+                        "exp_avg_sq": torch.zeros_like(part),
+                    }
+                    for number, part in enumerate(own["fp32_flat_groups"])
+                }
+            return {f"process-{self.accelerator.process_index}": own, "spikes": spikes}
+        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
+        return {"model": model, "optimizer": optimizer, "spikes": spikes}
+
+    def resume(self, point: Path) -> None:
+        """Go on from a restart point."""
+        with self.restarts.loading(point):
+            state = self.state()
+            self.restarts.read(point, state)
+            if self.runtime.sharding == "deepspeed":
+                sharded, size = self.model.optimizer, self.accelerator.num_processes
+                sharded.checkpoint_event_prologue()
+                own = state[f"process-{self.accelerator.process_index}"]
+                sharded.load_state_dict([own] * size)  # it takes the one of this process
+                sharded.checkpoint_event_epilogue()
+            else:
+                set_state_dict(
+                    self.model, self.optimizer.optimizer,
+                    model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+                )  # fmt: skip
+            self.spikes.restore(json.loads(state["spikes"]))
+        self.step = restart_step(point)

@@ -1,0 +1,111 @@
+"""Commands are found where they stand, and speak JSON to programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.version import VERSION
+from pipeline.cli import commands, main
+from pipeline.recipe.load import load_recipe
+from stages.prepare.stage import PrepareConfig
+from tests.elsewhere import ROOT
+from tests.pipeline_case import Case
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_a_module_with_a_command_is_a_command() -> None:
+    found = commands()
+    assert {"run", "status", "plan", "mask", "show"} <= set(found)
+    assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
+    text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
+    assert not [name for name in found if f'"{name}"' in text], "no list names a command"
+
+
+@pytest.mark.parametrize("name", ["status", "validate", "plan"])
+def test_json_is_all_that_is_printed(
+    case: Case, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, str(case.file), "--json"]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (record["recipe"], record["file"]) == ("tiny", str(case.file))
+    stages = [one if name == "validate" else one["stage"] for one in record["stages"]]
+    assert stages[0] == "prepare" and stages[-1] == "report"
+    if name == "status":
+        assert record["stages"][0] == {
+            "stage": "prepare", "state": "to run", "reason": "never made"
+        }  # fmt: skip
+    if name == "plan":
+        assert all(one["flops"] >= 0 and one["disk_bytes"] > 0 for one in record["stages"])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in commands())
+    if shell == "bash":
+        assert "--dry-run" in script
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("bosch")
+    for arguments, expected in (
+        (["--version"], f"bosch {VERSION}\n"),
+        (["status", str(ROOT / "recipes" / "quickstart.yaml")], "quickstart (/"),
+    ):
+        done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no/model"], "no/model: there is no directory no/model; expected a model directory"),
+        (["model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
+        (["model", "--data", "empty"], "--data empty: is an empty folder"),
+        (["model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
+        (["model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
+    ],
+)
+def test_new_says_what_no_run_could_use(
+    case: Case,
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "empty").mkdir()
+    if arguments[0] == "no/model":
+        (case.folder / "no").mkdir()
+    assert main(["new", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_new_writes_a_recipe_that_loads_beside_the_model(
+    case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "mine").mkdir()
+    (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+    assert main(["new", "model", "--data", "mine"]) == 0
+    assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
+    loaded = load_recipe("my_model.yaml", input_files=False, env={})
+    source = loaded.recipe[PrepareConfig].sources[0]
+    assert source.kind == {".txt": "text"}.get(Path(name).suffix, Path(name).suffix[1:])
+    assert source.path == str(case.folder / "mine")
+    assert loaded.recipe[PrepareConfig].sequence_length == 1024, "the model's positions"
+    assert loaded.output_root == case.folder / "runs"

@@ -1,0 +1,111 @@
+"""The wheel and the sdist that `pip install .` and a package index get, and what they can do."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import readme_renderer.markdown
+
+from bosch.model.materialize import materialize
+from bosch.version import VERSION
+from bosch.window import Window
+from tests.elsewhere import ROOT
+from tests.hybrid_case import random_mask, small_model
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both, built offline from a copy: building leaves files in the tree."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    shutil.copytree(ROOT / "bosch", source / "bosch", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "from setuptools.build_meta import *; build_wheel({0!r}); build_sdist({0!r})"
+    command = [sys.executable, "-c", build.format(str(folder))]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(built: Path) -> Path:
+    """What the wheel puts into site-packages."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(built / "site")
+    return built / "site"
+
+
+def _metadata(site: Path) -> Message:
+    (file,) = site.glob("*.dist-info/METADATA")
+    return email.message_from_string(file.read_text(encoding="utf-8"))
+
+
+def _bosch(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed program, in an environment without the checkout."""
+    code = "import sys; from bosch.console import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(site)}, cwd=site, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_wheel_holds_the_library_alone(site: Path) -> None:
+    assert {path.name for path in site.iterdir()} == {
+        "bosch",
+        f"bosch_pipeline-{VERSION}.dist-info",
+    }
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "bosch").rglob("*.py")}
+    assert own <= {str(path.relative_to(site)) for path in site.rglob("*.py")}
+    assert (site / "bosch" / "py.typed").exists()
+    assert list((site / "bosch").glob("*.schema.json"))
+
+
+def test_the_sdist_builds_what_the_wheel_holds(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"pyproject.toml", "LICENSE", "bosch/README.md", "bosch/py.typed"} <= names
+
+
+def test_an_index_shows_the_description(site: Path) -> None:
+    metadata = _metadata(site)
+    assert metadata["Version"] == VERSION
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    page = readme_renderer.markdown.render(text)
+    assert page is not None and "<table>" in page
+    assert page.count('href="http') == text.count("](https://"), "links to files of the repository"
+    assert metadata.get_all("Project-URL")
+    assert any("Typing :: Typed" in line for line in metadata.get_all("Classifier") or ())
+
+
+def test_the_library_s_commands_work_without_the_checkout(site: Path, tmp_path: Path) -> None:
+    assert _bosch(site, "--version").stdout == f"bosch {VERSION}\n"
+    listing = _bosch(site)
+    assert listing.returncode == 0 and "mask " in listing.stdout and "show " in listing.stdout
+    materialize(small_model(), random_mask(), Window(6)).save_pretrained(tmp_path)
+    shown = _bosch(site, "show", str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    assert "the others see 6 tokens" in shown.stdout
+
+
+def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
+    done = _bosch(site, "run", "recipes/quickstart.yaml")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line == (
+        "error: run: needs the checkout, of which only the library is installed here: clone the "
+        "repository and run launch/setup.sh; the library's own commands are mask and show"
+    )

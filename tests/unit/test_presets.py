@@ -1,0 +1,261 @@
+"""Presets: every benchmark on small data in its public layout, and what of them is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import lm_eval.tasks
+import pytest
+from lm_eval.tasks import TaskManager
+
+from bosch.errors import UserError
+from data_prep.tasks.longbench import TASKS as LONGBENCH
+from data_prep.tasks.tables import RulerTask
+from stages.evaluate import harness_tasks
+from stages.evaluate.chat import ChatTemplate, has_template
+from stages.evaluate.harness_tasks import (
+    leaf_configs,
+    load_tasks,
+    mean_metrics,
+    preset_gaps,
+    refuse_unscorable,
+)
+from stages.evaluate.presets import PRESETS, benchmarks
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from tests.tiny_data import tiny_tokenizer
+
+# The folders of lm-eval that hold the presets' tasks; its whole index takes seconds.
+FOLDERS = (
+    "mmlu", "arc", "hellaswag", "winogrande", "gsm8k", "longbench", "longbench2", "babilong",
+    "longproc", "graphwalks", "infinitebench", "minerva_math", "aime",
+)  # fmt: skip
+FOUR = {"question": "Which?", "choices": [*"wxyz"]}
+LONG_ROW = {"id": 1, "context": "A long text.", "input": "Which?", "options": ["red", "blue"]}
+PROC = {"input_prompt": "Do it.", "metadata": json.dumps({"ground_truth_cities": "Oslo**Rome",
+        "ground_truth_durations": "2**3"})}  # fmt: skip
+PLAN = (
+    "<Plan>**Day 1-2:** Visiting Oslo for 2 days.\n**Day 2:** Fly from Oslo to Rome.\n"
+    "**Day 2-4:** Visiting Rome for 3 days.</Plan>"
+)
+SOLVING = "<Solving Procedure>Think.</Solving Procedure>"
+
+# By task: its splits, a record as the public data has it, and an answer that is right. An index
+# stands for the choice that is right.
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any], str | int]] = {
+    "mmlu_anatomy": (("test", "dev"), {**FOUR, "answer": 1}, 1),
+    "arc_easy": (
+        ("test",),
+        {"question": "Which?", "choices": {"text": ["w", "x"], "label": ["A", "B"]},
+         "answerKey": "B"},
+        1,
+    ),
+    "hellaswag": (
+        ("validation",),
+        {"activity_label": "Run", "ctx_a": "He runs.", "ctx_b": "he", "ctx": "He runs. he",
+         "endings": ["stops", "flies", "sings", "eats"], "label": "2"},
+        2,
+    ),
+    "winogrande": (
+        ("validation",),
+        {"sentence": "The _ is big.", "option1": "cup", "option2": "box", "answer": "2"},
+        1,
+    ),
+    "gsm8k": (("test", "train"), {"question": "2 + 2?", "answer": "It is 4.\n#### 4"}, "#### 4"),
+    "longbench2_many_shot": (
+        ("train",),
+        {"context": "Text.", "question": "Which?", "choices": [*"wxyz"], "answer": 1},
+        1,
+    ),
+    "babilong_qa1": (
+        ("qa1",),
+        {"input": "Mary went to the park.", "question": "Where is Mary?", "target": "park"},
+        "The most recent location of Mary is park.",
+    ),
+    "longproc_path_traversal_2k": (
+        ("test",),
+        {**PROC, "reference_output": "Oslo to Rome"},
+        "<Route>Oslo to Rome</Route>",
+    ),
+    "longproc_tom_tracking_2k": (
+        ("test",),
+        {**PROC, "reference_output": "- Sally believes: box"},
+        "- Sally believes: box",
+    ),
+    "longproc_html_to_tsv_2k": (
+        ("test",),
+        {**PROC, "reference_output": "name\tprice\nball\t3"},
+        "```tsv\nname\tprice\nball\t3\n```",
+    ),
+    "graphwalks_128k": (
+        ("train",),
+        {"prompt": "A graph.", "answer_nodes": ["a", "b"]},
+        "Final Answer: [a, b]",
+    ),
+    "infinitebench_passkey": (("passkey",), {**LONG_ROW, "answer": ["71432"]}, "71432"),
+    "infinitebench_kv_retrieval": (("kv_retrieval",), {**LONG_ROW, "answer": ["ab-12"]}, "ab-12"),
+    "minerva_math500": (
+        ("test",),
+        {"problem": "2 + 2?", "solution": "So $\\boxed{4}$.", "answer": "4"},
+        "It is $\\boxed{4}$.",
+    ),
+    "aime24": (("train",), {"Problem": "2 + 2?", "Answer": 4}, "$\\boxed{4}$"),
+    "aime25": (("test",), {"problem": "2 + 2?", "answer": "4"}, "$\\boxed{4}$"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def manager() -> TaskManager:
+    below = Path(lm_eval.tasks.__file__).parent
+    return TaskManager(include_path=[str(below / n) for n in FOLDERS], include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for task, (splits, record, _) in LAYOUTS.items():
+        for split in splits:
+            path = folder / task / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{json.dumps(record)}\n" * 6)
+    return folder
+
+
+def configured(**values: Any) -> EvaluateConfig:
+    return EvaluateConfig(**values).completed("recipe")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lm_eval_has_all_tasks_of_a_preset(manager: TaskManager, preset: Any) -> None:
+    config = configured(presets=[preset])
+    assert config.harness is not None
+    names = config.harness.task_names
+    refuse_unscorable(manager, names)
+    members = {name: leaf_configs(manager, name) for name in names}
+    assert sum(map(len, members.values())) == {"short": 62, "long": 69, "reasoning": 3}[preset]
+    assert config.harness.required == []
+    assert config.completed("recipe") == config
+    covered = {task.rpartition("_")[0] for task in LAYOUTS} | {*LAYOUTS}
+    for name, leaves in members.items():
+        known = name.startswith("longbench_") or covered.intersection([name, *leaves])
+        known = known or any(leaf.rpartition("_")[0] in covered for leaf in leaves)
+        assert known or name == "longproc_travel_planning", f"no test has data in {name}'s layout"
+
+
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_public_layout(manager: TaskManager, data: Path, task: str) -> None:
+    """Its documents are read, and a right answer scores 1, a wrong one less."""
+    if task == "minerva_math500":
+        pytest.importorskip("math_verify")
+    answer = LAYOUTS[task][2]
+    settings = {
+        name: dict(one.settings)
+        for preset in PRESETS
+        for one in benchmarks([preset])
+        for name in (*one.harness, "babilong_qa1")
+        if one.settings and task.split("_")[0] in name
+    }
+    section = HarnessEvaluation(
+        tasks=[task], data_dir=str(data), hub=False, settings={task: settings.get(task, {})}
+    )
+    loaded = load_tasks(manager, task, section)
+    assert loaded.missing == {}
+    one = loaded.tasks[task]
+    document = one.eval_docs[0]
+    shots = one.config.num_fewshot or 0
+    assert one.fewshot_context(document, shots)
+    repeats = settings.get(task, {}).get("repeats", 1)
+    assert one.config.repeats == repeats
+
+    def score(right: bool) -> float:
+        if isinstance(answer, int):
+            count = len(one.doc_to_choice(document))
+            chosen = answer if right else (answer + 1) % count
+            results: Any = [(float(at == chosen), False) for at in range(count)]
+        else:
+            results = [answer if right else "no idea"]
+            results = [results * repeats] if repeats > 1 else results
+        scores = one.process_results(document, results)
+        return next(scores[name] for name in mean_metrics(one) if name in scores)
+
+    assert score(True) == 1.0 > score(False)
+
+
+def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: Path) -> None:
+    """The second of four answers is right; lm-eval alone would score the first."""
+    config = configured(presets=["reasoning"], harness={"data_dir": str(data), "hub": False})
+    assert config.harness is not None
+    [task] = load_tasks(manager, "aime25", config.harness).tasks.values()
+    assert task.config.generation_kwargs["do_sample"] is True
+    assert task.config.generation_kwargs["until"]  # the task's own stay
+    document = task.eval_docs[0]
+    assert task.process_results(document, [["1", "$4$", "2", "3"]])["exact_match"] == 0.25
+    task.build_all_requests(limit=1)
+    [request] = task.instances
+    request.resps = ["1", "$4$", "2", "3"]
+    task.apply_filters()
+    [(name, filtered)] = request.filtered_resps.items()
+    assert (name, request.repeats, filtered) == ("mean", 4, ["1", "$4$", "2", "3"])
+
+
+def test_what_the_model_writes_is_not_executed(manager: TaskManager) -> None:
+    """LongProc's countdown evaluates it, its pseudo_to_code compiles it."""
+    for name in ("longproc", "longproc_countdown", "longproc_pseudo_to_code"):
+        with pytest.raises(UserError, match="runs code that the model writes"):
+            refuse_unscorable(manager, [name])
+
+
+def test_who_names_a_task_himself_needs_it() -> None:
+    config = configured(
+        presets=["short", "long"],
+        needle={"tasks": ["qa_1"]},
+        harness={"tasks": ["gsm8k"], "settings": {"babilong_longctx": {"repeats": 2}}},
+    )
+    assert config.needle is not None and config.harness is not None
+    assert {*config.needle.tasks} == {*get_args(RulerTask)} == {*config.needle.optional, "qa_1"}
+    assert config.harness.required == ["gsm8k"]
+    assert {f"longbench_{task}" for task in LONGBENCH} < {*config.harness.task_names}
+    assert config.harness.settings["babilong_longctx"] == {"repeats": 2}
+
+
+def test_gaps_are_named_by_benchmark(
+    manager: TaskManager, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)
+    config = configured(presets=["short", "long"], harness={"data_dir": str(data), "hub": False})
+    loaded: Any = SimpleNamespace(recipe={EvaluateConfig: config})
+    gaps = list(preset_gaps(loaded))
+    assert "short: ARC: 1 of 2 tasks have no files" in gaps[1] and "(arc_challenge)" in gaps[1]
+    assert "short: MMLU: 56 of 57 tasks" in gaps[0] and "and 53 more" in gaps[0]
+    assert any("long: RULER: qa_2 needs a folder with hotpotqa.json" in gap for gap in gaps)
+    assert not any("GSM8K" in gap or "GraphWalks" in gap for gap in gaps)
+    with_hub = configured(presets=["short"])
+    assert list(preset_gaps(SimpleNamespace(recipe={EvaluateConfig: with_hub}))) == []
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(UserError, match="has no chat template"):
+        ChatTemplate(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    assert not has_template(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    assert has_template(tmp_path)
+    chat = ChatTemplate(tokenizer)
+    prefix = " The answer is"
+    body = tokenizer("What is it?")["input_ids"]
+    ids = chat.ids(body + tokenizer(prefix)["input_ids"], prefix)
+    assert tokenizer.decode(ids) == "<user>What is it?</user><assistant> The answer is"
+    assert tokenizer.decode(chat.ids([0, *body])) == "<user>What is it?</user><assistant>"
+    tokenizer.chat_template = "no prompt"
+    with pytest.raises(UserError, match="leaves out what the user says"):
+        ChatTemplate(tokenizer)

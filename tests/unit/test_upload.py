@@ -1,0 +1,182 @@
+"""`bosch upload` against a local stand-in of the hub's HTTP interface."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+
+from pipeline.cli import main
+from stages.evaluate.scores import Scores
+from tests.report_fixture import publish
+
+REPOSITORY = "someone/hybrid"
+
+
+class Hub(ThreadingHTTPServer):
+    """Takes one repository's commit, and keeps the files by path."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.created: dict[str, Any] = {}
+        self.tokens: set[str | None] = set()
+        self.refusal: str | None = None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.tokens.add(self.headers.get("Authorization"))
+        if self.server.refusal is not None:
+            self._answer(403, {"error": self.server.refusal})
+        elif self.path == "/api/repos/create":
+            self.server.created = json.loads(body)
+            self._answer(200, {"url": self._address(), "name": REPOSITORY, "id": "1"})
+        elif self.path == "/api/validate-yaml":
+            self._answer(200, {"errors": [], "warnings": []})
+        elif self.path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            modes = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+            ]
+            self._answer(200, {"files": modes})
+        elif self.path.endswith("/commit/main"):
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    content = base64.b64decode(entry["value"]["content"])
+                    self.server.files[entry["value"]["path"]] = content
+            url = f"{self._address()}/commit/1"
+            self._answer(200, {"commitUrl": url, "commitOid": "1" * 40, "hookOutput": ""})
+        else:
+            self._answer(404, {"error": f"no {self.path} here"})
+
+    def _address(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/{REPOSITORY}"
+
+    def _answer(self, status: int, content: Any) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run, its models a file each."""
+    publish(tmp_path)
+    for folder in (
+        tmp_path / "materialize" / "model",
+        *(tmp_path / "train" / "checkpoints" / f"tokens-{n}000000" for n in (1, 4)),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(folder.name.encode())
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A hybrid\n")
+    return tmp_path
+
+
+def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = json.loads((run / "evaluate" / Scores.FILE).read_text())
+    gsm8k = {"score": 41.5, "low": 30.0, "high": 50.0, "standard_error": 2.0, "samples": 64}
+    suite = {"average": 41.5, "gsm8k": {"0": gsm8k}}
+    scores["checkpoints"]["tokens-4000000"]["harness"] = suite
+    (run / "evaluate" / Scores.FILE).write_text(json.dumps(scores))
+    assert main(["upload", str(run), REPOSITORY, "--private"]) == 0
+    assert f"/{REPOSITORY}: 6 files of tokens-4000000" in capsys.readouterr().out
+    assert "private" in json.dumps(hub.created) and hub.tokens == {"Bearer hf_secret"}
+    assert set(hub.files) == {
+        "config.json", "model.safetensors", "README.md", "head_mask.json",
+        "evaluation/scores.json", ".eval_results/bosch.yaml",
+    }  # fmt: skip
+    assert hub.files["model.safetensors"] == b"tokens-4000000"
+    card = hub.files["README.md"].decode()
+    assert card.startswith("---\nlicense: mit\n---") and "| needle | 97.5 | 96.0 |" in card
+    assert yaml.safe_load(hub.files[".eval_results/bosch.yaml"]) == [
+        {
+            "dataset": {"id": "openai/gsm8k", "task_id": "main"},
+            "value": 41.5,
+            "notes": "lm-evaluation-harness, gsm8k, 64 samples",
+        }
+    ]
+
+
+def test_a_checkpoint_by_name_and_a_dry_run(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["upload", str(run), REPOSITORY, "--checkpoint", "hybrid", "--dry-run"]) == 0
+    assert "model.safetensors\n" in capsys.readouterr().out and not hub.files
+    assert main(["upload", str(run), REPOSITORY, "--checkpoint", "hybrid"]) == 0
+    assert hub.files["model.safetensors"] == b"model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["no/run", REPOSITORY], 2, "RUN no/run: holds no model of a finished run"),
+        (["", REPOSITORY, "--checkpoint", "tokens-5"], 2, "--checkpoint tokens-5: the run has hy"),
+        (["", "hybrid"], 2, "REPOSITORY hybrid: expected owner/name"),
+        (["", "a/b/c"], 2, "REPOSITORY a/b/c: expected owner/name"),
+    ],
+)
+def test_what_cannot_be_uploaded_is_one_sentence(
+    run: Path, hub: Hub, arguments: list[str], status: int, sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(["upload", arguments[0] or str(run), *arguments[1:]]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {sentence}")
+
+
+def test_without_a_token(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert main(["upload", str(run), REPOSITORY]) == 2
+    assert capsys.readouterr().err == (
+        "error: upload: there is no token for the hub here; run 'hf auth login' or set HF_TOKEN\n"
+    )
+
+
+def test_a_refusal_of_the_hub_is_one_sentence(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.refusal = "this token may not write"
+    assert main(["upload", str(run), REPOSITORY]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: upload: the hub did not take {REPOSITORY}: ")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(["upload", str(run), REPOSITORY]) == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
