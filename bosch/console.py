@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bosch import commands
-from bosch.commands import PROGRAM, all_commands, command_parser, find_command, listing
+from bosch.commands import PROGRAM, command_help, command_parser, find_command, listing
 from bosch.errors import RunError, UserError, printable
 from bosch.version import VERSION
 
@@ -34,13 +34,13 @@ def library_main(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM} {VERSION}")
         return 0
     if name in ("-h", "--help"):
-        print(f"usage: {PROGRAM} COMMAND ...\n\n{listing(all_commands([commands]))}\n\n"
+        print(f"usage: {PROGRAM} COMMAND ...\n\n{listing([commands])}\n\n"
               f"Every other command, such as run, {_NEEDS}.")  # fmt: skip
         return 0
     module = find_command(name, [commands])
     try:
         if module is None:
-            own = " and ".join(name for name, _ in all_commands([commands]))
+            own = " and ".join(command_help([commands]))
             raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
         status = int(module.run(command_parser(name, module).parse_args(arguments[1:])))
         sys.stdout.flush()

@@ -24,7 +24,14 @@ from typing import Any
 
 import bosch.commands
 import pipeline.commands
-from bosch.commands import PROGRAM, all_commands, command_parser, find_command, listing
+from bosch.commands import (
+    PROGRAM,
+    all_commands,
+    command_help,
+    command_parser,
+    find_command,
+    listing,
+)
 from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
 from bosch.version import VERSION
 from pipeline.commands import RecipeCommand
@@ -143,10 +150,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         PROGRAM,
         description="Makes a hybrid of full and sliding attention heads out of a language model.",
-        epilog=listing(commands().items()),
+        epilog=listing(_PACKAGES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {VERSION}")
-    parser.add_argument("command", choices=commands(), help="what to do; each has its own --help")
+    parser.add_argument(
+        "command", choices=command_help(_PACKAGES), help="what to do; each has its own --help"
+    )
     parser.add_argument("arguments", nargs="...", metavar="RECIPE [key.path=value ...] [options]")
     return parser.parse_args(arguments)

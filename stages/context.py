@@ -55,9 +55,8 @@ class Runtime(Section):
     attention: BackendName = Field(
         "auto",
         description=(
-            "Attention backend. auto: sdpa, but in training on a GPU the first of flash "
-            "(flash-attn), varlen (torch's own) and flex that is installed and has what the model "
-            "needs; the log says which."
+            "Attention backend. auto: sdpa, but in training on a GPU the fastest that is installed "
+            "and has what the model needs; the log says which."
         ),
     )
     processes: ProcessesOrAuto = Field(
@@ -86,6 +85,9 @@ class Runtime(Section):
         "none", description="How training shards the model over processes."
     )
     gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
+    compile: Flag = Field(
+        False, description="Compile the decoder's layers in training, each by itself."
+    )
     save_every_steps: int = Field(
         100, gt=0, le=MOST, description="Steps between the restart points of training."
     )
@@ -103,6 +105,17 @@ class Runtime(Section):
     )
     needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
         16, description="Samples of such a score: the share whose answer tokens are all right."
+    )
+    heldout_every_steps: Count | None = Field(
+        None,
+        description=(
+            "Steps of training between losses on sequences that it does not read, by quarter of "
+            "the sequence, with the routers' entropy and load of a mixture of experts; default: "
+            "none."
+        ),
+    )
+    heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        16, description="Prepared sequences that are kept from training for it."
     )
     wandb_project: Line | None = Field(
         None, description="Project at Weights & Biases to which training sends its metrics too."

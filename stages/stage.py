@@ -42,7 +42,7 @@ class Stage(Generic[OwnSection]):
 
     `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all);
     `after` those that run before it though it reads nothing of them. `model` is what it reads of
-    the base model, `card` whether it reads the model's card too; `unread` are fields of
+    the base model, `card` what the key holds of the model's card; `unread` are fields of
     the section that it does not read. Stages with the same `pool` leave
     in one folder what they may take from each other.
 
@@ -66,7 +66,7 @@ class Stage(Generic[OwnSection]):
     model: Literal["none", "tokenizer", "weights"] = "none"
     seeded: bool = True
     distributed: bool = False
-    card: bool = False
+    card: Callable[[LoadedRecipe], dict[str, Any]] | None = None
     pool: str | None = None
     unread: tuple[str, ...] = ()
     checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from bosch import ranks
+from stages.train import decisions
 from stages.train.loop import Loop
 from stages.train.storage import RestartPoints
 from tests.training_case import main
@@ -17,11 +18,11 @@ from tests.training_case import main
 SECONDS = 9.0
 
 
-def _hang_in_step_three() -> None:
+def _hang_in_step(number: int) -> None:
     loss_of = Loop.loss_of
 
     def late_loss(self: Loop, *args: Any) -> Any:
-        if self.step == 3:
+        if self.step == number:
             time.sleep(SECONDS)
         return loss_of(self, *args)
 
@@ -40,8 +41,10 @@ def _save_slowly() -> None:
 
 if __name__ == "__main__":
     ranks.REPORT_SECONDS = 1.0
-    if os.environ["SLOW"] == "step" and os.environ["RANK"] == "1":
-        _hang_in_step_three()
+    decisions.LEAST_PATIENCE = 5 / 60
+    steps = {"step": 3, "late step": 8}
+    if os.environ["SLOW"] in steps and os.environ["RANK"] == "1":
+        _hang_in_step(steps[os.environ["SLOW"]])
     elif os.environ["SLOW"] == "save":
         _save_slowly()
     main()

@@ -30,7 +30,7 @@ from tests.rank_processes import run_module
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 64, 32, 40
-SPEED = ("tokens_per_second", "mfu", "memory", "data_seconds", "checkpoint_seconds")
+SPEED = ("tokens_per_second", "mfu", "memory", "data_seconds", "checkpoint_seconds", "seconds_left")
 TRAIN = {
     "total_tokens": 10 * 4 * SEQUENCE_LENGTH,
     "batch_tokens": 4 * SEQUENCE_LENGTH,

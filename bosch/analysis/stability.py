@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,7 @@ class Stability:
 
 def average_ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
     """Ranks from 1; equal values share the mean of the ranks they take up."""
-    array = np.asarray(values, dtype=np.float64)
-    _, inverse, counts = np.unique(array, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: npt.NDArray[np.float64] = (last - (counts - 1) / 2.0)[inverse.reshape(-1)]
+    ranks: npt.NDArray[np.float64] = stats.rankdata(values)
     return ranks
 
 
@@ -49,10 +47,9 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"{len(first)} and {len(second)} values: need as many, and two at least")
-    a, b = average_ranks(first), average_ranks(second)
-    a, b = a - a.mean(), b - b.mean()
-    scale = float(np.sqrt((a @ a) * (b @ b)))
-    return float(np.clip((a @ b) / scale, -1.0, 1.0)) if scale > 0.0 else None
+    if min(first) == max(first) or min(second) == max(second):
+        return None
+    return float(stats.spearmanr(first, second).statistic)
 
 
 def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:

@@ -1,23 +1,29 @@
 """The commands of `bosch`: each is a module here or in `pipeline/commands`, and no list names it.
 
-Such a module, or the module `command` of a package, has `COMMAND`, `add_options(parser)` and `run`.
+Such a module, or the module `command` of a package, has `COMMAND = Command("what it does", …)`,
+`add_options(parser)` and `run`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import json
 import pkgutil
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PROGRAM = "bosch"
+# The text that a module's command begins with.
+_COMMAND = re.compile(r'^COMMAND = \w+\(\s*("[^"\n]*")', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,33 @@ class Command:
 def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None:
     """The module of a command; None where there is none of that name."""
     for package in packages:
-        for found in pkgutil.iter_modules(package.__path__):
-            if found.name == name:
-                path = f"{package.__name__}.{name}{'.command' if found.ispkg else ''}"
-                module = importlib.import_module(path)
-                return module if hasattr(module, "COMMAND") else None
+        if name in command_help([package]):
+            own = next(one for one in pkgutil.iter_modules(package.__path__) if one.name == name)
+            path = f"{package.__name__}.{name}{'.command' if own.ispkg else ''}"
+            return importlib.import_module(path)
     return None
 
 
+def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
+    """What every command does, by its name: read from the source, since some import for seconds."""
+    about = {}
+    for package in packages:
+        for own in pkgutil.iter_modules(package.__path__):
+            file = Path(package.__path__[0], own.name, "command.py")
+            if not own.ispkg:
+                file = file.parent.with_suffix(".py")
+            source = file.read_text(encoding="utf-8") if file.is_file() else ""
+            if match := _COMMAND.search(source):
+                about[own.name] = str(ast.literal_eval(match[1]))
+    return dict(sorted(about.items()))
+
+
 def all_commands(packages: Sequence[ModuleType]) -> Iterator[tuple[str, ModuleType]]:
-    """Name and module of every command, by name."""
-    names = {found.name for package in packages for found in pkgutil.iter_modules(package.__path__)}
-    for name in sorted(names):
+    """Name and module of every command, by name; imports all of them."""
+    for name in command_help(packages):
         module = find_command(name, packages)
-        if module is not None:
-            yield name, module
+        assert module is not None
+        yield name, module
 
 
 def add_arguments(parser: argparse.ArgumentParser, module: ModuleType) -> argparse.ArgumentParser:
@@ -81,6 +99,6 @@ def text_aside(aside: bool) -> Iterator[None]:
         yield
 
 
-def listing(modules: Iterable[tuple[str, ModuleType]]) -> str:
+def listing(packages: Sequence[ModuleType]) -> str:
     """A line for each command."""
-    return "\n".join(f"{name:<12}{module.COMMAND.help}" for name, module in modules)
+    return "\n".join(f"{name:<12}{about}" for name, about in command_help(packages).items())

@@ -296,9 +296,9 @@ def cache_layer(
 ) -> Any:
     """Cache of a layer with or without attention, and with so many states of fixed size."""
     if layout is None:
-        # transformers has had the latter since 5.20; vLLM's builds pin an older one.
-        without: Any = LinearAttentionLayer if states else cache_utils.DummyLayer
-        return without(number_of_states=states)
+        # transformers has had layers without anything since 5.23; vLLM's builds pin an older one.
+        empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
+        return (LinearAttentionLayer if states else empty)(number_of_states=states)
     return with_states(kind)(states, layout, *args) if states else kind(layout, *args)
 
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from bosch.errors import UserError
 from bosch.model.code_file import code_file
-from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family
+from bosch.model.families import BASE_PREFIX, FAMILIES, HYBRID_PREFIX, Family
 
 CODE_FILE = "modeling_hybrid.py"
 _TEXT = "text_config"
@@ -122,7 +122,7 @@ def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> di
     """Content of a text decoder's configuration without what refuses the family's own class."""
     content = dict(content)
     for name in _ACTIVATIONS:
-        value = content.pop(f"base_{name}", None)
+        value = content.pop(BASE_PREFIX + name, None)
         if content.get(name) == _REFUSAL:
             content[name] = value
     types = config_class.attribute_map.get("layer_types", "layer_types")
@@ -147,7 +147,7 @@ def _to_dict_of(family: Family, parent: Any) -> Any:
 
 def _refusing(content: dict[str, Any]) -> dict[str, Any]:
     name = next(name for name in _ACTIVATIONS if name in content)
-    return content | {f"base_{name}": content[name], name: list(_REFUSAL)}
+    return content | {BASE_PREFIX + name: content[name], name: list(_REFUSAL)}
 
 
 def _part_class(base: Any) -> Any:

@@ -85,6 +85,8 @@ def _auto_table(module: str, table: str) -> Mapping[str, str]:
 
 
 HYBRID_PREFIX = "hybrid_"
+# Of the field in which a hybrid's config.json keeps a value that stands there as a refusal.
+BASE_PREFIX = "base_"
 SLIDING = "sliding_attention"
 FULL_ATTENTION = "full_attention"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.model.families import (
+    BASE_PREFIX,
     FAMILIES,
     FULL_ATTENTION,
     HYBRID_PREFIX,
@@ -105,8 +106,9 @@ class StoredConfig:
         """transformers' configuration, of a hybrid that of its base."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        content = {k: v for k, v in self.content.items() if k != "hybrid_attention"}
-        content["model_type"] = self._model_type
+        content = {**self.content, "model_type": self._model_type}
+        if content.pop("hybrid_attention", None) is not None:
+            content = _of_base(content)
         try:
             return CONFIG_MAPPING[self._model_type].from_dict(
                 json.loads(json.dumps(content), object_hook=_without_floats_by_name)
@@ -149,6 +151,16 @@ class StoredConfig:
     def plain_logits(self) -> bool:
         """Whether attention takes no more than scaled scores: no caps, no extra logit per head."""
         return self._model_type not in FAMILIES or has_plain_logits(self.loaded)
+
+
+def _of_base(content: dict[str, Any]) -> dict[str, Any]:
+    """A hybrid's config.json without the refusals, which are in its text decoder if it has one."""
+    if isinstance(text := content.get("text_config"), dict):
+        return {**content, "text_config": _of_base(text)}
+    stored = {k: v for k, v in content.items() if not k.startswith(BASE_PREFIX)}
+    return stored | {
+        k.removeprefix(BASE_PREFIX): v for k, v in content.items() if k.startswith(BASE_PREFIX)
+    }
 
 
 def _without_floats_by_name(value: dict[str, Any]) -> Any:

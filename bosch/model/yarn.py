@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.files import read_within
+
+_ORIGINAL = "original_max_position_embeddings"
+# As cards write it: in JSON, as an argument of a server, in a sentence.
+_IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
+_MOST_BYTES = 4 * 2**20
 
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:
@@ -19,9 +27,31 @@ def yarn_fault(config: Mapping[str, Any]) -> str | None:
     return None if kind == "default" else f"its config.json scales RoPE already ({kind})"
 
 
+def original_positions(config: Mapping[str, Any], card: Path | None = None) -> int | None:
+    """The length a model was trained at, from which YaRN stretches.
+
+    It stands in its config.json or, for Qwen3's chat models, in the model card alone: their
+    max_position_embeddings, 40,960, leave room for an answer. None where neither says it.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for value in (rope.get(_ORIGINAL), config.get(_ORIGINAL)):
+        if isinstance(value, int):
+            return value
+    try:
+        text = read_within(card, _MOST_BYTES).decode() if card is not None else ""
+    except (OSError, ValueError):
+        return None
+    lengths = {int(number) for number in _IN_CARD.findall(text)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 @contextmanager
-def yarn(model: Any, factor: float | None) -> Iterator[None]:
+def yarn(
+    model: Any, factor: float | None, original: int | None = None, card: Path | None = None
+) -> Iterator[None]:
     """Stretch the model's RoPE by `factor` for as long as the context lasts; None leaves it.
+
+    `original` is the length that is stretched; default: what config.json or the `card` says.
 
     Raises:
         UserError: the model has no RoPE of one kind that could be stretched.
@@ -42,14 +72,15 @@ def yarn(model: Any, factor: float | None) -> Iterator[None]:
     if fault is not None:
         raise UserError(f"YaRN cannot be set on {type(model).__name__}: {fault}")
     positions = config.max_position_embeddings
+    original = original or original_positions(config.to_dict(), card) or positions
     stretched = copy.deepcopy(config)
     stretched.rope_parameters = {
         **config.rope_parameters,
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": positions,
+        _ORIGINAL: original,
     }
-    stretched.max_position_embeddings = int(positions * factor)
+    stretched.max_position_embeddings = int(original * factor)
     for parent, name, child in holders:
         setattr(parent, name, type(child)(config=stretched).to(child.inv_freq.device))
     config.max_position_embeddings = stretched.max_position_embeddings

@@ -5,6 +5,7 @@ The model is built on the meta device: it has every parameter's shape and takes 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,14 +153,16 @@ class DecoderShape:
 
 def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
+    config = copy.deepcopy(config)  # the model that is made writes its attention into it
     if is_hybrid(config):
         config = full_attention_config(config)
     elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
         config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
+            # A copy: from_config writes the attention into the configuration of a model in use.
             model = auto_class(config).from_config(
-                config, attn_implementation="eager", trust_remote_code=False
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )
     except Exception as error:
         reason = " ".join(str(error).split())

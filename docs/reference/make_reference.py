@@ -204,7 +204,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"{_kind(arguments[0])} to {_kind(arguments[1])}"
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(argument) for argument in arguments if argument is not type(None))
-    name = {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+    words = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any value"}
+    name = words[annotation]
     return ", ".join([name, *_bounds(metadata)]).replace(", ", " ", 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 from bosch.errors import UserError
 from bosch.files import make_folder
@@ -70,6 +71,9 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     page = loaded.output_root / name / "report" / PAGE
     if runner.chosen[-1] == "report" and page.exists():
         print(f"report: {typed_path(page)}")
+        if loaded.world.node_rank == 0:
+            # By name, as stages are: a command that writes no page loads no templates.
+            importlib.import_module("stages.report.index").write_index(loaded.output_root)
     if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
         return 0
     return print_missing(Scores.read(loaded.output_root / name / "evaluate"))

@@ -40,7 +40,13 @@ def sentences(model: type[Section], error: ValidationError) -> list[str]:
     for detail in error.errors():
         path, owner = _walk(model, detail["loc"])
         grouped.setdefault(path, []).append((detail, owner))
-    return [f"{path}: {_describe(path, details, model)}" for path, details in grouped.items()]
+    return [
+        f"{path}: {_describe(path, details, model)}"
+        for path, details in grouped.items()
+        # Where an item of a list is faulty, pydantic also calls the list too short.
+        if details[0][0]["type"] != "too_short"
+        or not any(p.startswith(f"{path}.") for p in grouped)
+    ]
 
 
 def known_paths(model: type[Section], prefix: str = "") -> Iterator[str]:
@@ -138,7 +144,9 @@ def _expected(detail: ErrorDetails) -> str:
         return ", ".join(_choices(detail))
     if kind == "too_short":
         return f"at least {context['min_length']} item(s)"
-    return detail["msg"]
+    # A check of ours says what it expected and found by itself.
+    own = detail["msg"].removeprefix("Value error, ").removeprefix("expected ")
+    return own.partition(", found ")[0]
 
 
 def _show(value: Any) -> str:

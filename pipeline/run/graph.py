@@ -12,7 +12,7 @@ from bosch.errors import UserError
 from bosch.files import canonical_json
 from pipeline.recipe.faults import suggest
 from pipeline.run.hashing import FileHasher, NotHashed
-from pipeline.run.identity import licence_identity, model_identity, tokenizer_identity
+from pipeline.run.identity import model_identity, tokenizer_identity
 from stages.fields import Section
 from stages.inputs import section_identity
 from stages.recipe import LoadedRecipe
@@ -124,5 +124,5 @@ def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> 
         return {}
     if stage.model == "tokenizer":
         return tokenizer_identity(loaded, hasher)
-    card = {"licence": licence_identity(loaded)} if stage.card else {}
+    card = stage.card(loaded) if stage.card is not None else {}
     return {**model_identity(loaded, hasher), **card}

@@ -8,7 +8,6 @@ from typing import Any
 from bosch.weight_files import weight_files
 from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import Hasher
-from stages.licence import licence_of
 from stages.recipe import LoadedRecipe
 
 
@@ -35,12 +34,6 @@ def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
     # Where the tokenizer's own files name no class, transformers takes that of the model's type.
     family = loaded.info.config.get("model_type") if loaded.info is not None else None
     return {**_hashes(directory, names, hasher), "model_type": family}
-
-
-def licence_identity(loaded: LoadedRecipe) -> dict[str, str]:
-    """Licence in the base model's card, which the hybrid's card repeats."""
-    directory = _directory(loaded)
-    return {} if directory is None else licence_of(directory / "README.md")
 
 
 def _directory(loaded: LoadedRecipe) -> Path | None:

@@ -66,6 +66,9 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     for noisy in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # They warn while they are imported, of kernels that are not used here.
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     if level != "debug":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
@@ -218,6 +219,8 @@ class HarnessSuite:
         requests = self.requests(subtask)
         for start in range(0, len(indices), CHUNK):
             chunk = list(indices[start : start + CHUNK])
+            # Sampled answers are the same in every run of as many processes.
+            torch.manual_seed(_FEWSHOT_SEED + chunk[0])
             task._instances = [
                 _numbered(request, number)
                 for number, index in enumerate(chunk)

@@ -318,14 +318,21 @@ def _build(
 
 
 def score_all_answers(task: Any) -> None:
-    """Have a document's score be the mean over all its answers; lm-eval takes the first alone."""
-    from lm_eval.filters import build_filter_ensemble
+    """Have a document's score be the mean over all its answers, of which lm-eval takes the first.
 
-    score, count = task.process_results, task.config.repeats
-    task._filters = [build_filter_ensemble("mean", [["take_first_k", {"k": count}]])]
+    What a task does with several answers by itself, as a majority vote, stays.
+    """
+    from lm_eval.filters.selection import MajorityVoteFilter, TakeFirstFilter, TakeKFilter
+
+    score = task.process_results
+    for filters in (ensemble.filters for ensemble in task._filters):
+        kinds = [one.func for one in filters]
+        if kinds[-1] is TakeFirstFilter and MajorityVoteFilter not in kinds:
+            filters[-1] = functools.partial(TakeKFilter, k=task.config.repeats)
 
     def mean(document: Any, results: Sequence[Any]) -> dict[str, float]:
-        scores = [score(document, [answer]) for answer in results[0]]
+        answers = results[0] if isinstance(results[0], list) else results
+        scores = [score(document, [answer]) for answer in answers]
         return {name: sum(one[name] for one in scores) / len(scores) for name in scores[0]}
 
     task.process_results = mean

@@ -169,6 +169,7 @@ def _needle_suite(
         world=state.num_processes,
         batch_size=config.runtime.eval_batch_size,
         chat=chat,
+        card=Path(config.model.path, "README.md") if section.yarn else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.model.yarn import yarn
+from bosch.model.yarn import original_positions, yarn
 from bosch.progress import Progress, progress
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.tasks.needles import string_match
@@ -39,6 +39,7 @@ class NeedleSuite:
     world: int
     batch_size: int
     chat: ChatTemplate | None = None
+    card: Path | None = None  # of the original model
     name: str = "needle"
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -57,7 +58,11 @@ class NeedleSuite:
                     self.folder, task, length, self.section.new_tokens(task), self.seed,
                     self.corpus, self.tokenizer,
                 )  # fmt: skip
-                identity = {**folder.identity, "yarn": self.section.yarn_factor(length)}
+                factor = self.section.yarn_factor(length)
+                identity = {**folder.identity, "yarn": factor}
+                original = self.section.yarn_original_length or original_positions({}, self.card)
+                if factor is not None and original is not None:
+                    identity["yarn_original_length"] = original
                 if self.chat is not None:
                     identity["chat"] = self.chat.digest
                 digest = digest_of(identity)
@@ -91,7 +96,8 @@ class NeedleSuite:
             if not indices:
                 continue
             questions = [q for q in self._subtask_questions(subtask) if q.index in indices]
-            with yarn(loaded, self.section.yarn_factor(subtask.length)):
+            factor = self.section.yarn_factor(subtask.length)
+            with yarn(loaded, factor, self.section.yarn_original_length, self.card):
                 self._answer(model, subtask, questions, loaded, bar)
 
     def _open(self, model: Evaluated, subtask: Subtask) -> set[int]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.budget import heads_of_mask_file
 from bosch.errors import UserError
-from bosch.model.yarn import yarn_fault
+from bosch.model.yarn import original_positions, yarn_fault
 from bosch.search.methods import METHODS, MethodName
 from data_prep.documents.source_files import files_below
 from data_prep.tasks.longbench import TASKS as LONGBENCH
@@ -22,6 +23,7 @@ from stages.evaluate.presets import PresetName, benchmarks, task_settings
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.recipe import LoadedRecipe, position_faults
+from stages.search.stage import SearchConfig
 from stages.stage import Stage
 from stages.versions import installed_versions
 
@@ -98,6 +100,13 @@ class NeedleEvaluation(Section):
                 "{64k: 2, 128k: 4}; for all models, in evaluation alone."
             ),
         )
+    )
+    yarn_original_length: Count | None = Field(
+        None,
+        description=(
+            "Length that YaRN stretches; default: original_max_position_embeddings of the model's "
+            "config.json or card, else its max_position_embeddings."
+        ),
     )
     essay_dir: Annotated[PathText | None, prose()] = Field(
         None, description="Folder of prose for essay haystacks; default: pydoc's topics."
@@ -219,8 +228,8 @@ class EvaluateConfig(Section):
     chat_template: Flag = Field(
         False,
         description=(
-            "Whether prompts are put into the tokenizer's chat template, as instruct models need "
-            "it; where the benchmark has a template of its own, as its authors do."
+            "Whether prompts are put into the tokenizer's chat template, which instruct models "
+            "need; LongBench's few-shot and code tasks stay raw, as its authors ask them."
         ),
     )
     needle: NeedleEvaluation | None = NeedleEvaluation()
@@ -278,6 +287,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if not any(evaluate.suites.values()):
         names = ", ".join(evaluate.suites)
         yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
+    yield from _one_window(loaded)
     if evaluate.needle is not None:
         yield from _needle(loaded, evaluate.needle)
     if evaluate.harness is not None:
@@ -285,6 +295,23 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate.positions is not None:
         length = evaluate.positions.length
         yield from position_faults(loaded, "evaluate.positions.length", length)
+
+
+def _one_window(loaded: LoadedRecipe) -> Iterator[str]:
+    """Rivals have one window, and a mask of several has no other one to be scored at."""
+    search, evaluate = loaded.recipe[SearchConfig], loaded.recipe.get(EvaluateConfig)
+    if evaluate is None or search.method != "given" or not Path(str(search.mask)).is_file():
+        return
+    try:
+        windows = sum(window is not None for window in heads_of_mask_file(str(search.mask))[0])
+    except UserError:  # said of the mask already
+        return
+    for field in ("rivals", "windows"):
+        if windows > 1 and getattr(evaluate, field):
+            yield (
+                f"evaluate.{field}: {search.mask} has {windows} windows, and masks of one window "
+                "cannot be set beside it; leave the field out"
+            )
 
 
 def _needle(loaded: LoadedRecipe, needle: NeedleEvaluation) -> Iterator[str]:
@@ -306,14 +333,36 @@ def _stretched(loaded: LoadedRecipe, needle: NeedleEvaluation, limit: int | None
     fault = yarn_fault(loaded.info.config) if loaded.info is not None and needle.yarn else None
     if fault is not None:
         yield f"evaluate.needle.yarn: RoPE cannot be stretched: {fault}"
+    trained = _trained_length(loaded) or limit
     for length in needle.lengths:
-        factor = needle.yarn_factor(length) or 1.0
-        if limit is not None and length > limit * factor:
-            name = "yarn" if length in needle.yarn else "lengths"
+        factor = needle.yarn_factor(length)
+        reach = limit if factor is None or trained is None else trained * factor
+        if reach is not None and trained is not None and length > reach:
+            name, of_whom = ("lengths", f"the model's {limit:,} positions")
+            if factor is not None:
+                name, of_whom = "yarn", f"{factor:g} times the {trained:,} that YaRN stretches"
             yield (
-                f"evaluate.needle.{name}: {length:,} is more than the model's {limit:,} positions"
-                f"; set evaluate.needle.yarn, like {{{length}: {math.ceil(length / limit)}}}"
+                f"evaluate.needle.{name}: {length:,} is more than {of_whom}"
+                f"; set evaluate.needle.yarn, like {{{length}: {math.ceil(length / trained)}}}"
             )
+
+
+def _trained_length(loaded: LoadedRecipe) -> int | None:
+    """The length that YaRN stretches, where recipe, config.json or model card say it."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    if evaluate is None or evaluate.needle is None or not evaluate.needle.yarn:
+        return None
+    info = loaded.info
+    if evaluate.needle.yarn_original_length is not None or info is None:
+        return evaluate.needle.yarn_original_length
+    card = info.directory / "README.md" if info.directory is not None else None
+    return original_positions(info.config, card)
+
+
+def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
+    """What of the model's card is in the key of an evaluation."""
+    length = _trained_length(loaded)
+    return {} if length is None else {"yarn_original_length": length}
 
 
 def _harness(loaded: LoadedRecipe, harness: HarnessEvaluation) -> Iterator[str]:
@@ -372,6 +421,7 @@ STAGE = Stage(
     needs=("prepare", "materialize", "train", "original"),
     model="weights",
     distributed=True,
+    card=model_card,
     pool="evaluation",
     checks=_faults,
     missing=_missing,

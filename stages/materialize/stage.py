@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -11,7 +11,9 @@ from bosch.errors import RunError
 from bosch.files import read_json
 from bosch.model.stored_config import StoredConfig
 from stages.fields import Section, file_size
+from stages.licence import licence_of
 from stages.published import RUN_AGAIN, Summary
+from stages.recipe import LoadedRecipe
 from stages.stage import Stage
 
 
@@ -52,6 +54,12 @@ def read_model_config(materialize: Path) -> StoredConfig:
     return StoredConfig(config)
 
 
+def _licence(loaded: LoadedRecipe) -> dict[str, Any]:
+    """The licence in the base model's card, which the hybrid's card repeats."""
+    directory = loaded.info.directory if loaded.info is not None else None
+    return {"licence": {} if directory is None else licence_of(directory / "README.md")}
+
+
 STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
@@ -60,7 +68,7 @@ STAGE = Stage(
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     model="weights",
-    card=True,
+    card=_licence,
     seeded=False,
     cost="stages.materialize.cost:cost",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.stage import EvaluateConfig, model_card
 from stages.stage import Stage
 
 STAGE = Stage(
@@ -14,6 +14,7 @@ STAGE = Stage(
     after=("materialize",),
     model="weights",
     distributed=True,
+    card=model_card,
     pool="evaluation",
     unread=("rivals", "windows"),
     cost="stages.evaluate.cost:original",

@@ -24,6 +24,8 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
     sizes = [window.size for window in search.mask.windows[::-1]]
     return {
         "title": title,
+        "model": search.mask.model,
+        "method": search.mask.method,
         "verdict": verdict(results),
         "differences": [
             {"name": row.name, "unit": row.unit, "mean": row.mean, "low": row.low, "high": row.high}

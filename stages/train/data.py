@@ -31,9 +31,10 @@ class PackedSequences:
         self.prepared = len(self._table)
         self.sequence_length = len(self._table[0]["input_ids"]) if self.prepared else 0
         self._order = np.arange(self.prepared)
+        self._needed = self.prepared
 
     def arrange(self, schedule: Schedule, seed: int) -> None:
-        """Fix the order, and cut the data to what `schedule` reads.
+        """Fix the order, and how much of it `schedule` reads.
 
         Raises:
             UserError: fewer tokens are prepared than the run needs.
@@ -46,10 +47,25 @@ class PackedSequences:
                 "prepare.train_tokens (each token is read once) or lower train.total_tokens"
             )
         generator = np.random.default_rng([seed, _ORDER_STREAM])
-        self._order = generator.permutation(self.prepared)[:needed]
+        self._order = generator.permutation(self.prepared)
+        self._needed = needed
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._needed
+
+    def held_out(self, count: int) -> list[dict[str, Any]]:
+        """Sequences that training does not read.
+
+        Raises:
+            UserError: there are fewer.
+        """
+        if self.prepared - self._needed < count:
+            raise UserError(
+                f"runtime.heldout_sequences = {count}, and training leaves "
+                f"{self.prepared - self._needed} of the prepared sequences unread; raise "
+                f"prepare.train_tokens to {(self._needed + count) * self.sequence_length:,}"
+            )
+        return [self[index] for index in range(self._needed, self._needed + count)]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._table[int(self._order[index])]

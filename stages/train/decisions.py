@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -28,6 +28,9 @@ _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
 _LEAST = 20  # of them; before there are so many, only what is not finite is a bad step
 MOST_IN_A_ROW = 5  # bad steps that may be left out, one after the other
 MOST_REMEMBERED = 10  # and among the last `_REMEMBERED`
+_LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
+_TIMES_SLOWER = 20
+LEAST_PATIENCE = 2.0  # minutes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -82,6 +85,16 @@ class SpikeRule:
         if sum(bad) >= self._in_all:
             return f"{sum(bad)} of the last {len(bad)} steps"
         return None
+
+
+def step_patience(seconds: Sequence[float], most: float) -> float:
+    """Minutes that a process waits for the others in a step, by what the last steps took.
+
+    `most` until enough are known.
+    """
+    if len(seconds) < _LEAST_TIMED:
+        return most
+    return min(most, max(LEAST_PATIENCE, _TIMES_SLOWER * statistics.median(seconds) / 60))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +25,17 @@ from torch.distributed.tensor import DTensor
 from bosch.errors import RunError
 from bosch.ranks import collectives_within, limit_collectives
 from stages.context import Runtime
+from stages.formats import format_bytes
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
-from stages.train.decisions import Decision, RestartTimer, SpikeRule
+from stages.train.decisions import Decision, RestartTimer, SpikeRule, step_patience
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
-from stages.train.watch import NeedleWatch
+from stages.train.watch import HeldOutWatch, NeedleWatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,16 @@ class Loop:
     checkpoint_writer: CheckpointWriter
     metrics_log: MetricsLog | None
     needles: NeedleWatch | None
+    held_out: HeldOutWatch | None
     flops: float  # of a step
+    planned_memory: float  # bytes of this process at the peak, by plan
     step: int = 0
 
     def __post_init__(self) -> None:
         self.spikes = SpikeRule(self.train, self.schedule.steps)
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
+        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
@@ -82,12 +87,16 @@ class Loop:
             loss = self.forward_backward(batches, predicted)
             norm = self.clip()
             skipped = self.update(loss, norm)
-            if self.step == first:  # from now on no process loads or compiles while others wait
-                limit_collectives(self.runtime.collective_timeout_minutes)
-            needle_score = self.score_needles()
+            limit_collectives(self.patience)  # no process loads or compiles any longer
+            scores = self.score()
             decision = self.timer.decide(self.step)
-            self.log(loss, norm, skipped, needle_score)
+            self.log(loss, norm, skipped, scores)
             self.save(decision)
+            if self.step == first + 1 and self.metrics_log is not None:
+                logger.info(
+                    "peak of two steps: %s, by plan %s",
+                    format_bytes(peak_memory()), format_bytes(self.planned_memory),
+                )  # fmt: skip
             stop = decision.stop
         self.restarts.wait()
 
@@ -172,20 +181,30 @@ class Loop:
         self.optimizer.zero_grad()
         return skipped
 
-    def score_needles(self) -> float | None:
-        """The needle score, if it is time."""
-        if self.needles is None or not self.needles.is_due(self.step, self.schedule.steps):
-            return None
-        with self.stopwatch.timed("needles"):
-            return self.needles.score(self.model, self.accelerator.device)
+    @property
+    def patience(self) -> float:
+        """Minutes that this process waits for the others in a step."""
+        return step_patience(self._seconds, self.runtime.collective_timeout_minutes)
 
-    def log(self, loss: float, norm: float, skipped: bool, needle_score: float | None) -> None:
+    def score(self) -> dict[str, Any]:
+        """The scores that are due."""
+        scores: dict[str, Any] = {}
+        step, device = (self.step, self.schedule.steps), self.accelerator.device
+        with self.stopwatch.timed("scores"):
+            if self.needles is not None and self.needles.is_due(*step):
+                scores["needle_score"] = self.needles.score(self.model, device)
+            if self.held_out is not None and self.held_out.is_due(*step):
+                scores |= self.held_out.score(self.model, device)
+        return scores
+
+    def log(self, loss: float, norm: float, skipped: bool, scores: dict[str, Any]) -> None:
         """Record the step."""
         seconds, spent = self.stopwatch.read()
+        checkpoints = spent.get("checkpoint", 0.0)
+        seconds = max(seconds - checkpoints - spent.get("scores", 0.0), 1e-9)
+        self._seconds.append(seconds)
         if self.metrics_log is None:
             return
-        checkpoints = spent.get("checkpoint", 0.0)
-        seconds = max(seconds - checkpoints - spent.get("needles", 0.0), 1e-9)
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
                 self.step,
@@ -193,7 +212,7 @@ class Loop:
                 norm,
                 learning_rate=self.optimizer.param_groups[0]["lr"],
                 skipped=skipped or None,
-                needle_score=needle_score,
+                **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops / seconds / self._peak_flops if self._peak_flops else None,
                 memory=peak_memory(),
@@ -207,9 +226,7 @@ class Loop:
         In this order a run killed in between takes the step again and rewrites both.
         """
         runtime, last = self.runtime, self.step == self.schedule.steps
-        patience = collectives_within(
-            runtime.timeout_minutes, afterwards=runtime.collective_timeout_minutes
-        )
+        patience = collectives_within(runtime.timeout_minutes, afterwards=self.patience)
         with self.stopwatch.timed("checkpoint"), patience:
             for tokens, at_step in self.schedule.checkpoint_steps.items():
                 if at_step == self.step:

@@ -21,6 +21,8 @@ IGNORED = -100  # label of a position that is not predicted
 
 # Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
 ChunkLoss = Callable[[Tensor, slice], Tensor]
+# A number for each of n tokens, from their logits [n, V] and labels [n].
+Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
 
@@ -126,15 +128,22 @@ def cross_entropy(labels: Tensor) -> ChunkLoss:
     return chunk_loss
 
 
-def mistakes(labels: Tensor) -> ChunkLoss:
-    """Tokens of `labels` [N] that are not the most likely ones, those that are `IGNORED` left out.
+def mistakes(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which of `labels` [n] are not the most likely tokens; `IGNORED` ones are no mistakes."""
+    return (logits.argmax(-1) != labels) & (labels != IGNORED)
 
-    A number without a gradient.
-    """
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in nats of each of `labels` [n], 0 where they are `IGNORED`."""
+    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
+def _noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
+    """Writes the `measure` of every token into `values` [N]; there is no loss."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
-        expected = labels[rows]
-        return ((logits.argmax(-1) != expected) & (expected != IGNORED)).sum().float()
+        values[rows] = measure(logits, labels[rows]).float()
+        return values.new_zeros(())
 
     return chunk_loss
 
@@ -167,7 +176,7 @@ def install_loss(
     weight as for any module. Liger's kernel is used where it knows the family's logits: scaled ones
     (Cohere, Granite) take the chunked form of the same value, and so does `distillation`.
 
-    With `count_mistakes` the forward pass returns the number of wrong tokens in the loss's place.
+    With a `measure` the forward pass returns its values [B, T] in the loss's place.
 
     Raises:
         UserError: the model's own loss has a term for its router.
@@ -193,13 +202,14 @@ def install_loss(
         labels: Tensor,
         position_ids: Tensor | None = None,
         num_items_in_batch: int | None = None,
-        count_mistakes: bool = False,
+        measure: Measure | None = None,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         flat = targets.flatten()
         loss_of: HeadLoss
-        if count_mistakes:
-            loss_of = partial(_summed, config, mistakes(flat))
+        values = torch.zeros(flat.shape if measure else 0, device=flat.device)
+        if measure is not None:
+            loss_of = partial(_summed, config, _noted(measure, flat, values))
         elif distillation is not None:
             loss_of = distillation.loss_of(config, input_ids, targets, position_ids)
         elif fused:
@@ -209,8 +219,8 @@ def install_loss(
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)
-        if count_mistakes:
-            return {"mistakes": loss}
+        if measure is not None:
+            return {"values": values.view_as(targets)}
         count = num_items_in_batch or (targets != IGNORED).sum()
         return {"loss": loss / count}
 

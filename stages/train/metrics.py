@@ -120,7 +120,7 @@ class MetricsLog:
         """Seconds of training, those before a restart included."""
         return self._seconds_before + time.monotonic() - self._started
 
-    def write(self, step: int, loss: float, grad_norm: float, **values: float | None) -> None:
+    def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
         """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {
             "step": step,
@@ -128,14 +128,15 @@ class MetricsLog:
             "loss": _finite(loss),
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
+            "seconds_left": round(self._seconds_left(step), 3),
             **{name: value for name, value in values.items() if value is not None},
         }
         self.records.append(record)
         self._journal.append(record)
         drawn = {
             f"train/{name}": float(value)
-            for name, value in record.items()
-            if name not in ("step", "tokens", "seconds") and value is not None
+            for name, value in _numbers(record)
+            if name not in ("step", "tokens", "seconds")
         }
         for board in self._boards:
             board.write(step, drawn)
@@ -144,7 +145,6 @@ class MetricsLog:
     def _log_line(self, record: dict[str, Any]) -> None:
         new_steps = record["step"] - self._done_steps
         seconds = max(time.monotonic() - self._started, 1e-9)
-        left = seconds / new_steps * (self._schedule.steps - record["step"])
         logger.info(
             "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left",
             record["step"],
@@ -154,12 +154,26 @@ class MetricsLog:
             _text(record["grad_norm"], ".3f"),
             f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
             _details(record),
-            format_seconds(left),
+            format_seconds(record["seconds_left"]),
         )
+
+    def _seconds_left(self, step: int) -> float:
+        """By the speed since this start."""
+        seconds = time.monotonic() - self._started
+        return seconds / (step - self._done_steps) * (self._schedule.steps - step)
 
     def close(self) -> None:
         for board in self._boards:
             board.close()
+
+
+def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """A record's numbers by name, those of a list counted from 0."""
+    for name, value in record.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{index}", one) for index, one in enumerate(value))
+        elif value is not None:
+            yield name, value
 
 
 def _finite(value: float) -> float | None:
@@ -184,6 +198,8 @@ def _details(record: dict[str, Any]) -> str:
             notes.append(f"{name} {format_seconds(spent)}")
     if "needle_score" in record:
         notes.append(f"needle score {record['needle_score']:.3f}")
+    if "heldout_loss" in record:
+        notes.append(f"held-out loss {record['heldout_loss']:.4f}")
     if record.get("skipped"):
         notes.append("skipped")
     return "".join(f", {note}" for note in notes)

@@ -62,8 +62,19 @@ def load_for_training(
         loaded.load_state_dict(first_adapters(loaded, seed), strict=False)
     install_loss(loaded, liger=train.liger, distillation=distillation)
     if runtime.gradient_checkpointing:
-        loaded.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(loaded)
+    if runtime.compile:  # one by one: layers of one form share a graph, and FSDP stays outside
+        for layer in loaded.get_decoder().layers:
+            layer.compile()
     return loaded
+
+
+def recompute_activations(model: Any) -> None:
+    """Recompute them layer by layer in the backward pass."""
+    # Its name since transformers 5.23, and before.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
 
 
 def attention_backend(

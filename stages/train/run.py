@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from bosch.errors import RunError, StoppedError
 from bosch.files import file_hashes
 from bosch.model.loading import load_config
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig
@@ -23,6 +24,7 @@ from stages.prepare.stage import PACKED_DATA
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
+from stages.train.footprint import training_memory
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, check_wandb, step_flops
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
@@ -39,7 +41,7 @@ from stages.train.sharded_load import shard_and_fill, shard_teacher
 from stages.train.stage import METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step, wait
 from stages.train.trainable import first_adapters, parameter_groups, saved_name
-from stages.train.watch import make_needle_watch
+from stages.train.watch import HeldOutWatch, make_needle_watch
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +114,27 @@ def build_loop(
     # Before DeepSpeed, which would shard the empty model that is counted.
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
     flops = step_flops(model_config, schedule, distilled=train.teacher != "none")
+    planned = training_memory(
+        DecoderShape.of(model_config),
+        train,
+        runtime,
+        processes=world_size(),
+        tokens=schedule.micro_batch_size * schedule.sequence_length,
+        accumulation=schedule.accumulation,
+    )
+    collate_rows = collate_documents if train.document_masking else collate
+    held_out = None
+    if runtime.heldout_every_steps is not None:
+        rows = data.held_out(runtime.heldout_sequences)
+        batches = [collate_rows([row]) for row in rows]
+        held_out = HeldOutWatch(batches, runtime.heldout_every_steps)
     accelerator = make_accelerator(train, runtime, schedule)
     if accelerator.is_main_process:
         (work_dir / TrainingSummary.FILE).unlink(missing_ok=True)
         restarts.clean()
     with partners_alive():
         accelerator.wait_for_everyone()
+        restarts.rehearse(runtime.timeout_minutes)
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator)
     log = None
@@ -129,7 +146,7 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
-        collate=collate_documents if train.document_masking else collate,
+        collate=collate_rows,
         schedule=schedule,
         train=train,
         runtime=runtime,
@@ -143,7 +160,9 @@ def build_loop(
         ),
         metrics_log=log,
         needles=make_needle_watch(config, inputs["prepare"]),
+        held_out=held_out,
         flops=flops,
+        planned_memory=planned.peak,
     )
     if point is not None:
         logger.info("resuming from %s", point.name)

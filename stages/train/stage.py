@@ -167,7 +167,9 @@ class TrainingStep(Record):
 
     A step that was `skipped` changed no weight; its loss and norm are None where not finite.
     `tokens_per_second` and `mfu` leave out the `checkpoint_seconds` since the step before and the
-    time of needle scores. `memory`: most bytes the first process has held.
+    time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
+    token, `heldout_by_position` by quarter of the sequence. `router_entropy` in nats is a mean over
+    tokens and layers; `expert_load` is that of the busiest expert over its layer's mean.
     """
 
     step: int
@@ -183,6 +185,11 @@ class TrainingStep(Record):
     data_seconds: float | None = None
     checkpoint_seconds: float | None = None
     needle_score: float | None = None
+    seconds_left: float | None = None
+    heldout_loss: float | None = None
+    heldout_by_position: list[float] | None = None
+    router_entropy: float | None = None
+    expert_load: float | None = None
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:
@@ -202,6 +209,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from window_faults(window, "prepare.sequence_length", length)
     yield from position_faults(loaded, "prepare.sequence_length", length)
     yield from _batches(loaded, train)
+    yield from _held_out(recipe.runtime, recipe[PrepareConfig], train)
     yield from _checkpoints(train)
     yield from _bad_steps(train, recipe.runtime)
     yield from _teacher(train, recipe.runtime)
@@ -241,6 +249,17 @@ def _batches(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
         yield (
             f"prepare.train_tokens: {prepare.train_tokens:,} is less than the {tokens:,} "
             "tokens that training reads (train.total_tokens in whole batches)"
+        )
+
+
+def _held_out(runtime: Runtime, prepare: PrepareConfig, train: TrainConfig) -> Iterator[str]:
+    tokens = train.optimizer_steps * train.batch_tokens
+    tokens += runtime.heldout_sequences * prepare.sequence_length
+    if runtime.heldout_every_steps is not None and prepare.train_tokens < tokens:
+        yield (
+            f"runtime.heldout_every_steps: {runtime.heldout_sequences} sequences that training "
+            f"does not read need prepare.train_tokens = {tokens:,}, and it is "
+            f"{prepare.train_tokens:,}"
         )
 
 

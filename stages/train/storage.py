@@ -183,12 +183,34 @@ class RestartPoints:
         self.wait()
         if rank() == 0:
             self.make_room()
-        if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+        self._open(minutes)
         with disk_errors("a restart point", self.directory):
             written = dcp.async_save(state, checkpoint_id=self.writing, process_group=self._group)
         assert isinstance(written, Future)
         self._pending = self._publisher.submit(self._publish, written, step, layout)
+
+    def rehearse(self, minutes: float) -> None:
+        """Have every process write a tensor and read that of the next one.
+
+        A disk that refuses, or is not shared, shows before anything is loaded. `minutes` as for
+        `save`.
+        """
+        place = self.directory / "rehearsal"
+        other = (rank() + 1) % processes()
+        received = {f"process-{other}": torch.full((1,), -1)}
+        self._open(minutes)
+        with disk_errors("a restart point", self.directory.parent):
+            own = {f"process-{rank()}": torch.full((1,), rank())}
+            dcp.save(own, checkpoint_id=place, process_group=self._group)
+            dcp.load(received, checkpoint_id=place, process_group=self._group)
+        assert received[f"process-{other}"].item() == other
+        wait(self._group)
+        if rank() == 0:
+            shutil.rmtree(place)
+
+    def _open(self, minutes: float) -> None:
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
 
     def _publish(self, written: Future[Any], step: int, layout: dict[str, object]) -> None:
         written.result()
@@ -363,7 +385,10 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
         if connection_broke(error):
             raise
-        free, reason = shutil.disk_usage(directory).free, " ".join(str(error).split())
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:  # of any process
+            cause = next(iter(error.failures.values()))[0]
+        free, reason = shutil.disk_usage(directory).free, " ".join(str(cause).split())
         raise RunError(
             f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {reason}"
         ) from error

@@ -1,22 +1,26 @@
-"""A needle score while training: the share of a few samples whose answer tokens are all right."""
+"""Scores while training: needles that are answered right, and the loss on what it does not read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from stages.context import StageConfig
 from stages.prepare.stage import TOKENIZER, PrepareConfig
-from stages.train.loss import IGNORED
+from stages.train.loss import IGNORED, mistakes, token_losses
 from stages.train.stage import TrainConfig
+from stages.train.storage import processes, rank
 
+_PARTS = 4  # of a sequence, by position
 _SEED_OFFSET = 1_000_003  # other samples than the search's, from needles training does not see
 
 
@@ -38,25 +42,95 @@ class NeedleWatch:
 
         All run equally many, since a sharded model's passes are collective.
         """
-        rank, size = 0, 1
-        if dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
+        size = processes()
         correct = torch.zeros(1, dtype=torch.float64)
         was_training = model.training
         model.eval()
         for first in range(0, len(self._samples), size):
-            number = first + rank
+            number = first + rank()
             ids, answer_length = self._samples[number % len(self._samples)]
             input_ids = torch.tensor([ids], device=device)
             labels = torch.full_like(input_ids, IGNORED)
             labels[:, -answer_length:] = input_ids[:, -answer_length:]
-            wrong = model(input_ids=input_ids, labels=labels, count_mistakes=True)["mistakes"]
-            correct += number < len(self._samples) and not wrong.item()
+            wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
+            correct += number < len(self._samples) and not wrong.any().item()
         model.train(was_training)
-        if size > 1:
-            correct = correct.to(device)
-            dist.all_reduce(correct)
-        return correct.item() / len(self._samples)
+        return _summed(correct, device).item() / len(self._samples)
+
+
+class HeldOutWatch:
+    """The loss on sequences that training does not read, and what routers of experts do there."""
+
+    def __init__(self, batches: Sequence[dict[str, Tensor]], every: int) -> None:
+        """`batches`: one sequence each, with labels."""
+        self._batches = batches
+        self._every = every
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether step `step` (from 1) ends with it; the last one does."""
+        return step % self._every == 0 or step == last_step
+
+    @torch.no_grad()
+    def score(self, model: Any, device: torch.device) -> dict[str, Any]:
+        """Fields of `TrainingStep`; called on every process, all of which run equally many."""
+        size = processes()
+        sums = torch.zeros(2, _PARTS, dtype=torch.float64)
+        routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+        routed: list[list[Tensor]] = [[] for _ in routers]
+
+        def note(number: int, module: Any, args: Any, output: Any) -> None:
+            routed[number].append(_routing(output))
+
+        hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
+        was_training = model.training
+        model.eval()
+        for first in range(0, len(self._batches), size):
+            number = first + rank()
+            batch = self._batches[number % len(self._batches)]
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            losses = model(**inputs, measure=token_losses)["values"][0].cpu()
+            if number < len(self._batches):
+                predicted = batch["labels"][0, 1:] != IGNORED
+                parts = (values.tensor_split(_PARTS) for values in (losses[:-1], predicted))
+                for part, (loss, counts) in enumerate(zip(*parts, strict=True)):
+                    sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
+            else:  # run once more for the others' sake
+                for router in routed:
+                    router[-1].zero_()
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+        sums = _summed(sums, device)
+        total, count = sums.sum(1).tolist()
+        fields: dict[str, Any] = {
+            "heldout_loss": total / count,
+            "heldout_by_position": (sums[0] / sums[1].clamp(min=1)).tolist(),
+        }
+        if routers:
+            layers = [torch.stack(passes).double().sum(0) for passes in routed]
+            totals = _summed(torch.stack(layers), device)
+            loads = totals[:, 2:]
+            fields["router_entropy"] = (totals[:, 0] / totals[:, 1]).mean().item()
+            fields["expert_load"] = (loads.amax(1) / loads.mean(1)).max().item()
+        return fields
+
+
+def _routing(output: Any) -> Tensor:
+    """Of a router's logits [N, E] and choices [N, k]: entropies' sum, N, and tokens per expert."""
+    logits, chosen = output[0].float(), output[-1]
+    logs = torch.log_softmax(logits, dim=-1)
+    entropy = -(logs.exp() * logs).sum()
+    counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
+    head = torch.stack([entropy, entropy.new_tensor(len(logits))])
+    return torch.cat([head, counts]).cpu()
+
+
+def _summed(values: Tensor, device: torch.device) -> Tensor:
+    """Over all processes."""
+    if processes() > 1:
+        values = values.to(device)
+        dist.all_reduce(values)
+    return values.cpu()
 
 
 def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:

@@ -144,18 +144,32 @@ def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path, sharding: str) 
     assert (sharded != sharded.bfloat16().double()).all()
 
 
+def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
+    done = run_module("tests.gradient_sums", [str(tmp_path)], 2)
+    assert done.returncode == 0, done.stderr
+    shipped, in_bf16 = map(float, done.stdout.rpartition("gradients ")[2].split()[:2])
+    assert shipped == 8 * (256 + 1) / 2
+    assert in_bf16 != shipped
+
+
 def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
     case: Path, tmp_path: Path
 ) -> None:
-    """A collective may take 5 seconds in a step, and minutes where others wait for the saving."""
-    changes: dict[str, Any] = {
-        "train": {"total_tokens": 512, "checkpoint_tokens": []},
-        "runtime": {"collective_timeout_minutes": 5 / 60, "save_every_steps": 3},
-    }
-    for slow in ("step", "save"):
+    """A collective may take 5 seconds in a step, and minutes where others wait for the saving.
+
+    The limit is the recipe's, or once the time of a step is known, a multiple of that.
+    """
+    for slow, minutes in (("step", 5 / 60), ("late step", 15), ("save", 5 / 60)):
+        changes: dict[str, Any] = {
+            "train": {
+                "total_tokens": 1280 if slow == "late step" else 512,
+                "checkpoint_tokens": [],
+            },
+            "runtime": {"collective_timeout_minutes": minutes, "save_every_steps": 3},
+        }
         arguments = [str(case), str(tmp_path / slow), json.dumps(changes)]
         done = run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
-        if slow == "step":
+        if slow != "save":
             assert "LostRankError: process 1 of this run does not answer" in done.stderr
             assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
         else:

@@ -135,6 +135,48 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     assert {number: record["output"] for number, record in found.items()} == outputs
 
 
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(CHAT)
+    sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
+    sampled = {"repeats": 2, "generation_kwargs": sampled}
+    section = _harness(
+        folder, "gsm8k", "longbench_trec", "longproc_countdown", "hellaswag", max_length=300,
+        settings={"gsm8k": sampled}, optional=["longproc_countdown"],
+    )  # fmt: skip
+    config = StageConfig(
+        EvaluateConfig(
+            needle={"tasks": ["niah_single_1", "qa_1"], "lengths": [512], "samples": 2,
+                    "max_new_tokens": 4, "optional": ["qa_1"]},
+            harness=section,
+            chat_template=True,
+        ),
+        ModelConfig(path=str(tmp_path / "model"), dtype="float32"),
+        seed=1,
+        runtime=Runtime(eval_batch_size=2),
+    )  # fmt: skip
+    outputs = []
+    for work in (tmp_path / "first", tmp_path / "again"):
+        work.mkdir()
+        original.run(config, {}, work)
+        scores = Scores.read(work)
+        assert scores.prompts == "in the tokenizer's chat template"
+        assert scores.missing["needle"].keys() == {"qa_1"}
+        assert scores.missing["harness"].keys() == {"longproc_countdown", "hellaswag"}
+        assert "runs code that the model writes" in scores.missing["harness"]["longproc_countdown"]
+        records = list(read_samples(work))
+        asked = [record["question"] for record in records if record["task"] == "gsm8k"]
+        assert all("</user><assistant>" in question for question in asked) and len(asked) == 4
+        outputs.append([record["output"] for record in records])
+    assert outputs[0] == outputs[1]
+
+
 def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
     small = harness_tasks.task_manager(["gsm8k"])
     monkeypatch.setattr(harness_tasks, "whole_index", lambda: small)

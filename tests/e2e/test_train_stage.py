@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
+from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
@@ -142,6 +144,38 @@ def test_killed_while_saving_resumes_from_the_point_before(
     assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
 
 
+def test_training_goes_on_while_a_restart_point_is_written(
+    case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The point of step 2 is put in place after step 3, and holds what was there after step 2."""
+    publish, log, reached = RestartPoints.publish, Loop.log, threading.Event()
+
+    class Killed(BaseException):
+        pass
+
+    def late_publish(self: RestartPoints, step: int, layout: Any) -> None:
+        assert reached.wait(60)
+        publish(self, step, layout)
+
+    def log_and_die(self: Loop, *args: Any) -> None:
+        log(self, *args)
+        if self.step == 3:
+            assert not (tmp_path / "restart" / "step-2").exists()
+            reached.set()
+            self.restarts.wait()
+            raise Killed
+
+    monkeypatch.setattr(RestartPoints, "publish", late_publish)
+    monkeypatch.setattr(Loop, "log", log_and_die)
+    with pytest.raises(Killed):
+        train_here(case, tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "restart" / "step-2").exists()
+    train_here(case, tmp_path)
+    assert metrics(tmp_path) == metrics(undisturbed)
+    assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
+
+
 def cut(content: bytes) -> bytes:
     return content[:40]
 
@@ -218,18 +252,29 @@ def test_finished_work_is_not_done_again(
     assert files(undisturbed) == before
 
 
-def test_accumulation_and_checkpointing_do_not_change_the_losses(
-    case: Path, undisturbed: Path, tmp_path: Path
+def test_accumulation_checkpointing_and_compiling_do_not_change_the_losses(
+    case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compiled by a backend that traces and differentiates, and generates no code."""
+    compiled: list[str] = []
+    compile_module = torch.nn.Module.compile
+
+    def trace(self: torch.nn.Module) -> None:
+        compiled.append(type(self).__name__)
+        compile_module(self, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", trace)
     expected = [record["loss"] for record in metrics(undisturbed)]
     for name, runtime in {
         "one_pass": {"micro_batch_size": 4},
         "four_passes": {"micro_batch_size": 1},
         "recomputed": {"gradient_checkpointing": True},
+        "compiled": {"compile": True, "gradient_checkpointing": True},
     }.items():
         train_here(case, tmp_path / name, runtime=runtime)
         losses = [record["loss"] for record in metrics(tmp_path / name)]
         assert losses == pytest.approx(expected, rel=2e-4), name
+    assert compiled == ["Qwen3DecoderLayer"] * 2
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:

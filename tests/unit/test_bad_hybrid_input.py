@@ -70,6 +70,10 @@ def test_a_window_larger_than_any_sequence(base: Any) -> None:
         use(base, random_mask(), Window(400, 111))
 
 
+_SEVERAL = {
+    "window_sizes": [WINDOW, WINDOW + 2], "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3],
+    "swa_kv_heads_per_layer": [[2, 1], [1, 1], [0, 1]],
+}  # fmt: skip
 _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
 
 
@@ -85,6 +89,13 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 5]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": "123"}, "3 numbers from 0 to 4"),
+        (_SEVERAL | {"window_sizes": [9, WINDOW]}, "window_sizes must rise from each to the next"),
+        (_SEVERAL | {"window_sizes": [WINDOW, "9"]}, "window_size must be an integer"),
+        (_SEVERAL | {"window_sizes": WINDOW}, "window_sizes must be a list"),
+        ({**_SEVERAL, "swa_kv_heads_per_layer": None}, "2 numbers, one for each window"),
+        (_SEVERAL | {"swa_kv_heads_per_layer": [[2, 1], [1, 1], [1]]}, "2 numbers, one for each"),
+        (_SEVERAL | {"full_kv_heads_per_layer": [2, 2, 3]}, "which with its full heads make 4"),
+        (_LAYOUT | {"window_sizes": [WINDOW, 9]}, "must hold full_kv_heads_per_layer, sinks, swa"),
     ],
 )
 def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> None:

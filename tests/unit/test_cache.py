@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
+from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache, HybridCacheLayer
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
@@ -144,9 +146,14 @@ def test_chunked_prefill_needs_no_more_for_a_longer_prompt() -> None:
     assert peaks == [entry * (16 - 1 + sinks + chunk)] * 2
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_generate_equals_generate_without_cache(sinks: int) -> None:
+@pytest.mark.parametrize(("sinks", "more"), [(0, ()), (4, ()), (2, (3, 15))])
+def test_generate_equals_generate_without_cache(sinks: int, more: tuple[int, ...]) -> None:
+    """Left padding, beams and chunks of a prompt, with one window and with three."""
     model = _hybrid(sinks)
+    if more:
+        choices = np.random.default_rng(0).integers(0, 4, random_mask().is_full.shape)
+        windows = [Window(size, sinks) for size in (WINDOW, *more)]
+        model = materialize(small_model(), HeadMask.of_choices(choices), windows)
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
     chunked = {"prefill_chunk_size": 6}

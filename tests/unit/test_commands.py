@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 
 import pytest
 
+import bosch.commands
+import pipeline.commands
+from bosch.commands import command_help
 from bosch.version import VERSION
 from pipeline.cli import commands, main
 from pipeline.recipe.load import load_recipe
+from pipeline.run import log
 from stages.prepare.stage import PrepareConfig
 from tests.elsewhere import ROOT
 from tests.pipeline_case import Case
@@ -25,6 +30,9 @@ def case(tmp_path: Path) -> Case:
 
 def test_a_module_with_a_command_is_a_command() -> None:
     found = commands()
+    assert command_help((bosch.commands, pipeline.commands)) == {
+        name: found[name].COMMAND.help for name in sorted(found)
+    }
     assert {"run", "status", "plan", "mask", "show"} <= set(found)
     assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
     text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
@@ -109,3 +117,24 @@ def test_new_writes_a_recipe_that_loads_beside_the_model(
     assert source.path == str(case.folder / "mine")
     assert loaded.recipe[PrepareConfig].sequence_length == 1024, "the model's positions"
     assert loaded.output_root == case.folder / "runs"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_steps_are_in_the_log_and_on_the_terminal_when_asked(
+    shown: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("BOSCH_SHOW_STEPS", raising=False)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    if shown:
+        monkeypatch.setenv("BOSCH_SHOW_STEPS", "1")
+    log.configure("info", tmp_path / "stage.log")
+    logging.getLogger("stages.train").info("step 7")
+    logging.getLogger("stages.train").warning("no data")
+    logging.getLogger("bosch.progress").info("train: 7/9 steps")
+    terminal, file = capsys.readouterr().err, (tmp_path / "stage.log").read_text()
+    assert ("step 7" in terminal) == shown
+    assert "no data" in terminal and "train: 7/9 steps" in terminal
+    assert "step 7" in file and "no data" in file and "train: 7/9 steps" in file

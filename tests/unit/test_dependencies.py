@@ -18,7 +18,7 @@ from tests.elsewhere import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Modules of a distribution with another name.
-_DISTRIBUTION = {"PyNomad": "PyNomadBBO", "yaml": "pyyaml"}
+_DISTRIBUTION = {"PyNomad": "PyNomadBBO", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
 _OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "tests"}
 # Where each folder's imports may be declared; "" is the core, which the library must do with.
 _EXTRAS = {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.budget import swa_budget
+from bosch.budget import heads_of_mask_file, swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.window import Window
+from bosch.window import Window, window_menu
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
     lambda shape: st.lists(
@@ -29,6 +31,40 @@ def test_mask_survives_every_form_it_has(mask: HeadMask) -> None:
     assert HeadMask.from_swa_kv_heads(mask.swa_kv_heads, mask.num_key_value_heads) == mask
     assert HeadMask.from_key(mask.key) == mask
     assert hash(HeadMask(mask.is_full.astype(int))) == hash(mask)
+
+
+@given(_MASKS, st.integers(1, 15), st.integers(0, 9))
+def test_a_mask_of_several_windows_survives_every_form_it_has(
+    shape: HeadMask, most: int, seed: int
+) -> None:
+    choices = np.random.default_rng(seed).integers(0, most + 1, shape.is_full.shape)
+    mask = HeadMask.of_choices(choices)
+    assert np.array_equal(mask.is_full, choices == 0) and mask.num_windows == choices.max()
+    assert HeadMask.from_key(mask.key) == mask
+    assert (mask == HeadMask(mask.is_full)) == (choices.max() < 2)
+    windows = [Window(3 * size) for size in range(1, most + 1)]
+    file = HeadMaskFile.of(mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "head_mask.json"
+        file.save(path)
+        assert HeadMaskFile.load(path) == file
+        assert json.loads(path.read_text())["format"] == (2 if most > 1 else 1)
+        rows = heads_of_mask_file(str(path))
+    assert rows == mask.heads_per_layer(windows)
+    sizes = np.array([100, *(window.size - 1 for window in window_menu(windows))])
+    assert mask.kv_slots(windows, 100) == sizes[choices].sum()
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [([], "none"), ([4, 4], "4, 4"), ([Window(4), Window(5, 1)], "4, 5 with 1 sinks")],
+)
+def test_a_menu_of_windows_differs_in_size_alone(windows: list[Any], said: str) -> None:
+    menu = [w if isinstance(w, Window) else Window(w) for w in windows]
+    with pytest.raises(ValueError, match=f"must differ in size .* found {said}$"):
+        window_menu(menu)
+    with pytest.raises(ValueError, match="the mask has 2 windows, the menu 1"):
+        HeadMask.of_choices([[0, 2]]).heads_per_layer(Window(4))
 
 
 @given(_MASKS, st.data())
@@ -131,6 +167,30 @@ def test_damaged_file_names_the_field(tmp_path: Path, change: dict, named: str) 
     path = tmp_path / "head_mask.json"
     _file().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=named):
+        HeadMaskFile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"window_sizes": [8, 4]}, r"window_sizes must rise from each to the next, found \[8, 4\]"),
+        ({"window_sizes": [8, 8]}, "window_sizes must rise"),
+        ({"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
+        ({"window_sizes": []}, "a list of head indices for each of 0 windows"),
+        ({"window_sizes": 8}, "window_sizes has an unexpected value 8"),
+        ({"swa_kv_heads": [[0], [1]]}, "for each layer a list of head indices for each of 2 win"),
+        ({"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),
+        ({"swa_kv_heads": [[[0], [4]], [[], []]]}, "names KV head 4"),
+    ],
+)
+def test_a_damaged_file_of_several_windows_names_the_field(
+    tmp_path: Path, change: dict, named: str
+) -> None:
+    path = tmp_path / "head_mask.json"
+    mask = HeadMask.of_choices([[0, 1, 2, 2], [1, 0, 0, 0]])
+    file = HeadMaskFile.of(mask, [Window(4), Window(8)], model="m", method="given", swa_ratio=0.5)
+    path.write_text(json.dumps({**file.content, **change}))
     with pytest.raises(UserError, match=named):
         HeadMaskFile.load(path)
 

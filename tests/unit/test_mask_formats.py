@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bosch.commands.mask.formats import WRITERS
+from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
 from pipeline.cli import main
@@ -21,6 +23,18 @@ def _saved(folder: Path, sinks: int = 2) -> Path:
     path = folder / "head_mask.json"
     HeadMaskFile.of(_MASK, Window(10, sinks), model="m", method="rand", swa_ratio=4 / 9).save(path)
     return path
+
+
+@pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
+def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "head_mask.json"
+    HeadMaskFile.of(
+        HeadMask.of_choices([[0, 1, 2]]), [Window(4), Window(9)],
+        model="m", method="given", swa_ratio=2 / 3,
+    ).save(path)  # fmt: skip
+    file = HeadMaskFile.load(path)
+    with pytest.raises(UserError, match=r"takes one window for all .* windows of 4 and 9"):
+        WRITERS[form](file, tmp_path / "out", 6)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pipeline.commands.measure import run as run_module
 from pipeline.commands.measure.charts import draw_figures
 from pipeline.commands.measure.command import default_output
 from pipeline.commands.measure.kernels import check_kernels
-from pipeline.commands.measure.measured_model import chosen_device
+from pipeline.commands.measure.measured_model import build_model, chosen_device
 from pipeline.commands.measure.results import point_of, set_against_original
 from pipeline.commands.measure.settings import MeasureSettings
 from pipeline.commands.measure.variants import (
@@ -132,6 +132,22 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
     assert figures["kv_cache_bytes"] == (30 + 3 * (15 + 2)) * HEAD_BYTES
     figures = process.measure_run(request(folder, "hybrid", original, 30))
     assert figures["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
+
+
+def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> None:
+    model = small_model("qwen3")
+    choices = np.tile([0, 1, 2, 2], (LAYERS, 1))
+    hybrid = materialize(model, HeadMask.of_choices(choices), [Window(8), Window(4)])
+    hybrid.save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
+    assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
+    again = Variant(**own.model_dump(mode="json"))
+    assert again.kv_heads(KV_HEADS) == [{None: 1, Window(8): 1, Window(4): 2}] * LAYERS
+    measured = build_model(str(tmp_path), None, again, SETTINGS)
+    assert type(measured.new_cache()).__name__ == "HybridCache"
+    with pytest.raises(UserError, match="--windows: the model's heads have several windows"):
+        planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))
 
 
 def test_a_cache_that_is_not_the_formula_ends_the_run(

@@ -17,7 +17,7 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import incremental_forward, memory
+from bosch.objective import gate_gradients, incremental_forward, memory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.incremental_forward import answer_attention
@@ -35,8 +35,12 @@ FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
 
 def plain_score(model, calibration, mask, sinks):
+    return plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
+
+
+def plain_score_of(model, calibration, mask, windows):
     """One example at a time, all logits, the definition word for word."""
-    apply_head_mask(model, mask, Window(WINDOW, sinks))
+    apply_head_mask(model, mask, windows)
     exact, log_likelihood = 0, 0.0
     for example in calibration.examples:
         ids = torch.tensor([example.input_ids])
@@ -385,6 +389,103 @@ def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
     with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
         memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_masks_of_several_windows_are_scored_by_definition(sinks):
+    """With reuse and without, and with the operations of a plain pass as torch counts them."""
+    model, calibration = searchable()
+    windows = [Window(size, sinks) for size in (WINDOW, 2 * WINDOW, 3)]
+    reusing = Objective(model, calibration, windows, batch_size=4)
+    plain = Objective(model, calibration, windows, batch_size=4, reuse_bytes=0, answers_only=False)
+    generator = np.random.default_rng(sinks)
+    first = generator.integers(0, 4, (LAYERS, KV_HEADS))
+    scored = set()
+    for layer in [*range(LAYERS), *range(LAYERS)]:
+        first[layer] = generator.integers(0, 4, KV_HEADS)
+        mask = HeadMask.of_choices(first)
+        ours = reusing.evaluate(mask)
+        apply_head_mask(model, mask, windows)
+        plain.check_output_head(mask)
+        with counted_flops() as counter:
+            whole = plain.evaluate(mask)
+        assert ours.score == whole.score
+        assert ours.log_likelihood == pytest.approx(whole.log_likelihood, abs=1e-4)
+        full = plain.whole_pass_operations(FULL)
+        assert round(whole.full_forward_equivalents * full) == counter.get_total_flops()
+        exact, likelihood = plain_score_of(model, calibration, mask, windows)
+        assert ours.score == exact
+        assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
+        scored.add(ours.log_likelihood)
+    assert len(scored) == 2 * LAYERS and reusing.savings()["attention_of_both_kinds"]
+    assert reusing.context.window_size == [2 * WINDOW, WINDOW, 3]
+    # What one window gives is what it gives in a menu, to the bit.
+    one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
+    menu = Objective(model, calibration, windows[::2], batch_size=4)
+    assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
+
+
+def test_gradients_by_windows_are_the_slopes_of_blended_attention():
+    """Against differences of the log-likelihood between blends, head by head and choice by choice.
+
+    One gradient foretells the order of all single changes.
+    """
+    model, calibration = searchable()
+    model.double()
+    windows = [Window(size) for size in (WINDOW, 2 * WINDOW, 3)]
+    objective = Objective(model, calibration, windows, batch_size=6)
+    generator = np.random.default_rng(3)
+    choices = generator.integers(0, 4, (LAYERS, KV_HEADS))
+    mask = HeadMask.of_choices(choices)
+    changes = objective.window_gradient(mask)
+    assert changes.shape == (LAYERS, KV_HEADS, 4)
+    step = 1e-4
+    for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
+        ends = [
+            blended_likelihood(
+                objective, mask, (layer, head), {choice: share, choices[layer, head]: -share}
+            )
+            for share in (step, -step)
+            if choice != choices[layer, head]
+        ]
+        slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
+        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
+    own = changes.gather(2, torch.tensor(choices)[..., None])
+    assert not own.any()
+    # A menu of one is today's gradient.
+    single = Objective(model, calibration, Window(WINDOW), batch_size=6)
+    alone = HeadMask(choices == 0)
+    slopes = torch.tensor(single.gate_gradient(alone).values)
+    expected = single.window_gradient(alone)
+    assert torch.equal(expected[..., 0][choices != 0], slopes[choices != 0])
+    assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
+
+
+def blended_likelihood(objective, mask, place, shares):
+    """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
+    blend, answers, layers, logits = gate_gradients._blend, gate_gradients.answer_logits, [], []
+
+    def moved(gates, layouts, backend):
+        layers.append(backend)
+        if len(layers) - 1 == place[0]:
+            gates = gates.detach().clone()
+            for choice, share in shares.items():
+                if choice < gates.shape[1]:  # the narrowest has what the others leave
+                    gates[place[1], choice] += share
+        return blend(gates, layouts, backend)
+
+    def kept(model, hidden):
+        logits.append(answers(model, hidden))
+        return logits[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_gradients, "_blend", moved)
+        patch.setattr(gate_gradients, "answer_logits", kept)
+        patch.setattr(torch.autograd, "grad", lambda value, gates: (torch.zeros_like(gates),))
+        objective.window_gradient(mask)
+    (batch,), (states,) = objective._batches, logits
+    likelihoods = states.detach().double().log_softmax(-1).gather(1, batch.answers[:, None])
+    return float(likelihoods.sum()) / len(objective.calibration)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,6 +15,8 @@ from lm_eval.tasks import TaskManager
 from bosch.errors import UserError
 from data_prep.tasks.longbench import TASKS as LONGBENCH
 from data_prep.tasks.tables import RulerTask
+from pipeline.commands import validate
+from pipeline.recipe.load import load_recipe
 from stages.evaluate import harness_tasks
 from stages.evaluate.chat import ChatTemplate, has_template
 from stages.evaluate.harness_tasks import (
@@ -27,6 +30,7 @@ from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from tests.tiny_data import tiny_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 # The folders of lm-eval that hold the presets' tasks; its whole index takes seconds.
 FOLDERS = (
     "mmlu", "arc", "hellaswag", "winogrande", "gsm8k", "longbench", "longbench2", "babilong",
@@ -197,7 +201,19 @@ def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: 
     request.resps = ["1", "$4$", "2", "3"]
     task.apply_filters()
     [(name, filtered)] = request.filtered_resps.items()
-    assert (name, request.repeats, filtered) == ("mean", 4, ["1", "$4$", "2", "3"])
+    assert (name, request.repeats, filtered) == ("none", 4, ["1", "$4$", "2", "3"])
+    # A task's own filters go before: the first number, the last number.
+    section = HarnessEvaluation(
+        tasks=["gsm8k"], data_dir=str(data), hub=False, settings={"gsm8k": {"repeats": 2}}
+    )
+    [task] = load_tasks(manager, "gsm8k", section).tasks.values()
+    task.build_all_requests(limit=1)
+    [request] = task.instances
+    request.resps = ["#### 5", "#### 4"]
+    task.apply_filters()
+    assert request.filtered_resps["strict-match"] == ["5", "4"]
+    filtered = request.filtered_resps["strict-match"]
+    assert task.process_results(task.eval_docs[0], [filtered])["exact_match"] == 0.5
 
 
 def test_what_the_model_writes_is_not_executed(manager: TaskManager) -> None:
@@ -259,3 +275,36 @@ def test_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = "no prompt"
     with pytest.raises(UserError, match="leaves out what the user says"):
         ChatTemplate(tokenizer)
+
+
+def test_validate_names_gaps_and_returns_1(
+    manager: TaskManager, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)
+    overrides = ["evaluate.presets=[short]", "evaluate.needle=null"]
+    options = Namespace(json=False)
+    for hub, status in (("true", 0), ("false", 1)):
+        recipe = load_recipe(
+            ROOT / "recipes/quickstart.yaml", [*overrides, f"evaluate.harness.hub={hub}"]
+        )
+        assert validate.run(recipe, options) == status
+        lines = capsys.readouterr().out.splitlines()
+        gaps = [line for line in lines if line.startswith("a run goes on without short: ")]
+        assert len(gaps) == 5 * status
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["evaluate.presets=[shorts]"], r"evaluate\.presets.*short"),
+        (["evaluate.harness={data_dir: data}"], "evaluate.harness.tasks: names no task"),
+        (["evaluate.harness.settings={mmlu: {}}"], "settings: mmlu is not among"),
+        (["evaluate.harness.optional=[mmlu]"], "optional: mmlu is not among"),
+        (["evaluate.chat_template=true"], "has no chat template; set it to false"),
+        (["evaluate.needle.yarn={4k: 1.5}", "evaluate.needle.lengths=[4k]"], "times the 2,048"),
+    ],
+)
+def test_faults_of_a_recipe(tmp_path: Path, overrides: list[str], fault: str) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(UserError, match=fault):
+        load_recipe(ROOT / "recipes/quickstart.yaml", overrides, input_files=True)

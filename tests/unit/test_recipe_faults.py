@@ -85,6 +85,10 @@ def test_relative_paths_start_where_they_were_written(
         ("search.alpha=1e999", "search.alpha: expected a finite number"),
         ("runtime.processes=1000000", "runtime.processes: expected a value at most 1024 or auto"),
         ("runtime.data_workers=1000000", "runtime.data_workers: expected a value at most 1024"),
+        (
+            "runtime.reuse_memory=-1GB",
+            "reuse_memory: expected auto or a size like 40GB or 512MiB, found '-1GB'",
+        ),
         ("runtime.output_root=", "runtime.output_root: expected text, found nothing"),
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
         ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),

@@ -26,6 +26,7 @@ from stages.pages import page as template
 from stages.pages.charts import Picture
 from stages.report import charts
 from stages.report import run as report
+from stages.report.index import write_index
 from stages.report.page import cost_table, harness_table, score_table, served_table
 from stages.report.predictions import samples_by_model
 from stages.report.results import Results, load_results
@@ -134,7 +135,7 @@ def test_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
     mask = results.search.mask
     assert len(rows) == mask.num_layers * mask.num_key_value_heads
     for row in rows:
-        assert (row["series"] == "sliding") == (row["y"] in mask.swa_kv_heads[row["x"]])
+        assert (row["series"] == "sliding") == (row["y"] in mask.mask.swa_kv_heads[row["x"]])
 
 
 def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
@@ -388,6 +389,31 @@ def test_summary_has_the_headline_numbers(results: Results, tmp_path: Path) -> N
     assert summary["gpu_hours"]["search"] == pytest.approx(187 * 8 / 3600)
     assert summary["verdict"] == verdict(results)
     assert [row["name"] for row in summary["differences"]] == ["Needle", "Loss at tokens 4 to 7"]
+
+
+def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> None:
+    for name, content in (
+        ("b", None),
+        ("a<b>", {"title": "older"}),
+        ("c", "{"),
+    ):
+        folder = tmp_path / name / "report"
+        folder.mkdir(parents=True)
+        inputs = report_fixture.publish(tmp_path / "stages" / name)
+        (folder / "manifest.json").write_text((inputs["search"] / "manifest.json").read_text())
+        summary = summarize(load_results(inputs), "t", ReportConfig(gpu_hour_price=2.0))
+        text = content if isinstance(content, str) else json.dumps(content or summary)
+        (folder / "summary.json").write_text(text)
+    (tmp_path / "under way" / "search").mkdir(parents=True)
+    page = outline(write_index(tmp_path).read_text(encoding="utf-8"))
+    lines = page.text.splitlines()
+    [row] = [line for line in lines if line.startswith("b | ")]
+    assert row.startswith("b | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB")
+    assert "| 26.56 USD | 2026-01-02 03:04 | At 2k the trained hybrid keeps 98.5 %" in row
+    unread = [line for line in lines if "cannot be read" in line]
+    assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c"]
+    links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    assert links == ["a<b>/report/index.html", "b/report/index.html", "c/report/index.html"]
 
 
 def test_terminal_table_names_absent_stages(

@@ -159,6 +159,62 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
     assert plan.padded_kv_heads == sum(-full % shards for full in counts)
 
 
+@given(
+    heads=st.sampled_from([2, 4, 8, 32]),
+    ends=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)), min_size=1, max_size=5),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    grouping=st.sampled_from(["engine", "equal", "unequal"]),
+)
+def test_heads_of_several_windows_attend_in_their_own_on_every_rank(
+    heads: int, ends: list[tuple[int, int]], ranks: int, grouping: Grouping
+) -> None:
+    assume(max(ranks, heads) % min(ranks, heads) == 0)
+    layers = []
+    for pair in ends:
+        first, second = sorted(end % (heads + 1) for end in pair)
+        layers.append({None: first, 64: second - first, 10: heads - second})
+    plan = module_plan(layers, ranks, grouping)
+    sizes = {size for of_layer in plan.sizes for size in of_layer}
+    assert grouping == "unequal" or sizes == {plan.unit}
+    shards = min(ranks, heads)
+    for layer, counts in enumerate(layers):
+        own = [window for window, count in counts.items() for _ in range(count)]
+        order = rank_order(plan, layer)
+        assert sorted(order) == list(range(heads))
+        for rank in range(ranks):
+            first = rank * shards // ranks * heads // shards
+            share = order[first : first + heads // shards]
+            windows, caches = (
+                [
+                    kind
+                    for kind, size in zip(kinds, plan.sizes[layer], strict=True)
+                    for _ in range(size)
+                ]
+                for kinds in (plan.windows(layer, rank), plan.caches[layer])
+            )
+            assert windows == [own[head] for head in share]
+            # A cache holds whatever its head sees.
+            assert all(
+                c is None or (w is not None and w <= c)
+                for w, c in zip(windows, caches, strict=True)
+            )
+    if shards == 1:
+        assert plan.padded_kv_heads == 0
+    request = Request(4096, 16, 256)
+    held = sum(group.count for group in plan.groups(request))
+    assert plan.blocks_per_request(request) >= held and plan.sliding_windows <= {64, 10}
+
+
+def test_bytes_of_three_kinds_are_those_of_their_blocks() -> None:
+    """Four layers of two heads of each kind: as many modules of each, and so one group of each."""
+    plan = module_plan([{None: 2, 64: 2, 10: 2}] * 4)
+    request = Request(4096, 16, 256)
+    assert plan.unit == 2 and plan.caches == ((None, 64, 10),) * 4
+    blocks = 4096 // 16 + (-(-(63 + 256) // 16) + 1) + (-(-(9 + 256) // 16) + 1)
+    assert plan.blocks_per_request(request) == blocks
+    assert plan.request_bytes(request, 100) == blocks * 16 * 100 * 4 * 2
+
+
 def test_more_ranks_than_heads_each_hold_a_copy_of_one_head() -> None:
     plan = module_plan(two_kinds([2, 0], 2, [10, 10]), ranks=8)
     assert plan.unit == 1 and plan.caches == ((None,), (10,))

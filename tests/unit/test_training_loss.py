@@ -20,6 +20,7 @@ from stages.train import loss as training_loss
 from stages.train.footprint import training_memory
 from stages.train.loss import cross_entropy, head_loss, install_loss
 from stages.train.memory import liger_loss_bytes
+from stages.train.model import recompute_activations
 from stages.train.stage import TrainConfig
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
@@ -186,7 +187,7 @@ def test_documents_stay_apart_with_every_option(
 
     install_loss(model, liger=liger)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     labels = ids.clone()
     positions = None
     if masking:

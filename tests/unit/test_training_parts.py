@@ -244,10 +244,27 @@ def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
         check_layout(point, {"sharding": "fsdp", "processes": 2})
 
 
-def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
-    message = r"cannot write a restart point.*GB free.*No space"
-    with pytest.raises(RunError, match=message), disk_errors("a restart point", tmp_path):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("of_a_process", [False, True])
+def test_a_full_disk_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_process: bool
+) -> None:
+    """Before the first step, too, when nothing but a tensor of each process is written."""
+    error: BaseException = OSError(28, "No space left on device")
+    if of_a_process:
+        error = CheckpointException("write", {1: (error, None)})  # type: ignore[dict-item]
+
+    def full(*args: Any, **options: Any) -> None:
+        raise error
+
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    points.rehearse(1.0)
+    assert not list(points.directory.iterdir())
+    monkeypatch.setattr(storage.dcp, "save", full)
+    message = (
+        r"cannot write a restart point below [^:]*GB free\): \[Errno 28\] No space left on device$"
+    )
+    with pytest.raises(RunError, match=message):
+        points.rehearse(1.0)
 
 
 def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: Path) -> None:

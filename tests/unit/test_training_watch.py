@@ -16,17 +16,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
+from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.context import Runtime
 from stages.recipe import ModelInfo
 from stages.shape import stored_shape
 from stages.train import run as training
-from stages.train.decisions import SpikeRule
+from stages.train.data import PackedSequences, collate_documents
+from stages.train.decisions import SpikeRule, step_patience
 from stages.train.loop import Loop
+from stages.train.loss import install_loss
 from stages.train.metrics import check_wandb, step_flops
+from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
-from stages.train.watch import NeedleWatch
-from tests.training_case import TRAIN, make_case, metrics, train_here, train_in_processes
+from stages.train.watch import HeldOutWatch, NeedleWatch
+from tests.hybrid_case import random_mask, small_model
+from tests.training_case import (
+    SEQUENCE_LENGTH,
+    TRAIN,
+    make_case,
+    metrics,
+    stage_config,
+    train_here,
+    train_in_processes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +231,69 @@ def test_needle_scores_are_the_models_own_and_change_no_loss(
     assert losses == pytest.approx([s["loss"] for s in metrics(undisturbed)], rel=5e-4)
     if sharding == "none":
         assert losses == [step["loss"] for step in metrics(undisturbed)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_held_out_loss_is_that_of_sequences_never_read(
+    case: Path, tmp_path: Path, processes: int
+) -> None:
+    """Three sequences, so that of two processes one runs a sequence for the other's sake."""
+    runtime = {"heldout_every_steps": 8, "heldout_sequences": 3}
+    runtime |= {"sharding": "none" if processes == 1 else "fsdp"}
+    train = {"total_tokens": 1024, "checkpoint_tokens": [], "document_masking": True}
+    done = train_in_processes(case, tmp_path, processes, train=train, runtime=runtime)
+    assert done.returncode == 0, done.stderr
+    config = stage_config(train=train)
+    data = PackedSequences(case / "prepare" / "train")
+    data.arrange(make_schedule(config.section, Runtime(), SEQUENCE_LENGTH, 1, False), config.seed)
+    read = {bytes(data[index]["input_ids"]) for index in range(len(data))}
+    rows = data.held_out(3)
+    assert len(read) == 32 and not read & {bytes(row["input_ids"]) for row in rows}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "tokens-1024")
+    batch = collate_documents(rows)
+    with torch.no_grad():
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    expected = torch.nn.functional.cross_entropy(
+        logits.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
+    (score,) = (step for step in metrics(tmp_path) if "heldout_loss" in step)
+    assert score["step"] == 8 and len(score["heldout_by_position"]) == 4
+    assert score["heldout_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert max(score["heldout_by_position"]) > score["heldout_loss"]
+    with pytest.raises(UserError, match=r"heldout_sequences = 9, .* leaves 8 .* to 1,312"):
+        data.held_out(9)
+
+
+def test_routers_are_measured_on_held_out_sequences() -> None:
+    base = small_model("qwen3_moe")
+    model = materialize(base, random_mask(), Window(6))
+    install_loss(model)
+    ids = torch.arange(24)[None] % 50
+    batches = [{"input_ids": ids + shift, "labels": ids + shift} for shift in (0, 1)]
+    routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+    outputs: list[Any] = []
+    hooks = [r.register_forward_hook(lambda *call: outputs.append(call[2])) for r in routers]
+    score = HeldOutWatch(batches, 1).score(model, torch.device("cpu"))
+    for hook in hooks:
+        hook.remove()
+    probabilities = torch.cat([logits for logits, _, _ in outputs]).softmax(-1)
+    entropy = torch.special.entr(probabilities).sum(-1).mean()
+    assert score["router_entropy"] == pytest.approx(entropy.item(), rel=1e-5)
+    loads = []
+    for number in range(len(routers)):
+        chosen = torch.cat([chosen for _, _, chosen in outputs[number :: len(routers)]])
+        counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).double()
+        loads.append((counts.max() / counts.mean()).item())
+    assert score["expert_load"] == pytest.approx(max(loads))
+    assert all(not module._forward_hooks for module in routers)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "minutes"),
+    [([1.0] * 4, 15), ([1.0] * 5, 2), ([30.0] * 9 + [900.0], 10), ([90.0] * 20, 15)],
+)
+def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minutes: float) -> None:
+    assert step_patience(seconds, 15) == minutes
 
 
 def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:

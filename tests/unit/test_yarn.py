@@ -9,7 +9,7 @@ import torch
 
 from bosch.errors import UserError
 from bosch.model.loading import load_model
-from bosch.model.yarn import yarn, yarn_fault
+from bosch.model.yarn import original_positions, yarn, yarn_fault
 from tests.tiny_data import save_tiny_model
 
 
@@ -36,6 +36,40 @@ def test_stretched_model_is_the_one_loaded_with_yarn(tmp_path):
     assert torch.equal(before, after) and model.config.max_position_embeddings == 4096
     with pytest.raises(UserError, match="scales RoPE already"), yarn(loaded, 2.0):
         pass
+
+
+CARD = """For contexts beyond 32,768 tokens, add to `config.json`:
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+     "original_max_position_embeddings": 32768}}
+or `vllm serve --rope-scaling '{"factor":4.0,"original_max_position_embeddings":32768}'` or
+llama.cpp's `--rope-scaling yarn --yarn-orig-ctx 32768`.
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "card", "length"),
+    [
+        ({"max_position_embeddings": 40960, "rope_scaling": None}, CARD, 32768),
+        ({"original_max_position_embeddings": 4096}, CARD, 4096),
+        ({"rope_parameters": {"original_max_position_embeddings": 8192}}, None, 8192),
+        ({}, CARD + "original_max_position_embeddings=4096", None),  # the card names two
+        ({}, b"\xff", None),
+        ({}, None, None),
+    ],
+)
+def test_the_trained_length_is_what_config_or_card_say(tmp_path, config, card, length):
+    path = tmp_path / "README.md"
+    if card is not None:
+        path.write_bytes(card if isinstance(card, bytes) else card.encode())
+    assert original_positions(config, path) == length
+
+
+def test_the_trained_length_is_stretched(tmp_path):
+    model = load_model(save_tiny_model(tmp_path / "model"), dtype="float32")
+    (tmp_path / "README.md").write_text(CARD)
+    for arguments, length in (((3.0, 2048), 6144), ((2.0, None, tmp_path / "README.md"), 65536)):
+        with yarn(model, *arguments):
+            assert model.config.max_position_embeddings == length
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ _NAME_LENGTH = 100
 
 # For each way to compute attention, a substring of the name of an operation it cannot do without.
 _NEEDED = {
-    **{name: entry.kernel for name, entry in BACKENDS.items()},
-    "flash_attention_2": BACKENDS["flash"].kernel,
-    "flash_attention_3": BACKENDS["flash"].kernel,
+    **{name: e.kernel for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
+    "flash_attention_3": "flash_attn",  # transformers' own, for the original model alone
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from bosch.attention import HeadLayout
-from bosch.backends import resolve_backend
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache
@@ -108,8 +108,8 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     """The original under transformers' own attention, or under ours with every head full."""
     name = settings.original_attention
     if name == "auto":
-        flash = resolve_backend(settings.attention) == "flash"
-        name = "flash_attention_2" if flash else "sdpa"
+        same = BACKENDS[resolve_backend(settings.attention)].aliases
+        name = "flash_attention_2" if "flash_attention_2" in same else "sdpa"
     if name == "hybrid":
         prepare_for_search(model, settings.attention)
         backend = resolve_backend(settings.attention)

@@ -13,6 +13,7 @@ from bosch.analysis.intervals import Estimate
 from bosch.analysis.optimality import Standing
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
+from pipeline.commands.study.runs import Measured
 from stages.pages.charts import Axis, Picture, curves, styles, values
 
 _LEAST_NATS = 1e-4
@@ -42,22 +43,23 @@ def landscapes(
     return pictures
 
 
-def cost_curves(points: Sequence[Any], ratios: Sequence[float]) -> list[Picture]:
+def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Picture]:
     """Held-out score, then log-likelihood, against full-forward equivalents, one per ratio."""
-    look = styles(point.method for point in points)
+    look = styles(point.setting.method for point in points)
     likelihood = Axis("− held-out log-likelihood (nats)", log=True, reverse=True)
     pictures = []
-    for quantity, y in (("score", _SCORE), ("likelihood", likelihood)):
+    for quantity, y in (("score", _SCORE), ("log_likelihood", likelihood)):
         for ratio in ratios:
-            rows = []
+            rows: list[dict[str, Any]] = []
             for point in points:
-                ends = _ends(getattr(point, quantity))
+                ends, passes = _ends(point.mean(quantity)), point.cost("full_forward_equivalents")
+                own = point.setting
                 if y.log:
                     ends = tuple(map(_missing, ends))
-                budget = "" if point.budget is None else f", κ = {point.budget}"
-                tip = f"{point.method}{budget}: {ends[0]:.3g}, {point.passes:.3g} full passes"
-                row = {"series": point.method, "x": point.passes, "tip": tip}
-                if point.ratio == ratio:
+                budget = "" if own.budget is None else f", κ = {own.budget}"
+                tip = f"{own.method}{budget}: {ends[0]:.3g}, {passes:.3g} full passes"
+                row = {"series": own.method, "x": passes, "tip": tip}
+                if own.ratio == ratio:
                     rows.append(row | dict(zip(("y", "low", "high"), ends, strict=True)))
             chart = curves(rows, Axis("full passes (log)", log=True), y, look)
             name, heading = f"{quantity}-{ratio:g}", f"ρ = {ratio:g}"
@@ -108,7 +110,7 @@ def jaccard_maps(
         cells = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, legend=None))
         ink = alt.condition("datum.value < 0.6", alt.value("white"), alt.value("black"))
         texts = base.mark_text(fontSize=9).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
-        chart = alt.layer(cells, texts).properties(height=26 * len(methods))
+        chart = (cells + texts).properties(height=26 * len(methods))
         heading = f"ρ = {ratio:g}"
         text = f"Jaccard distances at {heading}, from {matrix.min():.2f} to {matrix.max():.2f}."
         pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading, True))

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.budget import check_granularity
-from bosch.progress import progress
 from pipeline.commands.paths import model_label
-from pipeline.commands.study.page import StudyResult, interval_text
-from pipeline.commands.study.studied_model import Results, StudiedModel, variants
+from pipeline.commands.study.page import StudyResult
+from pipeline.commands.study.runs import Measured, Setting, measured
+from pipeline.commands.study.studied_model import StudiedModel, variants
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
-
-
-@dataclass(frozen=True)
-class Point:
-    """Held-out exact match and log-likelihood of one method, ratio and granularity, [S, E]."""
-
-    method: str
-    ratio: float
-    granularity: int
-    exact: Results
-    log_likelihood: Results
 
 
 def study(model: StudiedModel) -> StudyResult:
@@ -37,70 +25,47 @@ def study(model: StudiedModel) -> StudyResult:
             check_granularity(*model.shape, ratio, size)
     # The largest budget of each method.
     budgets = dict(variants(options.methods, options.budgets))
-    points = []
-    runs = len(options.ratios) * len(options.methods) * len(sizes) * options.seeds
-    with progress(runs, "searches", "searches") as bar:
-        for ratio in options.ratios:
-            for method in options.methods:
-                for size in sizes:
-                    masks = []
-                    for seed in range(options.seeds):
-                        outcome = model.search(
-                            method, ratio, seed, budget=budgets[method], granularity=size
-                        )
-                        masks.append(outcome.mask)
-                        bar.update()
-                    points.append(Point(method, ratio, size, *model.held_out_over_seeds(masks)))
-    rows = [_row(point, next(p for p in points if _single(p, point))) for point in points]
+    points = measured(
+        model,
+        [
+            Setting(method, ratio, budgets[method], granularity=size)
+            for ratio in options.ratios
+            for method in options.methods
+            for size in sizes
+        ],
+    )
+    by_setting = {point.setting: point for point in points}
+    pairs = [(point, by_setting[replace(point.setting, granularity=1)]) for point in points]
     data = {
         "seeds": options.seeds,
         "budget_per_layer": budgets,
         "held_out_examples": len(model.held_out_set),
-        "points": rows,
+        "points": [
+            {
+                "method": point.setting.method,
+                "swa_ratio": point.setting.ratio,
+                "head_granularity": point.setting.granularity,
+                **point.record(),
+                **point.differences(single),
+            }
+            for point, single in pairs
+        ],
     }
-    tables = [_table(ratio, rows) for ratio in options.ratios]
+    tables = [_table(ratio, pairs) for ratio in options.ratios]
     return StudyResult("granularity", "Heads chosen in units", _text(model), data, tables)
 
 
-def _single(candidate: Point, point: Point) -> bool:
-    """Whether `candidate` is the method's search among single heads at this ratio."""
-    same = (candidate.method, candidate.ratio) == (point.method, point.ratio)
-    return same and candidate.granularity == 1
-
-
-def _row(point: Point, single: Point) -> dict[str, object]:
-    return {
-        "method": point.method,
-        "swa_ratio": point.ratio,
-        "head_granularity": point.granularity,
-        "score": crossed_mean(point.exact, is_score=True)._asdict(),
-        "log_likelihood": crossed_mean(point.log_likelihood)._asdict(),
-        "score_difference": crossed_difference(point.exact, single.exact, is_score=True)._asdict(),
-        "log_likelihood_difference": crossed_difference(
-            point.log_likelihood, single.log_likelihood
-        )._asdict(),
-    }
-
-
-def _table(ratio: float, rows: list[dict[str, object]]) -> Table:
+def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
     header = (
         "method", "g", "held-out score", "difference from g = 1", "held-out log-likelihood",
         "difference from g = 1",
     )  # fmt: skip
-    names = ("score", "score_difference", "log_likelihood", "log_likelihood_difference")
-    lines = []
-    for row in rows:
-        if row["swa_ratio"] != ratio:
-            continue
-        size = row["head_granularity"]
-        cells = [
-            "" if "difference" in name and size == 1 else interval_text(
-                Estimate(**row[name]), 2 if "likelihood" in name else 3  # type: ignore[arg-type]
-            )
-            for name in names
-        ]  # fmt: skip
-        lines.append([str(row["method"]), str(size), *cells])
-    return Table.of_rows(f"ρ = {ratio:g}", header, lines)
+    rows = [
+        [one.setting.method, str(one.setting.granularity), *one.cells(single, is_compared=True)]
+        for one, single in pairs
+        if one.setting.ratio == ratio
+    ]
+    return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 
 
 def _text(model: StudiedModel) -> str:

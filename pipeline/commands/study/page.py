@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bosch.analysis.intervals import Estimate
 from bosch.files import write_json, write_text
 from stages.pages.charts import Picture, save_panels
 from stages.pages.page import render
@@ -59,11 +58,3 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
         for file in files:
             shutil.copyfile(file, docs / file.name)
     return page
-
-
-def interval_text(estimate: Estimate, digits: int = 3) -> str:
-    """`0.812 [0.775, 0.849]`."""
-    mean = f"{estimate.mean:.{digits}f}"
-    if estimate.low is None or estimate.high is None:
-        return f"{mean} [too few]"
-    return f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bosch.analysis.intervals import Estimate, crossed_mean
 from bosch.analysis.stability import Stability, ranking_stability
 from bosch.progress import progress
 from bosch.search.methods import METHODS
 from bosch.search.ratio_assignment import layer_drops
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
-from pipeline.commands.study.cost import measured
-from pipeline.commands.study.page import StudyResult, interval_text
+from pipeline.commands.study.cost import budgets
+from pipeline.commands.study.page import StudyResult
+from pipeline.commands.study.runs import Measured, Setting, measured
 from pipeline.commands.study.studied_model import SearchOutcome, StudiedModel
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
@@ -27,41 +27,36 @@ def study(model: StudiedModel) -> StudyResult:
     options = model.options
     ranks = _rankings(model)
     searches = [method for method in options.methods if METHODS[method].searches]
-    budgets = measured(model, searches)
-    sizes = _sizes(model, searches)
+    by_budget = budgets(model, searches)
+    by_size = measured(
+        model,
+        [
+            Setting(method, ratio, examples=size)
+            for ratio in options.ratios
+            for method in searches
+            for size in options.sizes
+        ],
+    )
+    sizes = [_record(point, "examples") for point in by_size]
     data = {
         "seeds": options.seeds,
         "layer_importance": ranks,
         "calibration_size": sizes,
-        "budget": [
-            {
-                "method": p.method,
-                "swa_ratio": p.ratio,
-                "budget_per_layer": p.budget,
-                "held_out_score": p.score._asdict(),
-                "held_out_log_likelihood": p.likelihood._asdict(),
-            }
-            for p in budgets
-        ],
+        "budget": [_record(point, "budget_per_layer") for point in by_budget],
     }
-    budget_rows = [
-        [
-            f"{p.ratio:g}",
-            p.method,
-            str(p.budget),
-            interval_text(p.score),
-            interval_text(p.likelihood, 2),
-        ]
-        for p in budgets
-    ]
+    measures = ("held-out score", "held-out log-likelihood")
     tables = [
         _rank_table(ranks),
         Table.of_rows(
             "Budget per layer against the final score",
-            ("ρ", "method", "κ", "held-out score", "held-out log-likelihood"),
-            budget_rows,
+            ("ρ", "method", "κ", *measures),
+            [_row(point, point.setting.budget) for point in by_budget],
         ),
-        _size_table(sizes),
+        Table.of_rows(
+            "Calibration examples against the final score",
+            ("ρ", "method", "examples", *measures),
+            [_row(point, point.setting.examples) for point in by_size],
+        ),
     ]
     return StudyResult(
         "stability", "Stability of Algorithm 1, budget and calibration size", _text(model), data,
@@ -122,27 +117,14 @@ def _stability(
     }
 
 
-def _sizes(model: StudiedModel, searches: Sequence[str]) -> list[dict[str, Any]]:
-    options = model.options
-    records = []
-    for ratio in options.ratios:
-        for method in searches:
-            for size in options.sizes:
-                runs = [
-                    model.search(method, ratio, seed, examples=size)
-                    for seed in range(options.seeds)
-                ]
-                exact, likelihood = model.held_out_over_seeds([run.mask for run in runs])
-                records.append(
-                    {
-                        "method": method,
-                        "swa_ratio": ratio,
-                        "examples": size,
-                        "held_out_score": crossed_mean(exact, is_score=True)._asdict(),
-                        "held_out_log_likelihood": crossed_mean(likelihood)._asdict(),
-                    }
-                )
-    return records
+def _record(point: Measured, name: str) -> dict[str, Any]:
+    size = point.setting.examples if name == "examples" else point.setting.budget
+    setting = {"method": point.setting.method, "swa_ratio": point.setting.ratio, name: size}
+    return setting | point.record("held_out_")
+
+
+def _row(point: Measured, size: int | None) -> list[str]:
+    return [f"{point.setting.ratio:g}", point.setting.method, str(size), *point.cells()]
 
 
 def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
@@ -166,24 +148,6 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
             ]
         )
     return Table.of_rows("Agreement of Algorithm 1's layer importances over seeds", header, rows)
-
-
-def _size_table(records: Sequence[dict[str, Any]]) -> Table:
-    rows = [
-        [
-            f"{r['swa_ratio']:g}",
-            r["method"],
-            str(r["examples"]),
-            interval_text(Estimate(**r["held_out_score"])),
-            interval_text(Estimate(**r["held_out_log_likelihood"]), 2),
-        ]
-        for r in records
-    ]
-    return Table.of_rows(
-        "Calibration examples against the final score",
-        ("ρ", "method", "examples", "held-out score", "held-out log-likelihood"),
-        rows,
-    )
 
 
 def _text(model: StudiedModel) -> str:

@@ -13,11 +13,11 @@ from bosch.analysis.jaccard import mean_distances
 from bosch.analysis.swap_test import swapped
 from bosch.analysis.turnover import turnover
 from bosch.heads import HeadMask
-from bosch.progress import progress
 from bosch.search.methods import METHODS
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
-from pipeline.commands.study.page import StudyResult, interval_text
+from pipeline.commands.study.page import StudyResult
+from pipeline.commands.study.runs import Setting, interval_text, measured
 from pipeline.commands.study.studied_model import StudiedModel
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
@@ -59,15 +59,19 @@ def study(model: StudiedModel) -> StudyResult:
 
 def _masks(model: StudiedModel) -> Masks:
     options = model.options
-    masks: Masks = {method: {} for method in options.methods}
-    total = len(options.methods) * len(options.ratios) * options.seeds
-    with progress(total, "searches", "searches") as bar:
-        for method in options.methods:
-            for ratio in options.ratios:
-                own = masks[method].setdefault(ratio, [])
-                for seed in range(options.seeds):
-                    own.append(model.search(method, ratio, seed, budget=options.budgets[-1]).mask)
-                    bar.update()
+    points = measured(
+        model,
+        [
+            Setting(m, ratio, options.budgets[-1])
+            for m in options.methods
+            for ratio in options.ratios
+        ],
+        has_held_out=False,
+    )
+    masks: Masks = {}
+    for point in points:
+        own = masks.setdefault(point.setting.method, {})
+        own[point.setting.ratio] = [run.mask for run in point.runs]
     return masks
 
 

@@ -1,0 +1,89 @@
+"""Query and key weights of a hybrid, taken or interpolated from an earlier checkpoint of it.
+
+Fine-tuning on short text moves them, and recall over long contexts is lost while all else is
+learned; with the old ones it comes back (QK-Restore, arXiv 2606.11052).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bosch.errors import UserError
+from bosch.files import load_json, replacing
+from bosch.model.families import HYBRID_PREFIX, known_family, text_config
+from bosch.model.loading import load_config
+
+_SUFFIX = ".safetensors"
+_SAME = ("model_type", "hybrid_attention", "num_attention_heads", "num_key_value_heads")
+
+
+def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
+    """Write `model_dir` to the new directory `output` with `share` of the query and key weights of
+    `source`, the rest being its own; the number of such weights.
+
+    Raises:
+        UserError: the models have other heads in other places, or a weight is missing.
+    """
+    if not 0 < share <= 1:
+        raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
+    if output.exists():
+        raise UserError(f"--output: {output} exists; name a new directory")
+    contents = [load_json(folder / "config.json") for folder in (model_dir, source)]
+    for name in _SAME:
+        own, other = (content.get(name) for content in contents)
+        if own != other or not str(contents[0].get("model_type")).startswith(HYBRID_PREFIX):
+            raise UserError(
+                f"--from: {source} has {name} = {other}, and {model_dir} has {own}; "
+                "expected two hybrids of one head mask, such as a checkpoint and what was "
+                "fine-tuned from it"
+            )
+    config = load_config(str(model_dir))
+    places = {name: file for file in sorted(source.glob(f"*{_SUFFIX}")) for name in _names(file)}
+    count = 0
+    with replacing(output) as writing:
+        shutil.copytree(model_dir, writing)
+        for file in sorted(writing.glob(f"*{_SUFFIX}")):
+            with safe_open(file, framework="pt") as opened:
+                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                metadata = opened.metadata()
+            for name, weight in weights.items():
+                rows = _rows(config, name, weight)
+                if not rows:
+                    continue
+                if name not in places:
+                    raise UserError(f"--from: {source} has no weight {name}, which {model_dir} has")
+                with safe_open(places[name], framework="pt") as opened:
+                    older = opened.get_tensor(name)
+                if older.shape != weight.shape:
+                    raise UserError(f"--from: {name} of {source} has another shape")
+                mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
+                weight[:rows] = older[:rows] if share == 1 else mean
+                count += 1
+            save_file(weights, file, metadata=metadata)
+        if not count:
+            raise UserError(f"{model_dir}: has no query and key weights of their own to restore")
+    return count
+
+
+def _rows(config: Any, name: str, weight: Tensor) -> int:
+    """How many of a weight's first rows make queries or keys."""
+    module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+    if module in ("q_proj", "k_proj"):
+        return len(weight)
+    family = known_family(config)
+    if module and module == family.fused and module not in family.per_head:
+        text = text_config(config)
+        q_per_kv = text.num_attention_heads // text.num_key_value_heads
+        return len(weight) // (q_per_kv + 2) * (q_per_kv + 1)
+    return 0
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())

@@ -1,0 +1,103 @@
+"""A table of searches: each setting over all seeds, with what its masks are worth held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
+from bosch.progress import progress
+from pipeline.commands.study.studied_model import Results, SearchOutcome, StudiedModel
+
+_MEASURES = ("score", "log_likelihood")
+_DIGITS = {"score": 3, "log_likelihood": 2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The key of a row: what a search is run with, besides its seed; None: the recipe's."""
+
+    method: str
+    ratio: float
+    budget: int | None = None
+    granularity: int | None = None
+    examples: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting over all seeds.
+
+    `results` are exact match and log-likelihood of the held-out examples by name, each [S, E].
+    """
+
+    setting: Setting
+    runs: Sequence[SearchOutcome]
+    results: Mapping[str, Results]
+
+    def mean(self, measure: str) -> Estimate:
+        """Mean held-out score or log-likelihood."""
+        return crossed_mean(self.results[measure], is_score=measure == "score")
+
+    def difference(self, measure: str, base: Measured) -> Estimate:
+        """Difference from another setting on the same examples."""
+        own, other = self.results[measure], base.results[measure]
+        return crossed_difference(own, other, is_score=measure == "score")
+
+    def cost(self, name: str) -> float:
+        """Median over the seeds."""
+        return median(run.costs[name] for run in self.runs)
+
+    def record(self, prefix: str = "") -> dict[str, Any]:
+        """Both measures for a JSON file."""
+        return {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
+
+    def differences(self, base: Measured) -> dict[str, Any]:
+        """Both differences for a JSON file."""
+        return {f"{one}_difference": self.difference(one, base)._asdict() for one in _MEASURES}
+
+    def cells(self, base: Measured | None = None, *, is_compared: bool = False) -> list[str]:
+        """Both measures for a table, each beside its difference where it `is_compared`."""
+        cells = []
+        for measure in _MEASURES:
+            digits = _DIGITS[measure]
+            cells.append(interval_text(self.mean(measure), digits))
+            if is_compared:
+                is_other = base is not None and base is not self
+                more = self.difference(measure, base) if is_other else None  # type: ignore[arg-type]
+                cells.append("" if more is None else interval_text(more, digits))
+        return cells
+
+
+def measured(
+    model: StudiedModel, settings: Sequence[Setting], *, has_held_out: bool = True
+) -> list[Measured]:
+    """Every setting with every seed, in the order of the settings."""
+    seeds, rows = model.options.seeds, []
+    with progress(len(settings) * seeds, "searches", "searches") as bar:
+        for one in settings:
+            runs = []
+            for seed in range(seeds):
+                runs.append(
+                    model.search(
+                        one.method, one.ratio, seed, budget=one.budget,
+                        granularity=one.granularity, examples=one.examples,
+                    )
+                )  # fmt: skip
+                bar.update()
+            held_out: tuple[Results, ...] = ()
+            if has_held_out:
+                held_out = model.held_out_over_seeds([run.mask for run in runs])
+            results = dict(zip(_MEASURES, held_out, strict=has_held_out))
+            rows.append(Measured(one, runs, results))
+    return rows
+
+
+def interval_text(estimate: Estimate, digits: int = 3) -> str:
+    """`0.812 [0.775, 0.849]`."""
+    mean = f"{estimate.mean:.{digits}f}"
+    if estimate.low is None or estimate.high is None:
+        return f"{mean} [too few]"
+    return f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -1,0 +1,69 @@
+"""runs/index.html: a row for each run that has a report; every report writes it anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import RunError
+from bosch.files import read_json, write_text
+from stages.formats import format_bytes, format_score, format_share
+from stages.pages.page import render
+from stages.pages.tables import Cell, Table
+from stages.published import Manifest, Summary
+from stages.report.stage import PAGE
+
+INDEX = "index.html"
+_TEMPLATE = "stages/report/index.html"
+_HEADER = (
+    "run", "model", "method", "sliding", "window", "original", "untrained", "trained",
+    "cache per token", "GPU hours", "cost", "date", "verdict",
+)  # fmt: skip
+
+
+def write_index(root: Path) -> Path:
+    """Write the page of all runs in `root`, from what their reports published; returns it."""
+    rows = [_row(folder.parent.name, folder) for folder in _reports(root)]
+    table = Table.of_rows("", _HEADER, rows)
+    text = render(
+        _TEMPLATE, has_charts=False, title="Runs", subtitle=f"{len(rows)} with a report", runs=table
+    )
+    write_text(root / INDEX, text)
+    return root / INDEX
+
+
+def _reports(root: Path) -> Iterator[Path]:
+    """Folders of reports, by name."""
+    for summary in sorted(root.glob(f"*/report/{Summary.FILE}")):
+        yield summary.parent
+
+
+def _row(name: str, folder: Path) -> list[str]:
+    link = Cell(name, target=f"{name}/report/{PAGE}")
+    try:
+        created = Manifest.read(folder).created or ""
+        summary = read_json(folder / Summary.FILE)
+        if not isinstance(summary, dict):
+            raise RunError(f"{folder / Summary.FILE}: no JSON object")
+        return [link, *_cells(summary), created[:16].replace("T", " "), summary["verdict"] or ""]
+    except (RunError, KeyError, json.JSONDecodeError) as error:
+        # Of an older version, or damaged: the others are shown all the same.
+        return [link, *[""] * (len(_HEADER) - 2), f"cannot be read: {error}"]
+
+
+def _cells(summary: dict[str, Any]) -> list[str]:
+    needle, cache = summary["needle"], summary["kv_cache_bytes_per_token"]
+    hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
+    cost = [f"{amount:,.2f} {currency}" for currency, amount in (summary["cost"] or {}).items()]
+    return [
+        summary["model"],
+        summary["method"],
+        format_share(summary["swa_ratio"]),
+        f"{summary['window_size']:,}",
+        *(format_score(needle[which]) for which in ("original", "hybrid", "trained")),
+        f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}",
+        f"{hours:,.2f}" if hours else "",
+        "".join(cost),
+    ]

@@ -1,0 +1,40 @@
+"""Sums one gradient over two ranks and eight passes, as FSDP does in training and in bf16.
+
+python -m tests.gradient_sums FOLDER prints both on the first rank. The ranks' gradients, 256 and 1,
+are bf16 numbers; their sum is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from stages.context import Runtime
+from stages.train.schedule import make_schedule
+from stages.train.stage import TrainConfig
+from stages.train.trainer import training_arguments
+
+PASSES = 8
+
+
+def summed(policy: MixedPrecisionPolicy) -> float:
+    """The gradient of a weight, averaged over the ranks, after all passes."""
+    model = fully_shard(torch.nn.Linear(2, 1, bias=False), mp_policy=policy)
+    for _ in range(PASSES):
+        model(torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0)).sum().backward()
+    return float(model.weight.grad.full_tensor()[0, 0])
+
+
+if __name__ == "__main__":
+    train = TrainConfig(total_tokens=256, batch_tokens=64, checkpoint_tokens=[])
+    runtime = Runtime(sharding="fsdp", micro_batch_size=1)
+    schedule = make_schedule(train, runtime, 32, 2, False)
+    arguments = training_arguments(train, runtime, schedule, 0, Path(sys.argv[1]))
+    shipped = summed(arguments.fsdp_plugin_args["mixed_precision_policy"])
+    in_bf16 = summed(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16))
+    if dist.get_rank() == 0:
+        print(f"gradients {shipped} {in_bf16}")

@@ -1,0 +1,69 @@
+"""Queries and keys of a fine-tuned hybrid, restored from the checkpoint before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bosch.commands.repair.weights import repair
+from bosch.errors import UserError
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from tests.hybrid_case import random_mask, small_model
+
+
+def saved(folder: Path, family: str = "qwen3", seed: int = 0, mask_seed: int = 0) -> Path:
+    hybrid = materialize(small_model(family, seed), random_mask(mask_seed), Window(6))
+    hybrid.save_pretrained(folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_queries_and_keys_come_back_and_all_else_stays(
+    tmp_path: Path, family: str, share: float
+) -> None:
+    tuned, older = saved(tmp_path / "tuned", family, 1), saved(tmp_path / "older", family, 2)
+    count = repair(tuned, older, tmp_path / "out", share)
+    ours, own, source = (weights(folder) for folder in (tmp_path / "out", tuned, older))
+    changed = [name for name, value in ours.items() if not torch.equal(value, own[name])]
+    assert len(changed) == count > 0
+    config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    for name in changed:
+        rows = len(own[name])
+        if family == "phi3":  # queries, keys and values in one weight
+            assert name.endswith("qkv_proj.weight")
+            values = rows // (config.num_attention_heads // config.num_key_value_heads + 2)
+            assert torch.equal(ours[name][rows - values :], own[name][rows - values :])
+            rows -= values
+        else:
+            assert ".q_proj." in name or ".k_proj." in name
+        expected = share * source[name][:rows] + (1 - share) * own[name][:rows]
+        torch.testing.assert_close(ours[name][:rows], expected, rtol=0, atol=1e-7)
+        assert share < 1 or torch.equal(ours[name][:rows], source[name][:rows])
+
+
+def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    tuned, other = saved(tmp_path / "tuned"), saved(tmp_path / "other", mask_seed=3)
+    base = tmp_path / "base"
+    small_model().save_pretrained(base)
+    for source, share, reason in (
+        (other, 1.0, "has hybrid_attention = "),
+        (base, 1.0, "has model_type = qwen3, and"),
+        (tuned, 0.0, "--share = 0: expected more than 0"),
+        (tuned, 1.5, "at most 1"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            repair(tuned, source, tmp_path / "out", share)
+    with pytest.raises(UserError, match="exists; name a new directory"):
+        repair(tuned, tuned, other, 1.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base"}
