@@ -40,7 +40,7 @@ def library_main(arguments: Sequence[str]) -> int:
     module = find_command(name, [commands])
     try:
         if module is None:
-            own = " and ".join(command_help([commands]))
+            own = ", ".join(command_help([commands]))
             raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
         status = int(module.run(command_parser(name, module).parse_args(arguments[1:])))
         sys.stdout.flush()

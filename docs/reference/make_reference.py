@@ -75,8 +75,8 @@ COMMANDS_INTRODUCTION = """\
 `bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first. It works from
 any folder, and is the same as `python -m pipeline COMMAND …` in the checkout. `bosch --version`
 prints the version, `bosch completion bash` what completes commands and options in a shell.
-Where `pip install .` has put the library alone, `bosch` has the commands that need no more, `mask`
-and `show`.
+Where `pip install .` has put the library alone, `bosch` has the commands that need no more, such
+as `mask` and `show`.
 `launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
 finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
 read as YAML.

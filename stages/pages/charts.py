@@ -46,7 +46,7 @@ _CONFIG = {
     "axisY": {"domain": False, "ticks": False},
     "legend": {
         "orient": "top", "title": None, "labelColor": "var(--ink)", "labelFontSize": 12.5,
-        "labelLimit": 260, "symbolStrokeWidth": 2, "columns": 6,
+        "labelLimit": 260, "symbolStrokeWidth": 0, "columns": 6,
     },
     "title": {"color": "var(--ink)", "fontWeight": "normal", "anchor": "start"},
     "text": {"color": "var(--ink)", "fontSize": 12.5},
@@ -242,7 +242,7 @@ def ranking(
     else:
         marks = tips.mark_point(filled=True, size=90, opacity=1).encode(x=at)
     texts = tips.transform_calculate(end="isValid(datum.high) ? datum.high : datum.x").mark_text(
-        align="left", dx=7, opacity=alt.ExprRef(f"width < {300 if bars else 480} ? 0 : 1")
+        align="left", dx=7, opacity=alt.ExprRef(f"width && width < {300 if bars else 480} ? 0 : 1")
     )
     texts = texts.encode(x=x.of(alt.X, "end"), text="text:N", color=alt.value("var(--ink)"))
     chart = alt.layer(marks, ends, texts, *_level(reference, alt.X))

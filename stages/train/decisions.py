@@ -29,7 +29,7 @@ _LEAST = 20  # of them; before there are so many, only what is not finite is a b
 MOST_IN_A_ROW = 5  # bad steps that may be left out, one after the other
 MOST_REMEMBERED = 10  # and among the last `_REMEMBERED`
 _LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
-_TIMES_SLOWER = 20
+TIMES_SLOWER = 20
 LEAST_PATIENCE = 2.0  # minutes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -94,7 +94,7 @@ def step_patience(seconds: Sequence[float], most: float) -> float:
     """
     if len(seconds) < _LEAST_TIMED:
         return most
-    return min(most, max(LEAST_PATIENCE, _TIMES_SLOWER * statistics.median(seconds) / 60))
+    return min(most, max(LEAST_PATIENCE, TIMES_SLOWER * statistics.median(seconds) / 60))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def main() -> None:
             file = HeadMaskFile.load(MASK)
             hybrid = Path(folder) / "hybrid"
             model = load_model(original, dtype="float32")
-            materialize(model, file.mask, file.window).save_pretrained(hybrid)
+            materialize(model, file.mask, file.windows).save_pretrained(hybrid)
         engines = {
             name: _engine(path, options)
             for name, path in (("original", original), ("hybrid", hybrid))

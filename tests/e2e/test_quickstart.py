@@ -107,6 +107,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     page = (output / "report/index.html").read_text()
     assert "<svg" in page
     assert "http-equiv" in page
+    assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
     began = time.monotonic()
     assert "nothing to do" in finish(undisturbed)
     assert time.monotonic() - began < 10
@@ -191,14 +192,14 @@ def test_the_searchs_two_heads_retrieve_and_the_rules_do_not() -> None:
     """
     recipe = load_recipe(ROOT / RECIPE, fetch=False).recipe
     file = HeadMaskFile.load(ROOT / "recipes/masks/quickstart/bosch_plus-0.958.json")
-    assert (file.swa_ratio, file.window) == (recipe.search.swa_ratio, recipe.search.window)
+    assert (file.swa_ratio, file.windows) == (recipe.search.swa_ratio, (recipe.search.window,))
     model = load_model(ROOT / recipe.model.path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
     records = forced_records(tasks, 12, 512, "evaluation", 7, tokenizer, words)
     questions = CalibrationSet.from_records(record for _, record in records)
     prepare_for_search(model)
-    objective = Objective(model, questions, file.window)
+    objective = Objective(model, questions, file.windows)
     shape = file.mask.is_full.shape
     full = objective.evaluate(HeadMask.all_full(*shape)).score
     rule = objective.evaluate(intr(*shape, file.swa_ratio)).score

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import readme_renderer.markdown
 
+import bosch.commands
+from bosch.commands import command_help
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
@@ -107,5 +109,6 @@ def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
     assert done.returncode == 2
     assert line == (
         "error: run: needs the checkout, of which only the library is installed here: clone the "
-        "repository and run launch/setup.sh; the library's own commands are mask and show"
+        "repository and run launch/setup.sh; the library's own commands are "
+        + ", ".join(command_help([bosch.commands]))
     )

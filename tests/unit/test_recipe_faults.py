@@ -33,6 +33,15 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
 
 
+def test_held_out_sequences_need_tokens_beside_those_of_training(case: Case) -> None:
+    """The recipe prepares 4,096 tokens and reads half of them: 16 sequences of 128 are left."""
+    watched = ["runtime.heldout_every_steps=5"]
+    load_recipe(case.file, watched, env={})
+    message = r"runtime\.heldout_every_steps: 17 sequences .* need prepare\.train_tokens = 4,224"
+    with pytest.raises(UserError, match=message):
+        load_recipe(case.file, [*watched, "runtime.heldout_sequences=17"], env={})
+
+
 def test_relative_paths_start_where_they_were_written(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

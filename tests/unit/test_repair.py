@@ -17,8 +17,12 @@ from bosch.window import Window
 from tests.hybrid_case import random_mask, small_model
 
 
-def saved(folder: Path, family: str = "qwen3", seed: int = 0, mask_seed: int = 0) -> Path:
-    hybrid = materialize(small_model(family, seed), random_mask(mask_seed), Window(6))
+def saved(folder: Path, family: str = "qwen3", tuned: float = 0.0, mask_seed: int = 0) -> Path:
+    """A hybrid of which every weight is moved by so much of itself."""
+    hybrid = materialize(small_model(family), random_mask(mask_seed), Window(6))
+    with torch.no_grad():
+        for weight in hybrid.parameters():
+            weight.mul_(1 + tuned * torch.randn_like(weight))
     hybrid.save_pretrained(folder)
     return folder
 
@@ -32,7 +36,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_queries_and_keys_come_back_and_all_else_stays(
     tmp_path: Path, family: str, share: float
 ) -> None:
-    tuned, older = saved(tmp_path / "tuned", family, 1), saved(tmp_path / "older", family, 2)
+    tuned, older = saved(tmp_path / "tuned", family, 0.1), saved(tmp_path / "older", family)
     count = repair(tuned, older, tmp_path / "out", share)
     ours, own, source = (weights(folder) for folder in (tmp_path / "out", tuned, older))
     changed = [name for name, value in ours.items() if not torch.equal(value, own[name])]
@@ -54,11 +58,13 @@ def test_queries_and_keys_come_back_and_all_else_stays(
 
 def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     tuned, other = saved(tmp_path / "tuned"), saved(tmp_path / "other", mask_seed=3)
+    stranger = saved(tmp_path / "stranger", tuned=30.0)
     base = tmp_path / "base"
     small_model().save_pretrained(base)
     for source, share, reason in (
         (other, 1.0, "has hybrid_attention = "),
         (base, 1.0, "has model_type = qwen3, and"),
+        (stranger, 1.0, "_proj.weight of .*stranger is not what .* was fine-tuned from"),
         (tuned, 0.0, "--share = 0: expected more than 0"),
         (tuned, 1.5, "at most 1"),
     ):
@@ -66,4 +72,4 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
             repair(tuned, source, tmp_path / "out", share)
     with pytest.raises(UserError, match="exists; name a new directory"):
         repair(tuned, tuned, other, 1.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base"}
+    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base", "stranger"}

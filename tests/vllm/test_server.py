@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("quickstart") / "model"
     file = HeadMaskFile.load(MASK)
     base = load_model(BASE, dtype="float32")
-    materialize(base, file.mask, file.window).save_pretrained(path)
+    materialize(base, file.mask, file.windows).save_pretrained(path)
     for source in BASE.iterdir():
         if "token" in source.name or source.suffix == ".jinja":
             shutil.copyfile(source, path / source.name)

@@ -13,13 +13,15 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from bosch.errors import UserError
-from bosch.files import load_json, replacing
-from bosch.model.families import HYBRID_PREFIX, known_family, text_config
+from bosch.files import replacing
+from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
 
 _SUFFIX = ".safetensors"
+_ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
 _SAME = ("model_type", "hybrid_attention", "num_attention_heads", "num_key_value_heads")
 
 
@@ -34,16 +36,15 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
     if output.exists():
         raise UserError(f"--output: {output} exists; name a new directory")
-    contents = [load_json(folder / "config.json") for folder in (model_dir, source)]
+    config, other = (load_config(str(folder)) for folder in (model_dir, source))
     for name in _SAME:
-        own, other = (content.get(name) for content in contents)
-        if own != other or not str(contents[0].get("model_type")).startswith(HYBRID_PREFIX):
+        values = [getattr(one, name, None) for one in (config, other)]
+        if values[0] != values[1] or values[0] is None:
             raise UserError(
-                f"--from: {source} has {name} = {other}, and {model_dir} has {own}; "
+                f"--from: {source} has {name} = {values[1]}, and {model_dir} has {values[0]}; "
                 "expected two hybrids of one head mask, such as a checkpoint and what was "
                 "fine-tuned from it"
             )
-    config = load_config(str(model_dir))
     places = {name: file for file in sorted(source.glob(f"*{_SUFFIX}")) for name in _names(file)}
     count = 0
     with replacing(output) as writing:
@@ -62,6 +63,14 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     older = opened.get_tensor(name)
                 if older.shape != weight.shape:
                     raise UserError(f"--from: {name} of {source} has another shape")
+                if (
+                    cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
+                    < _ALIKE
+                ):
+                    raise UserError(
+                        f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
+                        "name the checkpoint that was"
+                    )
                 mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
                 weight[:rows] = older[:rows] if share == 1 else mean
                 count += 1
@@ -79,7 +88,7 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
     family = known_family(config)
     if module and module == family.fused and module not in family.per_head:
         text = text_config(config)
-        q_per_kv = text.num_attention_heads // text.num_key_value_heads
+        q_per_kv: int = text.num_attention_heads // text.num_key_value_heads
         return len(weight) // (q_per_kv + 2) * (q_per_kv + 1)
     return 0
 
