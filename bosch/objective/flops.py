@@ -121,12 +121,12 @@ class Flops:
         rows, length = batch.input_ids.shape
         return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
 
-    def gradient(self, batch: Batch) -> int:
+    def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Forward and backward pass for the gates: attention of every choice, no weight gradients.
 
-        The backward pass computes every layer a second time first. Backward through a linear map
-        costs as much as the map, through attention 2.5 times that. It ends at the lowest layer's
-        attention outputs.
+        With `recompute` the backward pass computes every layer a second time first. Backward
+        through a linear map costs as much as the map, through attention 2.5 times that. It ends at
+        the lowest layer's attention outputs.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         linear = self.all_linear * batch.positions
@@ -138,8 +138,8 @@ class Flops:
         backward -= (above[0].query + above[0].key_value) * batch.positions
         backward += (count - 1) * 5 * attention // 2
         backward += sum(5 * cost // 2 for layer, cost in own.items() if layer > first)
-        once = self.outside * batch.positions
-        return 2 * forward - once + backward + 2 * self.head * len(batch.answers)
+        again = forward - self.outside * batch.positions if recompute else 0
+        return forward + again + backward + 2 * self.head * len(batch.answers)
 
 
 def sliding_pairs(length: int, window: Window) -> int:

@@ -32,11 +32,14 @@ def gate_gradients(
     batch: Batch,
     mask: HeadMask,
     layouts: Sequence[HeadLayout],
+    *,
+    recompute: bool = True,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU in float64.
 
     By the gates of all choices but the last; `layouts` give every head one choice, in order. The
-    model is in search mode. No parameter gets a gradient.
+    model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
+    computes each layer a second time instead of keeping its activations: to the same bits.
     """
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
@@ -49,7 +52,8 @@ def gate_gradients(
             blend = _blend(own_row(model, gate), layouts, state.backend)
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
-        stack.enter_context(recompute_layers(model))
+        if recompute:
+            stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
         hidden = final_states(model.get_decoder(), batch, device)
         hidden = hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)]

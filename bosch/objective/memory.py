@@ -88,6 +88,16 @@ class ActivationSizes:
         work = max(size, self.plain_pass(tokens) + self.value_bytes * recomputed)
         return self.layers * self.state(tokens) + math.ceil(work)
 
+    def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
+        """Bytes that a gate gradient takes which keeps the activations of every layer.
+
+        Those of one layer are what a backward pass has of it at once, and its feed-forward block's.
+        """
+        tokens = rows * length
+        of_layer = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
+        feed_forward = tokens * 7 * self._per_shard(self.feed_forward) * self.value_bytes
+        return self.layers * (self.state(tokens) + of_layer + feed_forward)
+
     def _per_shard(self, width: int) -> int:
         return -(-width // self.shards)
 

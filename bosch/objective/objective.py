@@ -31,6 +31,7 @@ from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGr
 from bosch.objective.finite import remedy
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
+from bosch.objective.memory import activation_sizes
 from bosch.ranks import Ranks
 from bosch.window import Window, Windows, window_menu
 
@@ -83,6 +84,7 @@ class Objective:
         self._own_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
         self._answers_only = answers_only
+        self._sizes = activation_sizes(model, self.ranks.shards)
         self._forward = self._incremental_forward(self.cache)
         self._likelihood_of_round = [0.0] * self.rounds
         self._checked = False
@@ -174,7 +176,10 @@ class Objective:
                 self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
 
     def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        """What `gate_gradient` of that share will cost, in full-forward equivalents."""
+        """What `gate_gradient` of that share will cost at most, in full-forward equivalents.
+
+        It is the same on every machine: `gate_gradient` costs less where activations can be kept.
+        """
         flops, indices = self._forward.flops, self._batches_of_share(share, shares)
         operations = sum(flops.gradient(self._batches[index]) for index in indices)
         all_full = HeadMask.all_full(self.num_layers, self.num_key_value_heads)
@@ -213,9 +218,11 @@ class Objective:
         gradients = torch.zeros(shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
         for index in sorted(self._own_batches.intersection(indices)):
-            batch = self._batches[index]
-            gradients[index] = gate_gradients(self.model, batch, mask, self._forward.layouts)
-            operations[index] = self._forward.flops.gradient(batch)
+            batch, recompute = self._batches[index], not self._keeps_activations(index)
+            gradients[index] = gate_gradients(
+                self.model, batch, mask, self._forward.layouts, recompute=recompute
+            )
+            operations[index] = self._forward.flops.gradient(batch, recompute=recompute)
         gradients, operations, seconds = self._merge(mask, gradients, operations, started)
         values = gradients[indices].sum(dim=0) / self._examples(indices)
         if not bool(values.isfinite().all()):
@@ -225,6 +232,12 @@ class Objective:
             )
         all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
         return values, seconds, float(operations.sum()) / all_full
+
+    def _keeps_activations(self, index: int) -> bool:
+        """Whether what a backward pass of this batch needs fits beside what reuse has cached."""
+        windows = [window.size for window in self.windows]
+        needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
+        return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
 
     def example_results(self, mask: HeadMask) -> Tensor:
         """Exact match and log-likelihood of each example in the set's order, [N, 2] float64.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
 from bosch.search.gates import Gates, largest, scaled
-from bosch.search.methods import plus_budget
+from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ _FEWEST_GATES, _MOST_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that goes on learning.
 _MORE_GATES = 8
+# Without gradients: evaluations for each unit at which every unit is measured alone.
+_EACH_ALONE = 1.1
 # Full units below which no gates are learned: masks of so few show hardly any of them together.
 _FEWEST_FULL = 4
 # Largest relative difference at which two gradients are taken to say the same of a unit.
@@ -86,6 +88,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = _Search(evaluator, settings)
+    _note_least_budget(evaluator, settings)
     if evaluator.has_gradients and search.left >= 1 + search.gradient_cost:
         search.start()
         search.improve()
@@ -98,6 +101,25 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
         evaluator.note(f"{reason}: bosch_plus made swaps at random instead")
         search.swap_at_random()
     return final_result(evaluator, settings, search.best.mask, anchors)
+
+
+def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
+    """Say where other budgets per layer would be the same budget."""
+    layers, kappa = evaluator.shape[0], settings.budget_per_layer
+    larger = replace(settings, budget_per_layer=kappa + 1)
+    if plus_budget(settings, layers) == plus_budget(larger, layers) == LEAST_PLUS_BUDGET:
+        evaluator.note(
+            f"search.budget_per_layer: {kappa} with {layers} layers is the least budget of "
+            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to "
+            f"{_highest_of_least_budget(settings, layers)}"
+        )
+
+
+def _highest_of_least_budget(settings: SearchSettings, layers: int) -> int:
+    kappa = settings.budget_per_layer
+    while plus_budget(replace(settings, budget_per_layer=kappa + 1), layers) == LEAST_PLUS_BUDGET:
+        kappa += 1
+    return kappa
 
 
 @dataclass(frozen=True)
@@ -297,10 +319,16 @@ class _Search:
         move.passes += before - self.left
 
     def swap_at_random(self) -> None:
-        """The (1+1) algorithm over the whole mask, for a scorer without gradients."""
+        """The (1+1) algorithm over the whole mask, for a scorer without gradients.
+
+        Where the budget pays for it, every unit slides alone first: the swaps then start from the
+        mask of those that are missed most, if it is better than one drawn at random.
+        """
         logger.info("bosch_plus: no gradients, %.0f evaluations of random swaps", self.left)
         track = self._track(self._largest(self._rng.random(self.num_units)), "random", [])
         assert track is not None
+        if self.left >= _EACH_ALONE * self.num_units + 1:
+            self._measure(track, self._largest(self._worth_alone()), "start", "each alone")
         fruitless = 0
         while self.left >= 1 and fruitless < _FRUITLESS:
             bits = track.bits
@@ -319,6 +347,19 @@ class _Search:
             fruitless = 0
             self._measure(track, child, "swaps")
 
+    def _worth_alone(self) -> Worth:
+        """How much log-likelihood each unit costs that slides while all others are full."""
+        worth = np.empty(self.num_units)
+        for unit in range(self.num_units):
+            bits = np.ones(self.num_units, dtype=np.bool_)
+            bits[unit] = False
+            mask = self._mask(bits)
+            layer = unit // self.shape[1]
+            alone = self.evaluator.evaluate(mask, "ablation", f"layer {layer}", layer)
+            worth[unit] = -alone.log_likelihood
+        self.left -= self.num_units
+        return worth
+
     def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""
         has_gradient = track.bits.tobytes() in self._worth_at
@@ -329,9 +370,10 @@ class _Search:
 
     def _gradient(self, bits: Bits) -> Worth:
         """Worth of each unit at a mask: the mean of the gradients that were taken there."""
-        result = self.evaluator.gate_gradient(self._mask(bits), self.gradients % SHARES, SHARES)
+        share = self.gradients % SHARES
+        result = self.evaluator.gate_gradient(self._mask(bits), share, SHARES)
         self.gradients += 1
-        self.left -= result.full_forward_equivalents
+        self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
             self.gradients, bits.sum(), max(0.0, self.left),

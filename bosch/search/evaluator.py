@@ -63,7 +63,7 @@ class GradientScorer(Scorer, Protocol):
         """Gradient at `mask` over one of `shares` equal shares of the examples."""
 
     def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        """What that gradient will cost, in full-forward equivalents."""
+        """What that gradient will cost at most, in full-forward equivalents, on any machine."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Evaluator:
         self._best_in_subproblem: dict[tuple[str, str], float] = {}
         self.best_on_budget: tuple[HeadMask, Evaluation] | None = None
         self.budget = -1
+        self.gradient_bound = 0.0
         self.fresh_seconds = 0.0
         self._naive = 0.0
         self.watch: Callable[[Evaluator], None] | None = None
@@ -196,7 +197,11 @@ class Evaluator:
         return hasattr(self.scorer, "gate_gradient")
 
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
-        """Gradient by unit at a mask of units; runs the model only where the log lacks it."""
+        """Gradient by unit at a mask of units; runs the model only where the log lacks it.
+
+        `gradient_bound` sums the most that gradients may cost. Searches go by it: what one did cost
+        depends on the machine's memory, and their masks must not.
+        """
         mask, name = self.units.head_mask(mask), f"{share}/{shares}"
         gradient = self.log.gradient(mask, name)
         if gradient is None:
@@ -205,11 +210,12 @@ class Evaluator:
             self.fresh_seconds += gradient.seconds
             self.log.append_gradient(mask, name, gradient)
         self._gradients[mask.key, name] = gradient
+        self.gradient_bound += self.cost_of_gradient(share, shares)
         by_unit = self.units.of_heads(np.array(gradient.values, dtype=np.float64))
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
 
     def cost_of_gradient(self, share: int, shares: int) -> float:
-        """Full passes that a gradient over this share will cost."""
+        """Full passes that a gradient over this share will cost at most, on any machine."""
         scorer: Any = self.scorer
         return float(scorer.gradient_passes(share, shares))
 

@@ -27,6 +27,8 @@ Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "fil
 MostLocal = Literal["largest", "smallest"]
 
 ANCHORS = 2
+# Passes that bosch_plus may spend however small kappa is.
+LEAST_PLUS_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Method:
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:
     """kappa L / 10: what bosch_plus may spend, gradients counted at their cost in evaluations."""
-    return max(4, round(settings.budget_per_layer * num_layers / 10))
+    return max(LEAST_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
 
 
 def _sub_problem(settings: SearchSettings, layers: int, units: int, quota: int) -> int:

@@ -98,12 +98,12 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     units = shape[0] * shape[1]
     full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
-    left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_passes, 0
+    left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_bound, 0
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
         mask = HeadMask(gates.drawn().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
         gates.learn(np.array(gradient.values).reshape(-1))
-        left -= gradient.full_forward_equivalents
+        left -= evaluator.cost_of_gradient(step % SHARES, SHARES)
         step += 1
     if step == 0:
         evaluator.note("the budget does not pay for one gradient: the gates are as at the start")

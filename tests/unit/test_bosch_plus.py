@@ -365,6 +365,68 @@ def test_no_gates_are_learned_for_fewer_than_four_full_units(ratio, learned):
     assert any(p.subproblem == "gates" for p in evaluator.trace) == learned
 
 
+class Free(Layered):
+    """Its gradients cost nothing."""
+
+    def gradient_passes(self, share=0, shares=1):
+        return 0.0
+
+
+def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
+    """Of 48 units 46 slide in seven steps, with one gradient before each if they are free."""
+    scorer = Free(6, 8, 0)
+    gradients = []
+    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT))
+    evaluate = scorer.evaluate
+    scorer.evaluate = lambda *args, **options: (
+        gradients.append(evaluator.costs()["gradients"]),
+        evaluate(*args, **options),
+    )[1]
+    bosch_plus(evaluator, SearchSettings(0.958, budget_per_layer=16))
+    assert gradients[:3] == [0, 0, 7]  # the anchors, and the mask of the elimination
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("thresholds", 0.35), ("one_of_two", 0.05), ("xor", 0.2), ("either", 0.2),
+        ("layers", 0.05), ("heavy", 0.05), ("by_layer", 0.06), ("traps", 0.1), ("chains", 0.08),
+    ],
+)  # fmt: skip
+def test_two_starts_are_no_worse_than_either(name, most):
+    """One start alone has a regret of 0.5 on xor, or on traps, chains and layers."""
+    scorer = landscape(name, 512, 11)
+    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT))
+    result = bosch_plus(evaluator, SearchSettings(RATIO, budget_per_layer=4))
+    assert scorer.regret(result.mask) < most
+    assert evaluator.costs()["full_forward_equivalents"] <= 2 + 26 + 1
+
+
+@pytest.mark.parametrize("name", ["chains", "traps", "layers"])
+def test_without_gradients_each_unit_is_measured_alone_where_the_budget_pays_for_it(name):
+    whole = landscape(name, 48, 5)
+    plain = Plain(whole)
+    evaluator = Evaluator(plain, EvaluationLog(None, CONTEXT))
+    result = bosch_plus(evaluator, SearchSettings(RATIO, budget_per_layer=100))
+    costs = evaluator.costs()
+    assert costs["evaluations"] <= 2 + 60
+    alone = find_mask(
+        "single_ablation", Evaluator(whole, EvaluationLog(None, CONTEXT)), SearchSettings(RATIO)
+    )
+    assert whole.regret(result.mask) <= whole.regret(alone.mask) + 1e-9
+    few = Evaluator(Plain(whole), EvaluationLog(None, CONTEXT))
+    bosch_plus(few, SearchSettings(RATIO, budget_per_layer=80))
+    assert any(p.phase == "ablation" for p in evaluator.trace)
+    assert not any(p.phase == "ablation" for p in few.trace)
+
+
+@pytest.mark.parametrize(("kappa", "said"), [(4, True), (8, True), (10, True), (11, False)])
+def test_budgets_that_are_the_same_are_said_to_be(kappa, said):
+    """Four passes at least: with four layers up to 11 evaluations a layer."""
+    _, evaluator = exact(Layered(4, 4, 0), 0.5, budget=kappa)
+    assert any("every value up to 11" in note for note in evaluator.notes) == said
+
+
 def test_nothing_to_search_for_is_said():
     flat = Layered(2, 4, 0)
     flat.costs, flat.pairs = flat.costs * 0, flat.pairs * 0

@@ -97,6 +97,10 @@ def test_layer_rules_keep_the_layers_their_names_say():
     assert full_layers(layer_rules.bme(8, 4, 0.75)) == [0, 7]
     assert full_layers(layer_rules.intr(8, 4, 0.75)) == [2, 6]
     assert full_layers(layer_rules.intr(8, 4, 0.5)) == [1, 3, 5, 7]
+    # What is left, less than a layer, are the first heads of the layer named next.
+    assert layer_rules.intr(4, 4, 0.625).swa_kv_heads == [[0, 1, 2, 3], [], [0, 1, 2, 3], [2, 3]]
+    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[0] == []
+    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[5] == [2, 3]
     assert layer_rules.rand(16, 4, 0.5, seed=1) != layer_rules.rand(16, 4, 0.5, seed=2)
 
 
