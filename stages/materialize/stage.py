@@ -64,7 +64,7 @@ STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
     MaterializeConfig,
-    version=5,
+    version=6,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     model="weights",

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=4,
+    version=5,
     key="evaluate",
     after=("materialize",),
     model="weights",

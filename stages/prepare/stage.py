@@ -223,7 +223,7 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=3,
+    version=4,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,

@@ -37,7 +37,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=8,
+    version=9,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     needs=None,
     seeded=False,

@@ -279,7 +279,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=11,
+    version=12,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",
