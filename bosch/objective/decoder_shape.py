@@ -153,7 +153,6 @@ class DecoderShape:
 
 def _empty_model(config: Any) -> Any:
     """The model of a configuration on the meta device; of a hybrid, its base."""
-    config = copy.deepcopy(config)  # the model that is made writes its attention into it
     if is_hybrid(config):
         config = full_attention_config(config)
     elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own

@@ -49,7 +49,7 @@ def gate_gradients(
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
             state = head_state(module)
             assert state is not None
-            blend = _blend(own_row(model, gate), layouts, state.backend)
+            blend = blended_attention(own_row(model, gate), layouts, state.backend)
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
         if recompute:
@@ -63,7 +63,7 @@ def gate_gradients(
     return sum_over_shards(model, gradient.double()).cpu()
 
 
-def _blend(gates: Tensor, layouts: Sequence[HeadLayout], backend: str) -> Attend:
+def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout], backend: str) -> Attend:
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
     def attend(

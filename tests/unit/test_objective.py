@@ -439,7 +439,7 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
     mask = HeadMask.of_choices(choices)
     changes = objective.window_gradient(mask)
     assert changes.shape == (LAYERS, KV_HEADS, 4)
-    step = 2**-10  # gates are float32
+    step = 2**-7  # gates and sums are float32
     for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
         ends = [
             blended_likelihood(
@@ -449,7 +449,7 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
             if choice != choices[layer, head]
         ]
         slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
-        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
+        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=5e-3, abs=2e-5)
     own = changes.gather(2, torch.tensor(choices)[..., None])
     assert not own.any()
     # A menu of one is today's gradient.
@@ -463,7 +463,7 @@ def test_gradients_by_windows_are_the_slopes_of_blended_attention():
 
 def blended_likelihood(objective, mask, place, shares):
     """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
-    blend, answers, layers, logits = gate_gradients._blend, gate_gradients.answer_logits, [], []
+    blend, layers, likelihoods = gate_gradients.blended_attention, [], []
 
     def moved(gates, layouts, backend):
         layers.append(backend)
@@ -474,20 +474,15 @@ def blended_likelihood(objective, mask, place, shares):
                     gates[place[1], choice] += share
         return blend(gates, layouts, backend)
 
-    def kept(model, hidden):
-        logits.append(answers(model, hidden))
-        return logits[-1]
+    def recorded(likelihood, gates):
+        likelihoods.append(float(likelihood))
+        return (torch.zeros_like(gates),)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate_gradients, "_blend", moved)
-        patch.setattr(gate_gradients, "answer_logits", kept)
-        patch.setattr(torch.autograd, "grad", lambda value, gates: (torch.zeros_like(gates),))
+        patch.setattr(gate_gradients, "blended_attention", moved)
+        patch.setattr(torch.autograd, "grad", recorded)
         objective.window_gradient(mask)
-    likelihoods = [
-        states.detach().double().log_softmax(-1).gather(1, batch.answers[:, None]).sum()
-        for batch, states in zip(objective._batches, logits, strict=True)
-    ]
-    return float(sum(likelihoods)) / len(objective.calibration)
+    return sum(likelihoods) / len(objective.calibration)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
