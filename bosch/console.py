@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bosch import commands
-from bosch.commands import PROGRAM, command_help, command_parser, find_command, listing
+from bosch.commands import (
+    PROGRAM,
+    command_help,
+    command_parser,
+    find_command,
+    listing,
+    typed_path_fault,
+)
 from bosch.errors import RunError, UserError, printable
 from bosch.version import VERSION
 
@@ -56,3 +63,9 @@ def library_main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        sentence = typed_path_fault(error, arguments[1:])
+        if sentence is None:
+            raise
+        print(printable(f"error: {sentence}"), file=sys.stderr)
+        return 2

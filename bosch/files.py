@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from bosch.this_process import is_alive, process_place
 
-_TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"
 # The place and number of the process that writes a temporary file, so that others see it is dead.
 _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 _CHUNK = 4 * 1024**2
@@ -81,7 +81,7 @@ def replacing(path: Path) -> Iterator[Path]:
     is renamed; where the block raises, it is removed and `path` stays as it was.
     """
     make_folder(path.parent)
-    name = f"{_TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
+    name = f"{TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
     temporary = path.with_name(name)
     try:
         yield temporary
@@ -94,7 +94,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def replace(source: Path, target: Path) -> None:
     """Rename a file or folder, on disk before its new name appears; an older target is replaced."""
-    old = target.with_name(f"{_TEMPORARY}old-{target.name}")
+    old = target.with_name(f"{TEMPORARY}old-{target.name}")
     if not source.is_symlink():
         sync_tree(source)
     if source.is_dir() and target.exists():
@@ -116,7 +116,7 @@ def make_folder(folder: Path) -> None:
 
 def remove_temporaries(folder: Path) -> None:
     """Remove what a killed process left of `replacing` below a folder that nobody writes into."""
-    for path in list(folder.rglob(f"{_TEMPORARY}*")):
+    for path in list(folder.rglob(f"{TEMPORARY}*")):
         _remove(path)
 
 
@@ -125,7 +125,7 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
     Those are of a process that has ended, or, of a process elsewhere, older than `seconds`.
     """
-    for path in list(folder.glob(f"{_TEMPORARY}*")):
+    for path in list(folder.glob(f"{TEMPORARY}*")):
         match = _OF_PROCESS.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):

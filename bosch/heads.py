@@ -7,7 +7,6 @@ mask can be read, compared and written without loading torch.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,10 @@ from bosch.window import Window, Windows, rising_menu, window_menu
 
 FORMATS = (1, 2)
 MOST_WINDOWS = 15  # of one mask, so that a digit names each
-_MOST_HEADS = 10_000  # a layer; no model is near it
+# No model is near these.
+MOST_LAYERS = 1_000
+MOST_HEADS = 10_000  # of a layer
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,18 +327,25 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
             raise UserError(f"{path}: {name} has an unexpected value {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{path}: {name} is {value}, expected a finite number")
+        if isinstance(value, int | float) and not abs(value) < _LARGEST:
+            raise UserError(f"{path}: {name} is {value}, expected a finite number below 2^63")
     ratio, heads = content["swa_ratio"], content["num_key_value_heads"]
     if not 0 <= ratio <= 1:
         raise UserError(f"{path}: swa_ratio is {ratio}, expected a share from 0 to 1")
-    if not 1 <= heads <= _MOST_HEADS:
+    if not 1 <= heads <= MOST_HEADS:
         raise UserError(f"{path}: num_key_value_heads is {heads}; that is no model")
     rows = content["swa_kv_heads"]
+    if len(rows) > MOST_LAYERS:
+        raise UserError(f"{path}: swa_kv_heads has {len(rows):,} layers; that is no model")
     if number == 1:
         rows, sizes = [[row] for row in rows], [content["window_size"]]
     else:
         sizes = content["window_sizes"]
+        if len(sizes) > MOST_WINDOWS:
+            raise UserError(
+                f"{path}: window_sizes has {len(sizes):,} windows, a mask has at most "
+                f"{MOST_WINDOWS}"
+            )
     per_layer = "one list of head indices per layer"
     if number == 2:
         per_layer = f"for each layer a list of head indices for each of {len(sizes)} windows"

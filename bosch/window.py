@@ -14,13 +14,16 @@ from typing import TypeAlias
 
 # Longer blocks compute more pairs outside the window, shorter ones keep a kernel less busy.
 _MAX_BLOCK = 128
+# Kernels and vLLM count keys in 32 bits.
+_MOST_KEYS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Window:
     """Keys of a sliding head: the last `size`, the query's own included, and the first `sinks`.
 
-    Raises ValueError unless both are integers, `size` at least 1 and `sinks` at least 0.
+    Raises ValueError unless both are integers, `size` at least 1 and `sinks` at least 0,
+    and they are fewer than 2^31 in all.
     """
 
     size: int
@@ -33,6 +36,8 @@ class Window:
                 "window_size must be an integer of at least 1 and sinks one of at least 0, found "
                 f"{size!r} and {sinks!r}"
             )
+        if size + sinks > _MOST_KEYS:
+            raise ValueError(f"window_size and sinks are {self}; expected fewer than 2^31 in all")
 
     def __str__(self) -> str:
         return f"{self.size:,} with {self.sinks} sinks" if self.sinks else f"{self.size:,}"

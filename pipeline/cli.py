@@ -31,6 +31,7 @@ from bosch.commands import (
     command_parser,
     find_command,
     listing,
+    typed_path_fault,
 )
 from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
 from bosch.version import VERSION
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
             return _say(f"error: {disk_full_sentence(root)}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
             return _say(f"error: runtime.output_root: {root} cannot be written to", 2)
+        typed = sys.argv[1:] if arguments is None else arguments
+        if isinstance(error, OSError) and (sentence := typed_path_fault(error, typed[1:])):
+            return _say(f"error: {sentence}", 2)
         return _say(f"error: {unexpected(error, _log_file(root))}", 1)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import errno
 import importlib
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from bosch.files import TEMPORARY
 
 PROGRAM = "bosch"
 # The text that a module's command begins with.
@@ -85,6 +89,21 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     """The parser of one command."""
     parser = argparse.ArgumentParser(f"{PROGRAM} {name}", description=module.COMMAND.help)
     return add_arguments(parser, module)
+
+
+def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
+    """A sentence where what the system refused is a path of the command line; None elsewhere."""
+    names = (error.filename, error.filename2)  # a number where a descriptor was refused
+    refused = {Path(os.fsdecode(one)) for one in names if isinstance(one, str | bytes | Path)}
+    # What is written has another name in the same folder until it is whole.
+    refused |= {path.parent for path in refused if path.name.startswith(TEMPORARY)}
+    if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also of what lies in a folder
+        refused |= {parent for path in refused for parent in path.parents if parent.name}
+    for argument in arguments:
+        path = Path(argument)
+        if refused & {path, *(parent for parent in path.parents if parent.name)}:
+            return f"{argument}: {error.strerror}; name another file or folder"
+    return None
 
 
 def print_json(value: Any) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.heads import MOST_LAYERS
 from bosch.model.families import (
     BASE_PREFIX,
     FAMILIES,
@@ -23,7 +24,6 @@ from bosch.model.families import (
     has_plain_logits,
 )
 
-_MOST_LAYERS = 1_000
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Where one of these stands in config.json, layers or their heads may differ.
 _DIFFERENCES = ("per_layer_config", "global_head_dim", "attn_logit_softcapping")
@@ -62,7 +62,7 @@ class StoredConfig:
         listed = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
         count = len(listed) if isinstance(listed, list | str) else None
         layers = self.number("num_hidden_layers", count)
-        if layers > _MOST_LAYERS:
+        if layers > MOST_LAYERS:
             raise UserError(f"model.path: config.json has {layers:,} layers; that is no model")
         return layers
 

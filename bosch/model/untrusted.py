@@ -16,6 +16,7 @@ from typing import Any
 
 from bosch.errors import UserError, printable
 from bosch.files import CONFIG_LIMITS, JSON_LIMITS, check_json, load_json
+from bosch.heads import MOST_LAYERS
 from bosch.weight_files import INDEX
 
 # Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
@@ -76,12 +77,23 @@ def model_file_fault(path: Path) -> Iterator[str]:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         yield f"{path} cannot be read as JSON ({reason}); get the model again"
         return
-    for fault in itertools.islice(code_faults(content), 1):
+    # transformers makes a list of them.
+    for fault in itertools.islice(itertools.chain(code_faults(content), _layers(content)), 1):
         yield f"{path}: {fault}"
     for name in _SPECIAL_TOKENS if isinstance(content, dict) else ():
         tokens = content.get(name)
         if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
             yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"
+
+
+def _layers(content: Any) -> Iterator[str]:
+    """A sentence for each count of layers, at any depth, that no model has."""
+    if isinstance(content, Mapping):
+        for name, value in content.items():
+            is_count = name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+            if is_count and isinstance(value, int | float) and not value <= MOST_LAYERS:
+                yield f"{name} = {value!r:.60}; that is no model"
+            yield from _layers(value)
 
 
 def check_faults(faults: Iterator[str]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shlex
 from pathlib import Path
 
 from bosch.commands import Command
-from bosch.errors import UserError
-from bosch.files import write_text
+from bosch.errors import UserError, control_character
+from bosch.files import NOT_REGULAR, write_text
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
 from pipeline.recipe.model_shape import read_model
+from pipeline.recipe.yaml_file import parse_yaml
 from stages.inputs import is_hub_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
@@ -29,6 +32,7 @@ SMOKE = (
 )
 _LONGEST, _SHORTEST = 4096, 256
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".mds": "mds"}
+_PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
 # yaml-language-server: $schema={schema}
 # Relative paths in this file start at its folder. Every key: docs/reference/recipe.md of the
@@ -83,9 +87,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the recipe and say how to go on; raises UserError for what no run could use."""
+    for typed in filter(None, (options.model, options.data, options.output)):
+        if len(typed.splitlines()) > 1 or control_character(typed) is not None:
+            raise UserError(f"{typed!r}: holds a line break or control character; rename it")
     name = os.path.basename(os.path.normpath(options.model)).lower().replace(".", "p")
     file = Path(options.output or f"my_{name.replace('-', '_')}.yaml")
-    if file.exists():
+    if os.path.lexists(file):
         raise UserError(f"--output {file}: is there already; remove it or name another file")
     if not file.absolute().parent.is_dir():
         raise UserError(f"--output {file}: there is no folder {file.parent}")
@@ -118,11 +125,11 @@ def recipe_text(file: Path, model: str, data: str | None, length: int = _LONGEST
     folder = file.absolute().parent
     source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
     if data is not None:
-        source = f"{{name: mine, kind: {_kind(data)}, path: {_from(folder, data)}}}"
+        source = f"{{name: mine, kind: {_kind(data)}, path: {_yaml(_from(folder, data))}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
         smoke=_smoke(file),
-        model=_from(folder, model),
+        model=_yaml(_from(folder, model)),
         source=source,
         length=_count(length),
         half=_count(length // 2),
@@ -140,17 +147,25 @@ def _count(tokens: int) -> str:
 
 def _from(folder: Path, path: str) -> str:
     """A path of the command line as the recipe in `folder` writes it; a hub name as it is."""
-    there = Path(path).expanduser()
+    there = Path(os.path.expanduser(path))
     return os.path.relpath(there, folder) if there.exists() and not there.is_absolute() else path
+
+
+def _yaml(text: str) -> str:
+    """A text as YAML: as it stands where that is read as itself, else in quotes."""
+    is_plain = _PLAIN.fullmatch(text) is not None and parse_yaml(text, text) == text
+    return text if is_plain else json.dumps(text)
 
 
 def _kind(data: str) -> str:
     """The kind of source that a path is; raises UserError where there is none."""
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if not path.exists():
         if is_hub_name(data, Path.cwd()):
             return "huggingface"
         raise UserError(f"--data {data}: there is no such file or folder, and it is no hub name")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"--data {data}: {NOT_REGULAR}")
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
     if not files:
         raise UserError(f"--data {data}: is an empty folder")

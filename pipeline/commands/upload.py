@@ -12,13 +12,16 @@ import yaml
 
 from bosch.commands import Command
 from bosch.errors import RunError, UserError
+from bosch.files import hash_fault
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
 from stages.inputs import is_hub_name
 from stages.pages.tables import Group, Table
+from stages.published import Manifest
 from stages.train.stage import CHECKPOINTS, checkpoint_folders
 
 COMMAND = Command("put a run's model, card, head mask and scores on the Hugging Face hub")
 _MASK = "head_mask.json"
+_STAGES = ("search", "materialize", "train", "evaluate")
 _RESULTS = ".eval_results/bosch.yaml"
 
 
@@ -40,14 +43,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Put all files there in one commit; raises UserError for what is not there to upload."""
     folder, name = _model(options.run, options.checkpoint)
-    if options.repository.count("/") != 1 or not is_hub_name(options.repository, Path("/")):
-        raise UserError(f"REPOSITORY {options.repository}: expected owner/name")
+    _check_name(options.repository)
+    for stage in _STAGES:
+        if (options.run / stage).is_dir():
+            _check_whole(options.run / stage)
     files = dict(repository_files(options.run, folder, name))
     if options.dry_run:
         print("\n".join(files))
         return 0
     print(f"{_put(options.repository, files, options.private, name)}: {len(files)} files of {name}")
     return 0
+
+
+def _check_name(repository: str) -> None:
+    """Raise UserError for what is no name of a repository."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    reason = ""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        reason = f" ({error})"
+    if reason or repository.count("/") != 1 or not is_hub_name(repository, Path("/")):
+        raise UserError(f"REPOSITORY {repository}: expected owner/name{reason}")
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise UserError where a stage's files are not those that it has published, and no other."""
+    fault = hash_fault(folder, Manifest.read(folder).hashes)
+    if fault is not None:
+        raise UserError(f"RUN {folder.parent}: {folder.name}: {fault}; run its recipe again")
 
 
 def _model(run: Path, checkpoint: str | None) -> tuple[Path, str]:

@@ -49,15 +49,6 @@ _POINT = re.compile(r"step-(\d+)")
 _UNREADABLE = "unreadable-"
 _RECORD = "whole.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-# That there is one process alone is no fault.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-T = TypeVar("T")
-
-_POINT = re.compile(r"step-(\d+)")
-_UNREADABLE = "unreadable-"
-_RECORD = "whole.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 # The process that wrote a file of a restart point or of a checkpoint's weights, in their names; all
 # others are the first one's.
 _WRITER = re.compile(r"^__(\d+)_|^model-0*(\d+)-of-")
@@ -67,7 +58,7 @@ class RestartPoints:
     """`restart/step-<n>`: weights and the optimiser's state after the latest saves.
 
     torch.distributed.checkpoint writes a point while training goes on. A point holds a record of
-    its layout and of the SHA-256 of its files, written last; beside the points lies one for each
+    its step, its layout and of the SHA-256 of its files, written last; beside the points lies one for each
     checkpoint. A point without its whole files, or after a checkpoint without its own, is not used:
     training goes back to the one before, else to the start.
 
@@ -127,6 +118,8 @@ class RestartPoints:
             hashes = content.get("sha256") if isinstance(content, dict) else None
             if not isinstance(hashes, dict):
                 return f"{record.name} is missing or damaged"
+            if content.get("step", step) != step:  # its folder has another one's name
+                return f"it is of step {content['step']}"
             fault = listing_fault(folder, hashes, (_RECORD,))
             if fault is not None:
                 return f"{folder.name}: {fault}"
@@ -220,7 +213,8 @@ class RestartPoints:
         """Move what was written into place; every process calls it."""
         hashes = hash_together(self.writing, self._group)
         if rank() == 0:
-            write_json(self.writing / _RECORD, {"layout": layout, "sha256": hashes})
+            record = {"step": step, "layout": layout, "sha256": hashes}
+            write_json(self.writing / _RECORD, record)
             replace(self.writing, self.directory / f"step-{step}")
 
     def check(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.version import VERSION
+from bosch.window import Window
 from pipeline.cli import commands, main
 from pipeline.recipe.load import load_recipe
 from pipeline.run import log
@@ -100,6 +104,76 @@ def test_new_says_what_no_run_could_use(
         (case.folder / "no").mkdir()
     assert main(["new", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a # b",
+        "a: b",
+        "a, weight: 5",
+        "{a}",
+        "[x]",
+        "null",
+        "1e3",
+        "*b",
+        "- x",
+        "'q",
+        '"q',
+        "d\u00e9",
+    ],
+)
+def test_new_quotes_names_that_yaml_reads_otherwise(
+    name: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(case.folder)
+    shutil.copytree(case.folder / "model", name)
+    Path(name, "a.txt").write_text("some")
+    assert main(["new", name, "--data", name, "--output", "quoted.yaml"]) == 0
+    loaded = load_recipe("quoted.yaml", input_files=False, env={})
+    assert loaded.recipe.model.path == str(case.folder / name)
+    assert loaded.recipe[PrepareConfig].sources[0].path == str(case.folder / name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["new", "x" * 5000], "File name too long"),
+        (["new", "model", "--data", "z" * 5000, "--output", "a.yaml"], "File name too long"),
+        (["new", "model", "--data", "~nouser/x", "--output", "a.yaml"], "no such file or folder"),
+        (["new", "model", "--data", "pipe", "--output", "a.yaml"], "only regular files are read"),
+        (["new", "model", "--output", "/proc/a.yaml"], "/proc/a.yaml: No such file"),
+        (["new", "model", "--output", "dangling"], "is there already"),
+        (["new", "a\nb"], "holds a line break"),
+        (["upload", "x" * 5000, "a/b"], "File name too long"),
+        (["mask", "export", "mask.json", "file", "--format", "duoattention"], "File exists"),
+        (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "Not a directory"),
+        (["mask", "export", "mask.json", "empty", "--format", "rtp_llm", "--attention-heads", "8"],
+         "empty: Is a directory"),
+        (["mask", "export", "mask.json", "t", "--format", "rtp_llm", "--attention-heads",
+          str(2 * 10**12)], "--attention-heads"),
+        (["show", "deep"], "num_hidden_layers = 1000000000; that is no model"),
+    ],
+)  # fmt: skip
+def test_a_path_that_the_system_refuses_is_one_sentence(
+    arguments: list[str],
+    sentence: str,
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(case.folder)
+    os.mkfifo("pipe")
+    Path("dangling").symlink_to("nowhere")
+    Path("file").write_text("")
+    Path("empty").mkdir()
+    Path("deep").mkdir()
+    Path("deep/config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1000000000}')
+    mask = HeadMask.all_sliding(2, 2)
+    HeadMaskFile.of(mask, Window(8), model="m", method="rand", swa_ratio=1.0).save("mask.json")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])

@@ -160,6 +160,13 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ({"score": float("inf")}, "score is inf, expected a finite"),
         ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000; that is no model"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"score": 10**400}, "score is 1.*expected a finite number below"),
+        ({"window_size": 2**40}, "expected fewer than 2.31 in all"),
+        ({"sinks": 2**31}, "expected fewer than 2.31 in all"),
+        (
+            {"num_layers": 5000, "num_key_value_heads": 10_000, "swa_kv_heads": [[]] * 5000},
+            "5,000 layers; that is no model",
+        ),
         ({"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
     ],
 )
@@ -178,6 +185,11 @@ def test_damaged_file_names_the_field(tmp_path: Path, change: dict, named: str) 
         ({"window_sizes": [8, 8]}, "window_sizes must rise"),
         ({"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
         ({"window_sizes": []}, "a list of head indices for each of 0 windows"),
+        (
+            {"window_sizes": list(range(1, 301)), "swa_kv_heads": [[[]] * 300] * 2},
+            "window_sizes has 300 windows, a mask has at most 15",
+        ),
+        ({"window_sizes": [4, 10**30]}, "expected fewer than 2.31 in all"),
         ({"window_sizes": 8}, "window_sizes has an unexpected value 8"),
         ({"swa_kv_heads": [[0], [1]]}, "for each layer a list of head indices for each of 2 win"),
         ({"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),

@@ -186,6 +186,15 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     assert "no restart point is whole: training begins anew" in caplog.text
 
 
+def test_a_restart_point_under_the_name_of_another_is_damaged(tmp_path: Path) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    older, newer = save_point(points, 8), save_point(points, 16)
+    older.rename(tmp_path / "older")
+    newer.rename(older)
+    (tmp_path / "older").rename(newer)
+    assert points.latest() is None
+
+
 def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[128 * 12])
     before = save_point(points, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import huggingface_hub
 import pytest
 import yaml
 
+from bosch.files import file_hashes
 from pipeline.cli import main
 from stages.evaluate.scores import Scores
 from tests.report_fixture import publish
@@ -102,7 +104,17 @@ def run(tmp_path: Path) -> Path:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(folder.name.encode())
         (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A hybrid\n")
+    note_files(tmp_path)
     return tmp_path
+
+
+def note_files(run: Path) -> None:
+    """Have the manifests name the files that are there."""
+    for file in run.glob("*/manifest.json"):
+        others = [name for name in os.listdir(file.parent) if name != file.name]
+        hashes = file_hashes(file.parent, sorted(others))
+        files = [{"path": name, "size": 1, "sha256": digest} for name, digest in hashes.items()]
+        file.write_text(json.dumps({**json.loads(file.read_text()), "files": files}))
 
 
 def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
@@ -113,6 +125,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
     suite = {"average": 41.5, "gsm8k": {"0": gsm8k}}
     scores["checkpoints"]["tokens-4000000"]["harness"] = suite
     (run / "evaluate" / Scores.FILE).write_text(json.dumps(scores))
+    note_files(run)
     assert main(["upload", str(run), REPOSITORY, "--private"]) == 0
     assert f"/{REPOSITORY}: 6 files of tokens-4000000" in capsys.readouterr().out
     assert "private" in json.dumps(hub.created) and hub.tokens == {"Bearer hf_secret"}
@@ -148,6 +161,8 @@ def test_a_checkpoint_by_name_and_a_dry_run(
         (["", REPOSITORY, "--checkpoint", "tokens-5"], 2, "--checkpoint tokens-5: the run has hy"),
         (["", "hybrid"], 2, "REPOSITORY hybrid: expected owner/name"),
         (["", "a/b/c"], 2, "REPOSITORY a/b/c: expected owner/name"),
+        (["", f"a/{'b' * 100}"], 2, f"REPOSITORY a/{'b' * 100}: expected owner/name (Repo id"),
+        (["", "a/b--c"], 2, "REPOSITORY a/b--c: expected owner/name ("),
     ],
 )
 def test_what_cannot_be_uploaded_is_one_sentence(
@@ -157,6 +172,25 @@ def test_what_cannot_be_uploaded_is_one_sentence(
     assert main(["upload", arguments[0] or str(run), *arguments[1:]]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize("damage", ["link", "adapter", "card", "weights"])
+def test_only_what_the_run_has_published_is_uploaded(
+    run: Path, hub: Hub, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "train" / "checkpoints" / "tokens-4000000"
+    if damage == "link":
+        (run / "secret").write_text("password")
+        (folder / "notes.txt").symlink_to(run / "secret")
+    elif damage == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    elif damage == "card":
+        (folder / "README.md").write_bytes(b"\xff")
+    else:
+        (folder / "model.safetensors").write_bytes(b"snekot-4000000")
+    assert main(["upload", str(run), REPOSITORY]) == 2
+    assert f"RUN {run}: train: checkpoints/tokens-4000000/" in capsys.readouterr().err
+    assert not hub.files
 
 
 def test_without_a_token(

@@ -72,9 +72,13 @@ def _import(options: argparse.Namespace) -> int:
         mask, window, sinks = read_duoattention(options.source, options.swa_ratio)
     else:
         mask, window, sinks = read_rtp_llm(options.source, _q_per_kv(options))
+    try:
+        windows = Window(window, sinks)
+    except ValueError as error:
+        raise UserError(f"{options.source}: {error}") from None
     file = HeadMaskFile.of(
         mask,
-        Window(window, sinks),
+        windows,
         model=options.model,
         method=options.format,
         swa_ratio=mask.swa_ratio,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json, read_within, write_text
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.heads import MOST_HEADS, MOST_LAYERS, HeadMask, HeadMaskFile
 from bosch.window import windows_text
 
 # DuoAttention's names within a folder of patterns.
@@ -54,6 +54,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
         ) from None
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
+    _check_size(path / _GATES, *scores.shape)
     sizes = _read_json(path / _GATES_CONFIG)
     if swa_ratio is None:
         if not np.isin(scores, (0.0, 1.0)).all():
@@ -91,6 +92,7 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     layers = sorted(int(key) for key in settings if re.fullmatch("[0-9]{1,5}", key))
     if not layers or layers != list(range(len(layers))):
         raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
+    _check_size(path, len(layers), 1)
     rows = [settings[str(layer)] for layer in layers]
     for layer, row in enumerate(rows):
         if not isinstance(row, list) or not row or any(value not in (0, 1) for value in row):
@@ -98,6 +100,11 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
     window = _size(settings, "swa_token_num", path, 0) + 1
     return mask, window, _size(settings, "sink_token_num", path, 0)
+
+
+def _check_size(path: Path, layers: int, heads: int) -> None:
+    if layers > MOST_LAYERS or heads > MOST_HEADS:
+        raise UserError(f"{path}: {layers:,} layers of {heads:,} KV heads; that is no model")
 
 
 def _check_one_window(file: HeadMaskFile, project: str) -> None:
@@ -111,7 +118,7 @@ def _check_one_window(file: HeadMaskFile, project: str) -> None:
 def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
     """`is_full` [L, HQ]: each KV head's decision for all query heads that share it."""
     heads = file.num_key_value_heads
-    if query_heads is None or query_heads < heads or query_heads % heads:
+    if query_heads is None or not heads <= query_heads <= MOST_HEADS or query_heads % heads:
         raise UserError(
             f"--attention-heads: rtp-llm lists query heads; expected a multiple of the mask's "
             f"{heads} KV heads, found {query_heads}"
