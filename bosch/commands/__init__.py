@@ -93,6 +93,8 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
 
 def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
     """A sentence where what the system refused is a path of the command line; None elsewhere."""
+    if error.filename is None and error.errno == errno.ENOENT:
+        return "the current directory was removed; change to one that is there"
     names = (error.filename, error.filename2)  # a number where a descriptor was refused
     refused = {Path(os.fsdecode(one)) for one in names if isinstance(one, str | bytes | Path)}
     # What is written has another name in the same folder until it is whole.

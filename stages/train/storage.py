@@ -58,9 +58,9 @@ class RestartPoints:
     """`restart/step-<n>`: weights and the optimiser's state after the latest saves.
 
     torch.distributed.checkpoint writes a point while training goes on. A point holds a record of
-    its step, its layout and of the SHA-256 of its files, written last; beside the points lies one for each
-    checkpoint. A point without its whole files, or after a checkpoint without its own, is not used:
-    training goes back to the one before, else to the start.
+    its step, its layout and the SHA-256 of its files, written last; beside the points lies one for
+    each checkpoint. A point without its whole files, or after a checkpoint without its own, is not
+    used: training goes back to the one before, else to the start.
 
     Every process hashes its share of the files, right after writing and again before resuming, all
     at the same time. Of 14B parameters over 16 processes, 168 GB in all, that is 10.5 GB each, or
@@ -264,7 +264,11 @@ class RestartPoints:
 
     def _points(self) -> list[Path]:
         """Whole or not, newest first; whatever else lies there is none."""
-        points = [path for path in self.directory.glob("*") if _POINT.fullmatch(path.name)]
+        points = [
+            path
+            for path in self.directory.glob("*")
+            if _POINT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        ]
         return sorted(points, key=restart_step, reverse=True)
 
     def _checkpoint(self, name: str) -> Path:

@@ -176,6 +176,16 @@ def test_a_path_that_the_system_refuses_is_one_sentence(
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
+def test_a_removed_current_directory_is_one_sentence(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case.folder / "gone").mkdir()
+    monkeypatch.chdir(case.folder / "gone")
+    (case.folder / "gone").rmdir()
+    assert main(["validate", str(case.file), "name=other"]) == 2
+    assert capsys.readouterr().err.startswith("error: the current directory was removed")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
 def test_new_writes_a_recipe_that_loads_beside_the_model(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

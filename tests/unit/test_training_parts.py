@@ -178,6 +178,8 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     whole = save_point(points, 8)
     harm(save_point(points, 16))
     (points.directory / "step-abc").mkdir()
+    (points.directory / "step-98").symlink_to("step-8")
+    (points.directory / "step-99").touch()
     assert points.latest() == whole
     assert "step-16 is damaged" in caplog.text
     assert "begins anew" not in caplog.text
