@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,16 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
     with pytest.raises(UserError, match="exists; name a new directory"):
         repair(tuned, tuned, other, 1.0)
     assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base", "stranger"}
+
+
+@pytest.mark.parametrize("damage", ["pipe", "cut", "cut source"])
+def test_damaged_models_are_refused_in_one_sentence(tmp_path: Path, damage: str) -> None:
+    tuned, older = saved(tmp_path / "tuned"), saved(tmp_path / "older")
+    if damage == "pipe":
+        os.mkfifo(tuned / "notes.json")
+    else:
+        file = (older if "source" in damage else tuned) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="only regular files" if damage == "pipe" else "safetensor"):
+        repair(tuned, older, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from bosch.errors import UserError
-from bosch.files import replacing
+from bosch.files import NOT_REGULAR, irregular_entries, replacing
 from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
+from bosch.model.untrusted import check_faults
+from bosch.weight_files import weight_faults
 
 _SUFFIX = ".safetensors"
 _ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
@@ -36,6 +38,10 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
     if output.exists():
         raise UserError(f"--output: {output} exists; name a new directory")
+    for folder in (model_dir, source):
+        check_faults(weight_faults(folder) if folder.is_dir() else iter(()))
+    for name in irregular_entries(model_dir) if model_dir.is_dir() else ():
+        raise UserError(f"{model_dir / name}: {NOT_REGULAR}; remove it")
     config, other = (load_config(str(folder)) for folder in (model_dir, source))
     for name in _SAME:
         values = [getattr(one, name, None) for one in (config, other)]
