@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stages.context import Runtime
-from stages.train.parallel import make_accelerator
+from stages.train.parallel import leave, make_accelerator
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 
@@ -27,11 +27,14 @@ def summed(policy: MixedPrecisionPolicy) -> float:
 
 
 if __name__ == "__main__":
-    train = TrainConfig(total_tokens=256, batch_tokens=64, checkpoint_tokens=[])
+    train = TrainConfig(
+        total_tokens=256, batch_tokens=64, checkpoint_tokens=[], mixed_precision="bf16"
+    )
     runtime = Runtime(sharding="fsdp", micro_batch_size=1)
     schedule = make_schedule(train, runtime, 32, 2, False)
-    plugin = make_accelerator(train, runtime, schedule).state.fsdp_plugin
-    shipped = summed(plugin.mixed_precision_policy)
+    accelerator = make_accelerator(train, runtime, schedule)
+    shipped = summed(accelerator.state.fsdp_plugin.mixed_precision_policy)
     in_bf16 = summed(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16))
-    if dist.get_rank() == 0:
+    if accelerator.is_main_process:
         print(f"gradients {shipped} {in_bf16}")
+    leave()
