@@ -49,18 +49,6 @@ _POINT = re.compile(r"step-(\d+)")
 _UNREADABLE = "unreadable-"
 _RECORD = "whole.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-# That there is one process alone is no fault.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-T = TypeVar("T")
-
-_POINT = re.compile(r"step-(\d+)")
-_UNREADABLE = "unreadable-"
-_RECORD = "whole.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-# The process that wrote a file of a restart point or of a checkpoint's weights, in their names; all
-# others are the first one's.
-_WRITER = re.compile(r"^__(\d+)_|^model-0*(\d+)-of-")
 
 
 class RestartPoints:
