@@ -192,10 +192,10 @@ class HeadMask:
         return mask
 
     def with_layer(self, layer: int, row: npt.ArrayLike) -> HeadMask:
-        """A copy whose layer `layer` is `row` [HKV], True for full."""
-        bits = self.is_full.copy()
-        bits[layer] = np.asarray(row, dtype=np.bool_)
-        return HeadMask(bits)
+        """A copy whose layer `layer` is `row` [HKV], True for full, else of the widest window."""
+        choices = self.choices.copy()
+        choices[layer] = ~np.asarray(row, dtype=np.bool_)
+        return HeadMask.of_choices(choices)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadMask) and self.key == other.key

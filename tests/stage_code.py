@@ -14,7 +14,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ def closure(module: str) -> set[str]:
     return modules
 
 
-def imports(module: str) -> Iterator[str]:
+@cache
+def imports(module: str) -> Sequence[str]:
     """The project modules that a module's code names in imports."""
+    named = []
     for node in ast.walk(ast.parse(source(module))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -80,7 +83,8 @@ def imports(module: str) -> Iterator[str]:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in _PACKAGES and path(name))
+        named += [name for name in names if name.split(".")[0] in _PACKAGES and path(name)]
+    return named
 
 
 def path(module: str) -> Path | None:
@@ -96,6 +100,7 @@ def source(module: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
+@cache
 def digest(text: str) -> str:
     """Hash of what a source text does, the same for every version of Python."""
     return hashlib.sha256(repr(_plain(ast.parse(text))).encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bosch.attention.kernels import fused_attention
 from bosch.attention.layout import HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 from bosch.errors import UserError
@@ -167,8 +168,6 @@ def paged_attention(
             outputs.append(dense_attention(queries, keys, values, visible, own_transform))
         else:
             outputs.append(
-                nn.functional.scaled_dot_product_attention(
-                    queries, keys, values, visible, scale=transform.scaling, enable_gqa=q_per_kv > 1
-                )
+                fused_attention(queries, keys, values, scale=transform.scaling, mask=visible)
             )
     return layout.merge(outputs, q_per_kv)

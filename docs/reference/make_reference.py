@@ -72,11 +72,12 @@ COMMANDS_INTRODUCTION = """\
 
 <!-- Written by docs/reference/make_reference.py from the commands' parsers. -->
 
-`bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first. It works from
-any folder, and is the same as `python -m pipeline COMMAND …` in the checkout. `bosch --version`
-prints the version, `bosch completion bash` what completes commands and options in a shell.
+`bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first, or call
+`.venv/bin/bosch`. It works from any folder; `python -m pipeline COMMAND …` in the checkout is the
+same program. `bosch --version` prints the version, `bosch completion bash` what completes commands
+and options in a shell.
 Where `pip install .` has put the library alone, `bosch` has the commands that need no more, such
-as `mask` and `show`.
+as `mask`, `repair` and `show`.
 `launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
 finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
 read as YAML.

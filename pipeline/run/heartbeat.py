@@ -95,7 +95,9 @@ class Heartbeat:
                 continue
             who = "the first node of this run, or its launcher,"
             if silent_checks[-1] == 0:
-                ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks]
+                # Two checks may fall between two counts of a process that is well.
+                least = max(silent_checks) / 2
+                ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks > least]
                 who = f"{name_processes(ranks)} of this run"
             elif max(self._counts) >= _ENDED:
                 return  # the store leaves with the first node, whose work is done

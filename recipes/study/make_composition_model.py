@@ -8,7 +8,7 @@ three look-ups from a lead to. Q3 needs a head for each of three look-ups, one l
 other; Q1 needs a look-up and heads that copy.
 
 Such circuits do not form in minutes from random weights. Heads that look back one token, look up
-(`_HOPS`) and copy are therefore initialised, each kind in two layers, with strengths that differ;
+and copy are therefore initialised, each kind in two layers, with strengths that differ;
 all others are random. Then everything is trained, while random heads and layers see only the
 latest tokens, so that others must be able to replace them. Everything is seeded.
 

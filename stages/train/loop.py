@@ -279,7 +279,12 @@ class Loop:
                     for number, part in enumerate(own["fp32_flat_groups"])
                 }
             return {f"process-{self.accelerator.process_index}": own, "spikes": spikes}
+        moments = self.optimizer.optimizer.state
+        untouched = not moments
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
+        if untouched:  # it took a step without gradients, which must not count
+            for of_parameter in moments.values():
+                of_parameter["step"].zero_()
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
 
     def resume(self, point: Path) -> None:

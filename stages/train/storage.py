@@ -49,9 +49,6 @@ _POINT = re.compile(r"step-(\d+)")
 _UNREADABLE = "unreadable-"
 _RECORD = "whole.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-# The process that wrote a file of a restart point or of a checkpoint's weights, in their names; all
-# others are the first one's.
-_WRITER = re.compile(r"^__(\d+)_|^model-0*(\d+)-of-")
 
 
 class RestartPoints:

@@ -1,4 +1,4 @@
-"""`python -m pipeline measure` as a user meets it."""
+"""`bosch measure` as a user meets it."""
 
 from __future__ import annotations
 

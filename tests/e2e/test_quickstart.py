@@ -179,7 +179,6 @@ def test_the_notebook_runs_on_a_finished_run(
     undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BOSCH_RUN", str(undisturbed / "quickstart"))
-    monkeypatch.setenv("MPLBACKEND", "agg")
     run_notebook(NOTEBOOK)
     shown = capsys.readouterr().out
     assert "heads see 128 tokens" in shown and "tokens-18432" in shown and "def main(" in shown

@@ -196,11 +196,13 @@ def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
         (sentence,) = lacking("plain", {"sinks": "the layout has 2"})
         assert sentence == "plain has no sinks, the layout has 2; choose sdpa or flex"
         states = Case(5, 9, 0, (True, False)).tensors()
-        layout = HeadLayout.deploy(1, 2, Window(4))
+        layout = HeadLayout.deploy({None: 1, Window(4): 1})
         expected = hybrid_attention(*states, layout, backend="eager")
         assert torch.equal(hybrid_attention(*states, layout, backend="plain"), expected)
         with pytest.raises(UserError, match="plain has no sinks"):
-            hybrid_attention(*states, HeadLayout.deploy(1, 2, Window(4, 1)), backend="plain")
+            hybrid_attention(
+                *states, HeadLayout.deploy({None: 1, Window(4, 1): 1}), backend="plain"
+            )
     finally:
         BACKENDS.clear()
         BACKENDS.update(known)

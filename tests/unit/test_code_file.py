@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from bosch.heads import HeadMask
 from bosch.model import code_file
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.families import FAMILIES
@@ -35,9 +36,14 @@ SAMPLE = tuple(name for name in FAMILY_NAMES if name not in LIKE_ANOTHER)
 LENGTH, NEW = 40, 10
 
 
-def _save(family: str, folder: Path, **changes: Any) -> Any:
+def _save(family: str, folder: Path, several: bool = False, **changes: Any) -> Any:
+    """Save a hybrid; with `several` each sliding head has one of three windows."""
     model = small_model(family, **changes)
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW, SINKS))
+    mask, windows = mask_of(model.config), [Window(WINDOW, SINKS)]
+    if several:
+        windows += [Window(5, SINKS), Window(3, SINKS)]
+        mask = HeadMask.of_choices([[0, 3, 1, 2], [2, 0, 1, 1], [3, 3, 1, 2]])
+    hybrid = materialize(model, mask, windows)
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -49,9 +55,10 @@ def _wanted(hybrid: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def test_transformers_alone_loads_the_same_hybrids_and_saves_them_again(tmp_path: Path) -> None:
-    """Two families in one process: each keeps its own attention."""
+    """Two families in one process, and one with three windows: each keeps its own attention."""
     ids = tokens(2, LENGTH)
     expected = {name: _wanted(_save(name, tmp_path / name), ids) for name in ("qwen3", "llama")}
+    expected["windows"] = _wanted(_save("qwen3", tmp_path / "windows", several=True), ids)
     torch.save({name: logits for name, (logits, _) in expected.items()}, tmp_path / "logits.pt")
     code = f"""
 ids = torch.tensor({ids.tolist()})
@@ -73,15 +80,20 @@ for name, model in models.items():
     report([
         type(model).__name__, torch.equal(logits, wanted[name]),
         model.generate(ids, max_new_tokens={NEW}, do_sample=False).tolist(),
-        model.new_cache().layers[0].layout.windows[0].size,
+        [window.size for window in model.new_cache().layers[0].layout.windows],
     ])
 report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
 """
     decoder, *result, imported = run_elsewhere(code, tmp_path, cache=tmp_path / "cache")
     assert imported is False and decoder == ["HybridQwen3Model", True]
     assert result == [
-        [f"Hybrid{prefix}ForCausalLM", True, expected[name][1], WINDOW]
-        for prefix, name in (("Qwen3", "qwen3"), ("Llama", "llama"), ("Qwen3", "qwen3"))
+        [f"Hybrid{prefix}ForCausalLM", True, expected[name][1], sizes]
+        for prefix, name, sizes in (
+            ("Qwen3", "qwen3", [WINDOW]),
+            ("Llama", "llama", [WINDOW]),
+            ("Qwen3", "windows", [WINDOW, 5, 3]),
+            ("Qwen3", "qwen3", [WINDOW]),
+        )
     ]
     again = load_model(tmp_path / "again", dtype="float32")
     with torch.inference_mode():

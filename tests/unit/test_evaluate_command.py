@@ -1,4 +1,4 @@
-"""What `python -m pipeline evaluate` evaluates, and its table; models are not loaded here."""
+"""What `bosch evaluate` evaluates, and its table; models are not loaded here."""
 
 from __future__ import annotations
 

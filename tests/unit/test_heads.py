@@ -78,6 +78,11 @@ def test_one_flipped_bit_changes_key_and_ratio(mask: HeadMask, data: st.DataObje
     assert abs(other.swa_ratio - mask.swa_ratio) == pytest.approx(step)
 
 
+def test_a_changed_layer_leaves_the_windows_of_the_others() -> None:
+    mask = HeadMask.of_choices([[0, 2], [3, 1]])
+    assert mask.with_layer(0, [False, True]) == HeadMask.of_choices([[1, 0], [3, 1]])
+
+
 def test_polarity_true_is_full() -> None:
     mask = HeadMask.from_swa_kv_heads([[1], []], 3)
     assert mask.is_full.tolist() == [[True, False, True], [True, True, True]]

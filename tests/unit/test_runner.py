@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +22,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from pipeline.run import first_node, worker
 from pipeline.run.graph import resolve
+from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.status import differences
@@ -521,3 +522,25 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
             time.sleep(1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class _Checks:
+    """Stands for a heartbeat's event and passes its time: process 1 is frozen, 2 a little late."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat, self._passed = heartbeat, 0
+
+    def wait(self, seconds: float) -> bool:
+        self._passed += 1
+        self._heartbeat._counts = [self._passed, 1, min(self._passed, 10)]
+        self._heartbeat._exchanges = self._passed
+        return False
+
+
+def test_only_the_process_that_is_frozen_is_named() -> None:
+    heartbeat, said = object.__new__(Heartbeat), []
+    heartbeat._minutes, heartbeat._interval, heartbeat._lost = 1, 6, said.append
+    heartbeat._counts, heartbeat._exchanges = [0, 0, 0], 0
+    heartbeat._ending = cast(Any, _Checks(heartbeat))
+    heartbeat._watch()
+    assert said[0].startswith("process 1 of this run has given no sign of life for 1 minutes")

@@ -162,6 +162,19 @@ def test_a_step_that_is_left_out_changes_no_weight(
     assert all(torch.equal(value, start[name]) for name, value in end.items())
 
 
+def test_a_restart_point_before_the_first_update_changes_nothing(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 1)
+    ends = []
+    for every in (1, 100):
+        work_dir = tmp_path / str(every)
+        short = {"total_tokens": 512, "checkpoint_tokens": [], "bad_steps": "skip"}
+        train_here(case, work_dir, train=short, runtime={"save_every_steps": every})
+        ends.append(load_file(work_dir / "checkpoints" / "tokens-512" / "model.safetensors"))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
 def test_speed_is_in_metrics_tensorboard_and_log(
     case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

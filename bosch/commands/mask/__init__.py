@@ -1,1 +1,1 @@
-"""Head masks in the files of other projects: `python -m pipeline mask export|import`."""
+"""Head masks in the files of other projects: `bosch mask export|import`."""

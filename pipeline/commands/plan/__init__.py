@@ -1,1 +1,1 @@
-"""`python -m pipeline plan`: what a run needs and costs, from the recipe and config.json alone."""
+"""`bosch plan`: what a run needs and costs, from the recipe and config.json alone."""

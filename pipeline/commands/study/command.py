@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from bosch.commands import PROGRAM
 from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
@@ -66,7 +67,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """
     options = shared_options.read_options(StudyOptions, arguments, "study")
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
-    command = shlex.join(["python", "-m", "pipeline", *arguments.arguments])
+    command = shlex.join([PROGRAM, *arguments.arguments])
     # By name, as stages are: torch is loaded after the options are checked.
     page = importlib.import_module("pipeline.commands.study.page")
     studied_model = importlib.import_module("pipeline.commands.study.studied_model")
