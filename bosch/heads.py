@@ -19,14 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, load_json, write_json
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, write_json
 from bosch.window import Window, Windows, rising_menu, window_menu
 
 FORMATS = (1, 2)
 MOST_WINDOWS = 15  # of one mask, so that a digit names each
-# No model is near these.
-MOST_LAYERS = 1_000
-MOST_HEADS = 10_000  # of a layer
+MOST_HEADS = 10_000  # of a layer; no model is near it
 _LARGEST = 2**63
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.heads import MOST_LAYERS
+from bosch.files import MOST_LAYERS
 from bosch.model.families import (
     BASE_PREFIX,
     FAMILIES,

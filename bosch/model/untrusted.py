@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError, printable
-from bosch.files import CONFIG_LIMITS, JSON_LIMITS, check_json, load_json
-from bosch.heads import MOST_LAYERS
+from bosch.files import CONFIG_LIMITS, JSON_LIMITS, MOST_LAYERS, check_json, load_json
 from bosch.weight_files import INDEX
 
 # Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the

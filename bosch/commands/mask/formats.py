@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, load_json, read_within, write_text
-from bosch.heads import MOST_HEADS, MOST_LAYERS, HeadMask, HeadMaskFile
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, read_within, write_text
+from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
 from bosch.window import windows_text
 
 # DuoAttention's names within a folder of patterns.
