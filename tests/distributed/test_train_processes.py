@@ -36,6 +36,7 @@ def _copy_without_optimizer(point: Path, name: str) -> None:
     """A restart point whose files are as its record says, and cannot be loaded."""
     copy = shutil.copytree(point, point.with_name(name))
     record = json.loads((copy / "whole.json").read_text())
+    record["step"] = int(name.removeprefix("step-"))
     for file in (file for file in record["sha256"] if file.endswith(".distcp")):
         (copy / file).write_bytes(b"no state of an optimizer")
         record["sha256"][file] = file_digest(copy / file)
