@@ -10,7 +10,7 @@ FROM python:3.12-slim
 ARG MODE=cpu
 WORKDIR /opt/bosch
 COPY . .
-RUN launch/setup.sh ${MODE} && rm -rf /root/.cache
+RUN launch/setup.sh ${MODE} && rm -rf ~/.cache
 ENV PATH="/opt/bosch/.venv/bin:${PATH}"
 ENTRYPOINT ["bosch"]
 CMD ["--help"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -16,7 +16,7 @@ from bosch.search.methods import METHODS, MethodName
 from data_prep.documents.source_files import files_below
 from data_prep.tasks.longbench import TASKS as LONGBENCH
 from data_prep.tasks.longbench import task_of
-from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, RulerTask
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PresetName, benchmarks, task_settings
@@ -71,14 +71,7 @@ class NeedleEvaluation(Section):
     """RULER (NVIDIA/RULER at commit c3f5e3b)."""
 
     tasks: Annotated[list[RulerTask], AfterValidator(different)] = Field(
-        default=[
-            "niah_single_1",
-            "niah_single_2",
-            "niah_single_3",
-            "niah_multikey_1",
-            "niah_multikey_2",
-            "niah_multikey_3",
-        ],
+        default=list(get_args(NeedleTask)),
         min_length=1,
         description="Tasks; the average is their unweighted mean.",
     )

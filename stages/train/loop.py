@@ -94,7 +94,7 @@ class Loop:
             self.save(decision)
             if self.step == first + 1 and self.metrics_log is not None:
                 logger.info(
-                    "peak of two steps: %s, by plan %s",
+                    "peak of two steps: %s (on a CPU, of all it holds), by plan %s of tensors",
                     format_bytes(peak_memory()), format_bytes(self.planned_memory),
                 )  # fmt: skip
             stop = decision.stop
