@@ -29,7 +29,7 @@ def step_traffic(
     """
     split = ContextSplit(length, runtime.context_parallel)
     own = [{Window(size): shape.kinds.own_heads} for size in shape.kinds.windows.values()]
-    passes = 3 if runtime.gradient_checkpointing else 2
+    passes = 2 if runtime.checkpointing == "none" else 3
     number = 2 if train.mixed_precision == "bf16" else 4
 
     def elements(rows: Sequence[LayerHeads]) -> int:

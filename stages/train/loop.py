@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -147,12 +149,23 @@ class Loop:
         terms = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
-                loss = self.loss_of(batch, predicted)
+                with self.saved_on_host():
+                    loss = self.loss_of(batch, predicted)
                 self.accelerator.backward(loss * terms)
             total += loss.detach()
         # What checkpointing recomputes is attention by the layout of that moment.
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
         return float(self.accelerator.gather(total).sum())
+
+    def saved_on_host(self) -> AbstractContextManager[Any]:
+        """Keep what autograd saves in host memory, where the recipe says so.
+
+        Of layers that are recomputed that is their inputs; transformers' own way pins memory, which
+        takes a GPU.
+        """
+        if not self.runtime.offload_activations:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.accelerator.device.type == "cuda")
 
     def loss_of(self, batch: Batch, predicted: int) -> Tensor:
         """The loss of a micro-batch over the tokens that the whole step predicts."""

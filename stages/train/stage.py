@@ -135,6 +135,7 @@ class TrainConfig(Section):
         return steps
 
 
+CHECKPOINTING = ("none", "attention", "full")  # what is recomputed, less memory and more work
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
@@ -231,6 +232,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _teacher(train, recipe.runtime)
     yield from front_faults(loaded, "train.budgets", train.budgets is not None)
     yield from _attention(loaded, train)
+    yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
     yield from _split(loaded)
 
 
@@ -355,6 +357,19 @@ def _split(loaded: LoadedRecipe) -> Iterator[str]:
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None
     if fault is not None:
         yield f"runtime.context_parallel: the model cannot be split: {fault}; set 1"
+
+
+def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
+    """Why activations cannot be recomputed in a way of `CHECKPOINTING`, or in that of auto."""
+    if way == "none" and runtime.offload_activations:
+        yield (
+            "runtime.offload_activations: what goes to host memory are the inputs of layers that "
+            "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
+        )
+    if way == "attention":
+        asked = {"kept": "runtime.checkpointing = attention keeps its outputs"}
+        for sentence in lacking(runtime.attention, asked):
+            yield f"runtime.attention: {sentence}, or runtime.checkpointing = full"
 
 
 def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:

@@ -268,7 +268,7 @@ def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "processes", "names"),
     [
-        (["runtime.gradient_checkpointing=false"], 16, "runtime.gradient_checkpointing=true"),
+        (["runtime.checkpointing=none"], 16, "runtime.checkpointing=full"),
         (["runtime.micro_batch_size=4"], 16, "runtime.micro_batch_size=1"),
         (["runtime.sharding=none"], 16, "runtime.sharding=fsdp"),
         ([], 4, "runtime.context_parallel="),
@@ -284,14 +284,12 @@ def test_what_does_not_fit_is_said_with_the_setting_that_helps(
 
 
 def test_a_remedy_fits(tmp_path: Path) -> None:
-    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false")
+    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
     shape, capacity = shape_of(loaded), 80 * 2.0**30
     sentence = remedy(loaded, shape, 16, capacity, True)
     settings = [word for word in sentence.split() if word.startswith("runtime.")]
     assert settings
-    better = _paper(
-        "qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false", *settings
-    )
+    better = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none", *settings)
     assert not training_budget(loaded, shape, 16, capacity, True).fits
     assert training_budget(better, shape, 16, capacity, True).fits
     assert "no sharding" in remedy(loaded, shape, 16, 2.0**20, True)
