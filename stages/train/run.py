@@ -23,7 +23,7 @@ from bosch.ranks import limit_collectives, partners_alive
 from stages.context import StageConfig
 from stages.kv_budgets import named_budgets
 from stages.materialize.stage import MODEL, MaterializeConfig
-from stages.prepare.stage import PACKED_DATA
+from stages.prepare.stage import PACKED_DATA, PrepareConfig
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
@@ -154,7 +154,7 @@ def build_loop(
         restarts.rehearse(runtime.timeout_minutes)
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator)
-    log = None
+    log, prepare = None, config.upstream.get("prepare")
     if accelerator.is_main_process:
         done = restart_step(point) if point else 0
         log = MetricsLog(work_dir, schedule, done, runtime.wandb_project)
@@ -163,6 +163,7 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
+        sources=[s.name for s in prepare.sources] if isinstance(prepare, PrepareConfig) else [],
         collate=collate_rows,
         schedule=schedule,
         train=train,

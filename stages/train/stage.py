@@ -186,6 +186,7 @@ class TrainingStep(Record):
     time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
     token, `heldout_by_position` by quarter of the sequence. `router_entropy` in nats is a mean over
     tokens and layers; `expert_load` is that of the busiest expert over its layer's mean.
+    `source_tokens` are those of each source of prepare so far.
     """
 
     step: int
@@ -207,6 +208,7 @@ class TrainingStep(Record):
     heldout_by_position: list[float] | None = None
     router_entropy: float | None = None
     expert_load: float | None = None
+    source_tokens: dict[str, int] | None = None
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:
