@@ -138,7 +138,7 @@ class Result:
     rows: Sequence[ScoreRow]
     trained_tokens: int | None
     missing: Sequence[str] = ()
-    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict, compare=False)
+    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
