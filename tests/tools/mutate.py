@@ -267,13 +267,13 @@ class Checkout:
             status, output = result
             if status == 0:
                 return "survived"
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            unchanged = self._pytest([failed[1]] if failed else tests)
+            failed = first_failure(output)
+            unchanged = self._pytest([failed] if failed else tests)
             if unchanged is not None and unchanged[0] == 0:
-                return f"killed by {failed[1] if failed else tests[0]}"
-            if failed is None or failed[1] in self.left_out:
+                return f"killed by {failed or tests[0]}"
+            if failed is None or failed in self.left_out:
                 return "undecided (tests do not run)"
-            self.left_out.append(failed[1])
+            self.left_out.append(failed)
 
     def _pytest(self, tests: list[str]) -> tuple[int, str] | None:
         """Status and output of the tests in the copy, until one fails; None if they are too slow.
@@ -310,6 +310,12 @@ class Checkout:
         sys.dont_write_bytecode = True
         options = ["-x", "-q", "-p", "no:cacheprovider"]
         os._exit(pytest.main([*options, *tests, *(f"--deselect={one}" for one in self.left_out)]))
+
+
+def first_failure(output: str) -> str | None:
+    """The id of the first test in pytest's summary; a parameter's name may have spaces."""
+    found = re.search(r"^(?:FAILED|ERROR) ([^\[\n]+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    return found[1] if found else None
 
 
 def copy_checkout(target: Path) -> None:

@@ -110,7 +110,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", "[" * 5000, _BOTH, "inside each other"),
         ("rtp_llm", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),
         ("rtp_llm", "[]", _BOTH, "expected a JSON object"),
-        ("rtp_llm", "no json", _BOTH, "not valid JSON"),
+        ("rtp_llm", "no json", _BOTH, "cannot be read as JSON ("),
     ],
 )
 def test_damaged_files_are_refused_by_name(
