@@ -238,7 +238,7 @@ class HybridModelMixin:
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
     ) -> StaticHybridCache:
-        """A cache as large as the largest so far, as in transformers, so that nothing compiles again."""
+        """As large as the largest so far, as in transformers, so that nothing compiles again."""
         configured = getattr(generation_config, "max_cache_len", None) or 0
         self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
         cache = self.new_static_cache(self._static_length)
