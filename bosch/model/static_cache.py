@@ -105,7 +105,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def _add_on_device(
         self, start: Tensor, steps: Tensor, cached: StaticGroupCache, past: Tensor, new: Tensor
     ) -> CachedGroup:
-        """Without reading the length on the host: all of a full head's room, a sliding one's ring."""
+        """Without reading the length on the host: a full head's room, a sliding one's ring."""
         count, device, ring = new.shape[2], new.device, cached.ring
         if cached.group.window is None:
             past.index_copy_(2, steps, new)
