@@ -20,7 +20,7 @@ from bosch.errors import UserError
 from data_prep.tasks import mrcr, nolima
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSuite
@@ -212,3 +212,12 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert system == {"role": "system", "content": "Be short."}
     assert user["content"].startswith("Read this:")
     assert {sample.task for sample in samples} == {"onehop", "twohop", "direct"}
+
+
+def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
+    model, subtask = Evaluated("m", ModelConfig(path="m")), Subtask("task", 0)
+    folder = AnswerFolder(tmp_path, None, 0)
+    answers = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
+    strangers = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
+    folder.journal(model, subtask).append(*answers, *strangers)
+    assert folder.read(model, subtask) == dict(enumerate(answers))
