@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ MODELS = "models.json"
 _READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
+_PLAIN = re.compile(r"\w[\w. +-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -207,4 +209,8 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 
 
 def _stem(subtask: Subtask) -> str:
-    return f"{subtask.task}-{subtask.length}-{subtask.digest}"
+    """A name for files, whatever the task is called: files of a user may say that."""
+    task = subtask.task
+    if not _PLAIN.fullmatch(task):
+        task = digest_of({"task": task})
+    return f"{task}-{subtask.length}-{subtask.digest}"

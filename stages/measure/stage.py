@@ -89,7 +89,7 @@ STAGE = Stage(
     "measure",
     "stages.measure.run:run",
     MeasureConfig,
-    version=1,
+    version=2,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),
     model="weights",
