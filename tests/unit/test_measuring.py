@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from functools import partial
 from itertools import count
@@ -325,6 +326,16 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_anew(
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(*arguments)
     assert calls == [*turns, ("stop", 0)]
+    # Runs of another machine, or of a model that was replaced, are not those of this one.
+    for change in (
+        lambda: monkeypatch.setattr(measurement, "process_place", lambda: "elsewhere"),
+        lambda: os.utime(folder / "model" / "model.safetensors"),
+    ):
+        change()
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            measurement.measure(*arguments)
+        assert calls == [*turns, ("stop", 0)]
 
 
 def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
