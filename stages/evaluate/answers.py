@@ -31,7 +31,7 @@ MODELS = "models.json"
 _READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
-_PLAIN = re.compile(r"\w[\w. +-]{0,99}", re.ASCII)
+_PLAIN = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)

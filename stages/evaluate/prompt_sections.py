@@ -73,6 +73,11 @@ class PromptEvaluation(Section):
         return sorted(Path(self.data_dir, name) for name in self.files(Path(self.data_dir)))
 
     @property
+    def most_tokens(self) -> tuple[str, int]:
+        """Tokens of the longest prompt and its answer, as far as known, and the fields that say."""
+        return "lengths", max(self.lengths)
+
+    @property
     def most_samples(self) -> int:
         """Samples at a length, of the public data."""
         return self.kinds * min(self.samples or self.published, self.published)
@@ -104,6 +109,10 @@ class NolimaEvaluation(PromptEvaluation):
     )
     depths: Count = Field(26, description="Depths of the needle in each book, from 0 to 100 %.")
     max_new_tokens: Count = Field(192, description="Tokens generated, beside the context's.")
+
+    @property
+    def most_tokens(self) -> tuple[str, int]:
+        return "lengths and max_new_tokens", max(self.lengths) + self.max_new_tokens
 
     def missing_files(self, folder: Path) -> Iterator[str]:
         """A needle set and a book."""

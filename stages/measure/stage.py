@@ -78,10 +78,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     requests = {"cache": "measure decodes with a KV cache"}
     for sentence in lacking(loaded.recipe.runtime.attention, requests):
         yield f"runtime.attention: {sentence}"
-    if search.method != "given" and min(section.lengths) < search.window_size:
+    if search.method != "given" and min(section.lengths) < search.window.size:
         yield (
-            f"measure.lengths: {min(section.lengths):,} is less than search.window_size = "
-            f"{search.window_size:,}, within which a hybrid computes what the original does"
+            f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "
+            f"{search.window.size:,}, within which a hybrid computes what the original does"
         )
 
 

@@ -192,6 +192,10 @@ def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
     case.save()
     fault = case.fault()
     assert "evaluate.mrcr.lengths: 2,048 is more than the model's 1,024 positions" in fault
+    case.content["evaluate"]["nolima"]["lengths"] = [1000]
+    case.save()
+    assert "evaluate.nolima.lengths and max_new_tokens: 1,192 is more than the" in case.fault()
+    case.content["evaluate"]["nolima"]["lengths"] = [512]
     case.content["evaluate"]["mrcr"]["lengths"] = [512]
     case.save()
     fault = case.fault()
