@@ -33,7 +33,7 @@ from stages.materialize.stage import BudgetedCache
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
 from stages.report import charts
-from stages.report.decision import headline
+from stages.report.decision import comparisons, headline
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.provenance import Provenance
 from stages.report.results import SHOWN_SAMPLES, NeedleScores, Results, label_of
@@ -78,6 +78,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         provenance=provenance,
         headline=headline(results, section),
         verdict=verdict(results),
+        comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
         missing=scores.missing_sentences(HARNESS) if scores else [],
@@ -182,7 +183,7 @@ def _why_no_score(results: Results, *, is_trained: bool) -> str:
 
 def words(results: Results) -> list[tuple[str, str]]:
     """Terms of the first screen, each with what it means."""
-    names = dict.fromkeys([results.search.mask.method, *(one.name for one in results.rivals)])
+    names = dict.fromkeys([results.search.mask.method, *(one.method for one in results.rivals)])
     return [
         *((METHODS[name].label, METHODS[name].about) for name in names),
         ("ρ", "the share of the KV heads that slide: they see only a window"),

@@ -23,6 +23,7 @@ from stages.evaluate.scores import (
     SuiteScores,
     budget_name,
     named_budget,
+    named_rival,
     named_window,
     read_samples,
 )
@@ -81,6 +82,9 @@ def label_of(name: str) -> str:
     if windowed is not None:
         method, size = windowed
         return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
+    rival = named_rival(name)
+    if rival is not None:
+        return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
     budget = named_budget(name)
     if budget is not None:
         return f"{label_of(budget[0])}, {budget[1]} of the KV slots"
@@ -103,6 +107,12 @@ class NeedleScores:
     def tokens(self) -> int | None:
         """Training tokens so far: 0 for the untrained hybrid, None for the original."""
         return 0 if self.name == HYBRID else checkpoint_tokens(self.name)
+
+    @property
+    def method(self) -> str:
+        """Method of a rival, trained or not."""
+        trained = named_rival(self.name)
+        return self.name if trained is None else trained[0]
 
     @property
     def label(self) -> str:
@@ -185,13 +195,18 @@ class Results:
 
     def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
         """Needle scores of a model by the KV slots of the budgets it serves; None: not scored."""
-        scores: dict[int, SuiteScores | None] = {}
-        for one in self.served.budgets:
-            is_chosen = one.kv_slots == self.served.kv_budget
-            name = model if is_chosen else budget_name(model, one.share)
-            known = self.scores.checkpoints.get(name, {}) if self.scores is not None else {}
-            scores[one.kv_slots] = known.get("needle")
-        return scores
+        known = self.scores.checkpoints if self.scores is not None else {}
+        names = self.budget_models(model)
+        return {slots: known.get(name, {}).get("needle") for slots, name in names.items()}
+
+    def budget_models(self, model: str) -> dict[int, str]:
+        """Names of a model in scores.json at the budgets it serves, by their KV slots."""
+        return {
+            one.kv_slots: model
+            if one.kv_slots == self.served.kv_budget
+            else budget_name(model, one.share)
+            for one in self.served.budgets
+        }
 
     def checkpoint(self, name: str) -> NeedleScores | None:
         """Scores of the model of that name, if it was evaluated."""
@@ -288,19 +303,19 @@ def _needle(scores: Scores) -> list[NeedleScores]:
         NeedleScores(name, suites["needle"])
         for name, suites in scores.checkpoints.items()
         if "needle" in suites and name not in METHODS
-        if named_window(name) is None and named_budget(name) is None
+        if all(of(name) is None for of in (named_window, named_budget, named_rival))
     ]
     return sorted(models, key=lambda model: -1 if model.tokens is None else model.tokens)
 
 
 def _rivals(scores: Scores) -> list[NeedleScores]:
-    """The untrained hybrids of rules and rankings, the lowest score first."""
+    """The hybrids of rules and rankings, the lowest score first, a trained one last."""
     models = [
         NeedleScores(name, suites["needle"])
         for name, suites in scores.checkpoints.items()
-        if "needle" in suites and name in METHODS
+        if "needle" in suites and (name in METHODS or named_rival(name) is not None)
     ]
-    return sorted(models, key=lambda model: model.average)
+    return sorted(models, key=lambda one: (named_rival(one.name) is not None, one.average))
 
 
 def _windows(scores: Scores) -> list[NeedleScores]:
