@@ -15,6 +15,7 @@ from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
+from bosch.vllm.plan import Engine, ServedCache, engine_heads, served_caches
 from bosch.window import Window, windows_text
 from stages.evaluate.scores import (
     HYBRID,
@@ -260,12 +261,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else None
     return Results(
         search=search,
-        cache=CacheSize(
-            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-            heads=search.heads,
-            own=tuple(OwnWindow(**own) for own in materialized.own_windows),
-            state_bytes=materialized.state_bytes,
-        ),
+        cache=cache_size(materialized, search),
         positions=read_model_config(inputs["materialize"]).max_positions,
         parameters=materialized.parameters,
         budget=materialized.budget,
@@ -287,6 +283,37 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
             for stage in inputs
             if (inputs[stage] / Manifest.FILE).exists()
         },
+    )
+
+
+def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
+    """The hybrid's cache, and with every head full its original's."""
+    return CacheSize(
+        bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
+        heads=search.heads,
+        own=tuple(OwnWindow(**own) for own in materialized.own_windows),
+        state_bytes=materialized.state_bytes,
+    )
+
+
+def served_bytes(
+    cache: CacheSize, file: HeadMaskFile, engine: Engine, lengths: Sequence[int]
+) -> list[ServedCache] | str:
+    """What one request holds in vLLM on each rank, by ranks and length; why it serves none."""
+    if file.sinks:
+        return "not served, because vLLM has no sinks of a sliding head."
+    heads = file.num_key_value_heads
+    other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
+    if cache.state_bytes or other:
+        return "not served by the plugin, because of layers of other kinds."
+    return list(
+        served_caches(
+            engine_heads(file.mask.heads_per_layer(file.windows)),
+            cache.bytes_per_head,
+            [own.window for own in cache.own for _ in range(own.heads // heads)],
+            engine=engine,
+            lengths=lengths,
+        )
     )
 
 
