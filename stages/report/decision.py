@@ -87,7 +87,7 @@ def _over_rivals(results: Results) -> Iterator[str]:
         if found is not None:
             when = "before training" if trained is None else f"after {trained[1]:,} tokens of both"
             yield (
-                f"The search's heads score {_points(found[1])} points against those of "
+                f"The search's heads score {_points(found[1])} against those of "
                 f"{METHODS[rival.method].label} {when}."
             )
 
@@ -117,7 +117,7 @@ def _smallest_budget(results: Results) -> Iterator[str]:
 
 def _points(found: Against) -> str:
     ends = f"{signed(found.difference_low, 1)}, {signed(found.difference_high, 1)}"
-    return f"{signed(found.difference, 1)} [{ends}]"
+    return f"{signed(found.difference, 1)} points [{ends}]"
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
@@ -132,7 +132,7 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     count, difference = found
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
-        f"it scores {_points(difference)} points against the original over {tasks} "
+        f"it scores {_points(difference)} against the original over {tasks} "
         f"({power(difference).removeprefix('; ')})",
         _cache(results),
         *_speed(results.measured_points),

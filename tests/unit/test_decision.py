@@ -92,9 +92,9 @@ def test_the_search_is_compared_with_a_rival_before_and_after_training(results: 
     sentence = comparisons(replace(of(results, right, 200), rivals=rivals))
     assert sentence is not None
     before, after = sentence.split(". ")
-    assert before.startswith("The search's heads score +65.0 [")
-    assert before.endswith("points against those of INTR before training")
-    assert "score +8.0 [" in after and after.endswith("INTR after 2,000 tokens of both.")
+    assert before.startswith("The search's heads score +65.0 points [")
+    assert before.endswith("] against those of INTR before training")
+    assert "score +8.0 points [" in after and after.endswith("INTR after 2,000 tokens of both.")
 
 
 @pytest.mark.parametrize(
