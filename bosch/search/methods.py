@@ -164,6 +164,11 @@ def _every_layer(settings: SearchSettings, num_layers: int, num_heads: int) -> i
     return ANCHORS + num_layers + 1
 
 
+def _one_gradient(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+    # A gradient is a forward pass, its recomputation and a backward pass of two.
+    return ANCHORS + 1 + 4
+
+
 def _no_search(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
     return ANCHORS + 1
 
@@ -248,7 +253,7 @@ METHODS: dict[str, Method] = {
     "one_gradient": Method(
         "One gradient", "one by one", "bosch.search.rivals:one_gradient",
         "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
-        frozenset({"strict"}), _no_search, in_paper=False, gradients=True,
+        frozenset({"strict"}), _one_gradient, in_paper=False, gradients=True,
     ),
     "rand": _rule("RAND", "rand", "full layers at random places", "seed"),
     "bme": _rule("BME", "bme", "full layers at the beginning, in the middle and at the end"),
