@@ -127,7 +127,7 @@ def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> I
 def write_dataset(
     folder: Path, sequences: Iterable[Packed], count: int, sequence_length: int
 ) -> None:
-    """Write `count` sequences as a dataset that `datasets.load_from_disk` opens, as they come.
+    """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
     that sums to `sequence_length`; and `document_sources`, as many numbers of sources, int32.
