@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
@@ -32,6 +33,7 @@ from stages.train.model import (
     load_for_training,
     saved_dtype,
     saved_weights,
+    use_grouped_experts,
 )
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import TrainConfig
@@ -119,6 +121,23 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     assert dict(_numbers({"source_tokens": expected})) == {
         "source_tokens/a": expected["a"], "source_tokens/b": second
     }  # fmt: skip
+
+
+def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -> None:
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
+            moe_intermediate_size=8, experts_implementation="eager",
+        )
+    )  # fmt: skip
+    assert model.config._experts_implementation == "eager"
+    use_grouped_experts(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    model.set_experts_implementation = lambda name: None
+    with pytest.raises(RunError, match="by eager, not by grouped_mm"):
+        use_grouped_experts(model)
 
 
 def write_metrics(folder: Path, steps: int) -> Path:
