@@ -138,7 +138,7 @@ def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
     for name, values in zip(("processor time", "time"), shares, strict=True):
         print(f"a restart point of ten steps, {name}: {[f'{v:.2%}' for v in values]}")
     assert len(saved) == SAVED_STEPS // EVERY
-    assert statistics.mean(shares[0]) <= 0.02
+    assert statistics.median(shares[0]) <= 0.02
 
 
 def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path: Path) -> None:

@@ -271,7 +271,12 @@ def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
         (["runtime.checkpointing=none"], 16, "runtime.checkpointing=full"),
         (["runtime.micro_batch_size=4"], 16, "runtime.micro_batch_size=1"),
         (["runtime.sharding=none"], 16, "runtime.sharding=fsdp"),
-        ([], 4, "runtime.context_parallel="),
+        ([], 4, "runtime.offload_activations=true"),
+        (
+            ["runtime.offload_activations=true", "train.teacher=original"],
+            4,
+            "runtime.context_parallel=",
+        ),
         ([], 2, "processes instead of 2"),
     ],
 )
