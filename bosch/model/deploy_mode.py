@@ -31,7 +31,7 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import HybridCache, SplitCacheLayer
 from bosch.model.cache_users import check_cached_layout, forget_users, note_user
-from bosch.model.configuration import choosing_attention, hybrid_config_class
+from bosch.model.configuration import choosing_attention, hybrid_config_class, is_hybrid
 from bosch.model.families import (
     LAYER_KINDS,
     SINK_BIAS,
@@ -297,7 +297,7 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
             f"{min(missing)} first; get the model again"
         )
     unexpected = set(info["unexpected_keys"])
-    if not has_sink_bias(model.config):  # a hybrid's weights with every head full
+    if not is_hybrid(model.config):  # a hybrid's weights with every head full
         unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."

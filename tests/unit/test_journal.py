@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
+import operator
+import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -145,3 +148,22 @@ def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) 
         Journal(tmp_path / "file" / "journal.jsonl").append({})
     with pytest.raises(RunError, match="cannot be read"):
         Journal(tmp_path).read_new()
+
+
+def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> None:
+    """Its checksum fits, but it is no JSON, or its fields are not those that are read."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path).append({"step": 1}, {"stop": 2}, {"step": [3]}, {"step": 4})
+    for text in (b'{"step": ', b'{"step": 1} ', b'{"step": ' + b"[" * 100_000):
+        head = text + b', "crc32": "'
+        with path.open("ab") as file:
+            file.write(head + f'{zlib.crc32(head):08x}"}}\n'.encode())
+    journal = Journal(path)
+    assert journal.read_new_as(lambda entry: operator.index(entry["step"])) == [1, 4]
+    assert journal.damaged == 5
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "journal.jsonl")
+    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
+        Journal(tmp_path / "journal.jsonl").read_new()

@@ -426,6 +426,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
         ("b", None),
         ("a<b>", {"title": "older"}),
         ("c", "{"),
+        ("d", {"needle": None, "kv_cache_bytes_per_token": 5}),
     ):
         folder = tmp_path / name / "report"
         folder.mkdir(parents=True)
@@ -441,9 +442,9 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
     assert row.startswith("b | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB")
     assert "| 26.56 USD | 2026-01-02 03:04 | Ship the hybrid after 4,000,000 tokens" in row
     unread = [line for line in lines if "cannot be read" in line]
-    assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c"]
+    assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
-    assert links == ["a<b>/report/index.html", "b/report/index.html", "c/report/index.html"]
+    assert links == [f"{name}/report/index.html" for name in ("a<b>", "b", "c", "d")]
 
 
 def test_terminal_table_names_absent_stages(

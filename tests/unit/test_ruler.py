@@ -15,6 +15,7 @@ from typing import get_args
 import pytest
 
 from bosch.errors import RunError, UserError
+from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import ruler
 from data_prep.tasks.needles import string_match
@@ -133,6 +134,21 @@ def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
     if zeroed:
         with pytest.raises(RunError, match=r"sample \d is damaged"):
             list(folder.read(range(4)))
+    folder.make(4)
+    assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
+
+
+@pytest.mark.parametrize("line", [0, 2, 4])
+def test_a_sample_without_its_fields_is_damaged(line, tmp_path, tokenizer, data):
+    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
+    folder.make(4)
+    before = [sample.ids.tolist() for sample in folder.read(range(4))]
+    journal = Journal(folder.path / "samples.jsonl")
+    entries = journal.read_new()
+    del entries[line]["tokens" if line else "size"]
+    journal.replace(entries)
+    with pytest.raises(RunError, match=r"sample \d is damaged"):
+        list(folder.read(range(4)))
     folder.make(4)
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
 
