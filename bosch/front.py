@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, write_json
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
 from bosch.heads import MOST_HEADS, HeadMask
 from bosch.window import MOST_WINDOWS, Window, Windows, rising_menu, window_menu
 
@@ -265,14 +265,7 @@ class Front:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Front:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
-        try:
-            content = load_json(Path(path), CONFIG_LIMITS)
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the front ({error.strerror})") from error
-        except ValueError as error:
-            raise UserError(
-                f"{path}: the front is not valid JSON ({error}); search again"
-            ) from error
+        content = load_user_json(path, "search again", CONFIG_LIMITS)
         try:
             return _of_content(content)
         except ValueError as error:

@@ -435,7 +435,7 @@ STAGE = Stage(
     EvaluateConfig,
     version=7,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
-    needs=("prepare", "materialize", "train", "original"),
+    needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,
     card=model_card,

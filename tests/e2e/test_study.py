@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from dataclasses import replace
@@ -122,6 +123,55 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert static["most"] == pytest.approx(0.5)
     assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
+
+
+def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> None:
+    options = "--methods", "bosch,rand,dcam,one_gradient", "--ratios", "0.5", "--budgets", "3"
+    assert study("headbench", searched, *options) == 0
+    with (searched / "headbench.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", "uniform"}
+    # By hand: 6 of 12 heads keep all of the longest example, the others 31 tokens each.
+    examples = {line["key"]["examples"] for line in lines(searched) if held_out(line)}
+    assert len(examples) == 1
+    length = StudiedModel(*opened(searched)).held_out_set.max_length
+    share = (6 * length + 6 * 31) / (12 * length)
+    for name, row in rows.items():
+        assert float(row["cache_generate"]) == pytest.approx(share, abs=1 / length), name
+        assert float(row["cache_generate"]) <= share + 1e-9
+        assert (row["cache_vllm"] == "") == (name == "uniform")
+    # A row's score is that of its masks on the held-out examples.
+    scores = {
+        (line["key"]["mask"], line["key"]["window_size"]): line["result"]["exact"]
+        for line in lines(searched)
+        if held_out(line)
+    }
+    masks = [
+        line["result"]["mask"]
+        for line in lines(searched)
+        if line["key"]["kind"] == "search" and line["key"]["method"] == "dcam"
+        if line["key"]["settings"]["swa_ratio"] == 0.5
+        and "head_granularity" not in line["key"]["settings"]
+    ]
+    assert len(masks) == 2
+    mean = np.mean([scores[mask, 32] for mask in masks])
+    assert float(rows["dcam"]["score"]) == pytest.approx(mean)
+    [uniform] = [exact for (_, window), exact in scores.items() if window != 32]
+    assert float(rows["uniform"]["score"]) == pytest.approx(np.mean(uniform))
+    best = max(rows.values(), key=lambda row: float(row["score"]))
+    first = next(iter(rows.values()))
+    assert first["p_holm"] == "" and float(first["score"]) == float(best["score"])
+    assert all(float(row["difference"]) <= 0 for row in [*rows.values()][1:])
+    assert "Uniform, W = " in (searched / "headbench.md").read_text()
+
+
+def held_out(line: dict[str, Any]) -> bool:
+    return bool(line["key"]["kind"] == "held_out")
+
+
+def opened(folder: Path) -> tuple[Any, StudyOptions, Path]:
+    changes = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
+    return load_recipe(RECIPE, changes).recipe, StudyOptions(seeds=2, held_out=5), folder
 
 
 def test_granularity_study_compares_units_with_single_heads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import operator
@@ -111,6 +112,24 @@ def test_writers_at_the_same_time_lose_no_entry_and_a_reader_follows(tmp_path: P
     assert all(sorted(own) == own for i in range(3) for own in [[n for w, n in pairs if w == i]])
     assert follower.damaged == 0
     assert Journal(path).read_new() == entries
+
+
+def test_an_append_waits_for_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(file: object, operation: int) -> None:
+        fcntl_flock(file, operation | fcntl.LOCK_NB)
+
+    path = tmp_path / "journal.jsonl"
+    content, fcntl_flock = written(path), fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lock)  # fails at once where it would wait
+    with path.open() as other:
+        fcntl_flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="cannot be written"):
+            Journal(path).append(NEW)
+        assert path.read_bytes() == content
+    Journal(path).append(NEW)
+    assert path.read_bytes() > content
 
 
 def test_replaced_entries_are_not_read_again(tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
         assert tag not in ("link", "iframe", "img", "object")
         assert not {"src", "xlink:href"} & attributes.keys()
         assert (attributes.get("href") or "#").startswith("#")
+    rows = [attributes for tag, attributes in parsed.tags if tag == "tr"]
+    assert {row.get("class") for row in rows if row.get("data-task")} == {None}
+    assert any(row.get("class") == "total" for row in rows)
     style = page[page.index("<style>") : page.index("</style>")]
     assert not re.search(r"https?://|@import|url\(", style)
     # The policy lets run the two scripts that are on the page: charts, and the page's own.
