@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bosch.errors import UserError
-from data_prep.tasks.questions import read_data
+from bosch.files import load_user_json
 from data_prep.text import read_utf8
 
 _BASE_SEED = 42
@@ -126,7 +126,7 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
         UserError: the file is no needle set, or one of its experiments has no template and there is
             no default.
     """
-    experiments = read_data(path)
+    experiments = load_user_json(path, "get the set again")
     try:
         found = (test for one in experiments for test in _tests(one, default_template))
         tests = list(islice(found, _MOST_TESTS + 1))
