@@ -57,6 +57,7 @@ def _sample(row: Mapping[str, Any]) -> MrcrSample:
     # Without one of these every output would have the same score.
     if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
         raise ValueError("a conversation, its answer and the string before it must not be empty")
+    "".join([answer, prefix, *(turn["content"] for turn in turns)]).encode()  # no half a surrogate
     if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
     characters = sum(len(turn["content"]) for turn in turns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,13 @@ def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
         ),
         ({"tests": {"T1": {"input_args": [1]}}}, "input_args of T1"),
         ({"questions": {"onehop": 1}}, "question and needle of T1"),
+        (
+            {
+                "questions": {f"kind {number}": "Who?" for number in range(400)},
+                "tests": {f"T{number}": {"input_args": []} for number in range(400)},
+            },
+            "more than 100,000 questions",
+        ),
         ({"questions": None}, "not a needle set of NoLiMa"),
         ({"tests": {"T1": {}}}, "not a needle set of NoLiMa: lacks 'input_args'"),
     ],
@@ -225,6 +233,7 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
         ({"prompt": "[]"}, r"row 1: .*must not be empty"),
         ({"answer": ""}, r"row 1: .*must not be empty"),
         ({"random_string_to_prepend": ""}, r"row 1: .*must not be empty"),
+        ({"answer": "\ud800"}, r"row 1: not in MRCR's layout \('utf-8' codec can't encode"),
         ({"n_needles": 10**30}, r"row 1: .*n_needles is 1000"),
     ):
         path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
@@ -251,9 +260,25 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
         list(mrcr.read_samples([path], 1000))
+    lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
+    parquet.write_table(pa.Table.from_pylist(lists), path)
+    with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):
+        list(mrcr.read_samples([path], 1000))
     parquet.write_table(pa.table({"prompt": ["[]"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet: no column `answer`"):
         list(mrcr.read_samples([path], 1000))
+
+
+def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
+    """Two kilobytes that would be 400 GB of text, one after another."""
+    rows, path = 20_000, tmp_path / "a.parquet"
+    columns = {name: pa.array([conversations()[0][name]] * rows) for name in mrcr.FIELDS}
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * 20_000_000])
+    parquet.write_table(pa.table({**columns, "prompt": long}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    started = time.process_time()
+    assert not list(mrcr.read_samples([path], 1000))
+    assert time.process_time() - started < 20
 
 
 def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
