@@ -31,8 +31,9 @@ def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.Monkey
     now = stage_code.current()
     module = "stages.train.schedule"
     recorded = {**now, "modules": {**now["modules"], module: "other"}}
-    assert stage_code.behind(recorded, now) == {"train": [module]}
-    raised = {**now, "versions": {**now["versions"], "train": 99}}
+    stages = ("train", "train_rival")
+    assert stage_code.behind(recorded, now) == dict.fromkeys(stages, [module])
+    raised = {**now, "versions": {**now["versions"], **dict.fromkeys(stages, 99)}}
     assert stage_code.behind(recorded, raised) == {}
 
 
