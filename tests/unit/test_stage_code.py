@@ -32,7 +32,7 @@ def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.Monkey
     module = "stages.train.schedule"
     recorded = {**now, "modules": {**now["modules"], module: "other"}}
     stages = ("train", "train_rival")
-    assert stage_code.behind(recorded, now) == dict.fromkeys(stages, [module])
+    assert stage_code.behind(recorded, now) == {stage: [module] for stage in stages}
     raised = {**now, "versions": {**now["versions"], **dict.fromkeys(stages, 99)}}
     assert stage_code.behind(recorded, raised) == {}
 
