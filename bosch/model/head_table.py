@@ -6,8 +6,8 @@ heads have each of them. `sink: bias` says that each query head of a sliding hea
 in its softmax, the parameter `sink_bias` [query heads] of its layer's attention.
 
 A model that serves several budgets has these counts in each of `budgets`, beside its `kv_slots` at
-`context` tokens, and `chosen`, the slots of the one that is taken where the configuration's
-`kv_budget` says no other.
+`context` tokens, and `chosen`, the slots of the default: the budget in force where the
+configuration's `kv_budget` is not set.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def heads_by_window(config: Any) -> Rows:
 
 
 def chosen_budget(config: Any) -> int | None:
-    """KV slots of the budget that `config.kv_budget` names; None where there is one layout alone.
+    """KV slots of the budget that `config.kv_budget` names; None for a model of one layout.
 
     Raises UserError where the model has none of that name.
     """
@@ -95,7 +95,7 @@ def chosen_budget(config: Any) -> int | None:
 
 
 def budget_slots(config: Any, asked: int | float | None) -> int | None:
-    """KV slots of the budget that `asked` names; None where there is one layout alone.
+    """KV slots of the budget that `asked` names; None for a model of one layout.
 
     An integer names a budget by its slots, a share up to 1 the largest that has at most this share
     of the original's, None the default. Raises UserError where the model has none of that name.
@@ -135,7 +135,7 @@ def original_slots(config: Any) -> int:
 
 
 def kv_budgets(config: Any) -> dict[int, Rows]:
-    """The rows of each budget by its KV slots, rising; empty where there is one layout alone.
+    """The rows of each budget by its KV slots, rising; empty for a model of one layout.
 
     Raises UserError when the configuration's `hybrid_attention` is damaged.
     """

@@ -130,7 +130,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
 def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
     arguments = ["run", RECIPE, *SMALL, f"runtime.output_root={tmp_path}"]
     rng = random.Random(20)
-    for seconds in [*(rng.uniform(4, 20) for _ in range(3)), None]:
+    for seconds in [*(rng.uniform(4, 20) for _ in range(2)), None]:
         run = start_pipeline(arguments, tmp_path / "log")
         run.join(seconds)
         if run.exitcode is None:

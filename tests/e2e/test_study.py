@@ -290,6 +290,15 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
     assert "composition_8x8/calibration.jsonl" in model.about_examples
 
 
+def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, env={}).recipe
+    file = tmp_path / "examples.jsonl"
+    file.write_text(json.dumps({"input_ids": [1, 10**6, 3], "answer_length": 1}))
+    model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)
+    with pytest.raises(UserError, match="has the token id 1,000,000, the model's vocabulary ends"):
+        _ = model.about_examples
+
+
 def test_a_study_refuses_a_file_with_too_few_questions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ from bosch.analysis.turnover import turnover
 from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
+from pipeline.commands.study.stability import importances
+from pipeline.commands.study.studied_model import SearchOutcome
 
 LAYERS, HEADS = 3, 4
 rows = st.lists(st.booleans(), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS)
@@ -175,3 +177,10 @@ def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -
     assert result.log_likelihood_gap == pytest.approx(by_likelihood[0] - result.log_likelihood)
     with pytest.raises(ValueError, match="none of the 15"):
         standing(HeadMask.all_full(2, 3), landscape)
+
+
+def test_a_layers_importance_is_what_localising_it_costs_on_top_of_the_layers_above() -> None:
+    layers = [{"drop": d, "best_log_likelihood": b} for d, b in ((0.1, -3), (0.2, -2.5), (0, -2))]
+    run = SearchOutcome(mask_of([False] * 12), 0.5, -3.0, {}, layers, full_log_likelihood=-1.0)
+    assert importances(run, "score") == [0.1, 0.2, 0]
+    assert importances(run, "log_likelihood") == [0.5, 0.5, 1.0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.scores import HYBRID, ORIGINAL, budget_name, rival_name
 from stages.materialize.stage import ServedBudget
@@ -160,3 +162,24 @@ def test_a_section_that_does_not_fit_is_refused(
     case.content["measure"] = section
     case.save()
     assert sentence in case.fault()
+
+
+def test_a_section_is_checked_beside_a_menu_of_windows(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.content["measure"] = {"lengths": [64, 512]}
+    case.content["search"] = {"method": "front", "windows": [32, 64], "swa_ratio": 0.5}
+    case.save()
+    load_recipe(case.file, env={})
+    case.content["measure"]["lengths"] = [48]
+    case.save()
+    assert "measure.lengths: 48 is less than search.windows = 64" in case.fault()
+
+
+@pytest.mark.parametrize("search", [{"sinks": 10**15}, {"windows": [10**14, 10**15]}])
+def test_windows_beyond_what_engines_count_are_refused(
+    tmp_path: Path, search: dict[str, Any]
+) -> None:
+    case = Case(tmp_path)
+    case.content["search"] = {"swa_ratio": 0.5, "method": "front", **search}
+    case.save()
+    assert "fewer than 2^31 in all" in case.fault()

@@ -22,6 +22,7 @@ import torch
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
+from bosch.model.families import text_config
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
@@ -171,7 +172,16 @@ class StudiedModel:
     @cached_property
     def _file(self) -> CalibrationSet | None:
         path = self.options.examples
-        return None if path is None else CalibrationSet.load(Path(path))
+        if path is None:
+            return None
+        examples = CalibrationSet.load(Path(path))
+        largest = max(max(one.input_ids) for one in examples.examples)
+        if largest >= (words := text_config(self.model.config).vocab_size):
+            raise UserError(
+                f"--examples: {path} has the token id {largest:,}, the model's vocabulary ends at "
+                f"{words - 1:,}; expected examples in its own tokens"
+            )
+        return examples
 
     @property
     def about_examples(self) -> str:
