@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bosch.budget import swa_budget
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
