@@ -80,6 +80,7 @@ class State:
         self._fixed: Values | None = None
         self._measured: dict[bytes, Evaluation] = {}
         self._tried: set[tuple[int, bytes]] = set()
+        self._cost_of: dict[bytes, float] = {}
         self._regrown: set[tuple[int, bytes]] = set()
         self._set_budgets(budgets)
         self.full = self._end(self.everything)
@@ -149,7 +150,11 @@ class State:
         return (1 + self.held_out_cost) * self._cost(choices)
 
     def _cost(self, choices: Choices) -> float:
-        return self.evaluator.cost_of_mask(self._mask(choices))
+        """Passes for a layout, without the held-out examples."""
+        key = choices.tobytes()
+        if key not in self._cost_of:
+            self._cost_of[key] = self.evaluator.cost_of_mask(self._mask(choices))
+        return self._cost_of[key]
 
     @property
     def free(self) -> float:
