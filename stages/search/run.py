@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.files import read_json, write_json
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search, set_sink_bias
@@ -177,10 +180,13 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    if ranks.shards > 1:
+    split = None
+    if ranks.shards > 1 and config.runtime.search_parallel == "tensor":
         model = load_sharded(config.model.path, ranks, **options)
     else:
         model = load_model(config.model.path, device=ranks.device, **options)
+    if ranks.shards > 1 and config.runtime.search_parallel == "context":
+        split = ContextParallel(dist.group.WORLD)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
     return Objective(
@@ -188,9 +194,10 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         calibration,
         section.menu,
         batch_size=config.runtime.eval_batch_size,
-        reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks.shards),
+        reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks),
         ranks=ranks,
         held_out=held_out,
+        split=split,
     )
 
 
