@@ -73,9 +73,12 @@ def run(
         objective = _objective(config, inputs["prepare"], ranks)
         sink_bias = _sink_bias(config.section, objective, work_dir)
         backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
+        sharing = "parts" if config.runtime.search_parallel == "context" else "shards"
         context = replace(
             objective.context,
-            numerics=numerics(ranks.device, backend, batch, STAGE.version, shards=ranks.shards),
+            numerics=numerics(
+                ranks.device, backend, batch, STAGE.version, **{sharing: ranks.shards}
+            ),
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
         if sink_bias is not None and ranks.is_first:

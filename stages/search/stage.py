@@ -16,6 +16,7 @@ from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.window import MOST_WINDOWS, Window, rising_menu
+from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
@@ -335,6 +336,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _lengths(loaded)
     yield from _budget(loaded)
     yield from _shards(loaded)
+    yield from _split(loaded)
     yield from _attention(loaded)
 
 
@@ -461,9 +463,25 @@ def _shards(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
+def _split(loaded: LoadedRecipe) -> Iterator[str]:
+    search, field = loaded.recipe[SearchConfig], "runtime.search_parallel"
+    if loaded.recipe.runtime.search_parallel != "context":
+        return
+    yield from split_faults(loaded, field)
+    if METHODS[search.method].kind == "ranking":
+        yield (
+            f"{field}: context splits what a search measures, and {search.method} reads the "
+            "examples in one process; set data"
+        )
+    if search.sink is not None:
+        yield f"{field}: search.sink is estimated on whole examples; set data, or leave it out"
+
+
 def _attention(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
     requests = {}
+    if recipe.runtime.search_parallel == "context":
+        requests["chunks"] = "runtime.search_parallel = context splits them"
     if sinks := recipe[SearchConfig].sinks:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
