@@ -37,18 +37,21 @@ def compare(model: Any, shared: SharedReading, name: str) -> None:
         for row, length in enumerate(lengths):
             ids[row, ids.shape[1] - length :] = tokens(1, length, seed=row)
         mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]).long()
+        positions = (mask.cumsum(1) - 1).clamp_min(0)  # as `generate` has them
         cache = shared.cache(model, ids, mask)
         expected = HybridCache.of(model)
         with torch.inference_mode():
-            model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=expected)
+            past = {"position_ids": positions[:, :-1], "past_key_values": expected}
+            model(ids[:, :-1], attention_mask=mask[:, :-1], **past)
             assert (cache is not None) == shared.is_first
             if cache is not None:
                 assert held_bytes(cache) == held_bytes(expected), name
+                now = {"attention_mask": mask, "position_ids": positions[:, -1:]}
                 logits = [
-                    model(ids[:, -1:], attention_mask=mask, past_key_values=one).logits
+                    model(ids[:, -1:], past_key_values=one, **now).logits
                     for one in (cache, expected)
                 ]
-                torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5, msg=name)
+                torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
         questions = [
             Question(n, np.asarray(tokens(1, length, seed=n)[0], np.int32), [])
             for n, length in enumerate(lengths)

@@ -238,7 +238,7 @@ def split_attention(
         keys = _all_keys(states, current) if group.window is None else _near(states, group, current)
         options = transform.of(layout, group, q_per_kv).options
         if last_seen is not None:
-            last_seen.append(keys[1].split(sizes, dim=-1))
+            last_seen.append(torch.split(keys[1], sizes, dim=-1))
         of_chunks = []
         chunks = current.split.chunks_of(current.messages.rank)
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):

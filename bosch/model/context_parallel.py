@@ -99,7 +99,8 @@ class ContextParallel:
         if positions is not None:
             more = torch.arange(1, input_ids.shape[1] - positions.shape[1] + 1).to(positions)
             positions = torch.cat([positions, positions[:, -1:] + more], dim=1)
-        own_positions = self.begin(*input_ids.shape, positions, input_ids.device)
+        rows, whole = input_ids.shape
+        own_positions = self.begin(rows, whole, positions, input_ids.device)
         return {"input_ids": self.own(input_ids), "position_ids": own_positions}
 
     def whole_chunks(self, values: Tensor) -> Tensor:

@@ -63,12 +63,16 @@ class SharedReading:
         return result
 
     def load(self, load: Callable[[], Any], runtime: Runtime) -> Any:
-        """A model that every process loads; an original is one whose heads are all full."""
-        loaded = []
+        """A model that every process loads; an original is one whose heads are all full.
+
+        Raises ModelError where it changes logits in a way that `token_losses` does not know.
+        """
+        loaded: list[Any] = []
         self.everywhere(lambda: loaded.append(load()))
         (model,) = loaded
         if not hasattr(model.config, "hybrid_attention"):
             prepare_for_search(model, runtime.attention)
+        self.everywhere(lambda: _check_output_head(model))
         return model
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> HybridCache | None:
@@ -87,6 +91,18 @@ class SharedReading:
             for some, of_some in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)
         ]
         return split.whole(torch.cat(losses)[None])[0, : targets.shape[1]]
+
+
+@torch.inference_mode()
+def _check_output_head(model: Any) -> None:
+    ids = torch.arange(1, 17, device=model.device)[None]
+    states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+    own, ours = model(ids, use_cache=False).logits[0].float(), answer_logits(model, states[0])
+    if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ModelError(
+            "it changes its logits after the output head in a way that shared reading does not "
+            "know; set runtime.evaluate_parallel: data"
+        )
 
 
 @dataclass(frozen=True)
