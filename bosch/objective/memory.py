@@ -105,14 +105,14 @@ class ActivationSizes:
     def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
         """Values of the keys and values of others in a gradient of one layer's attention.
 
-        Of full heads: all, the gradients of both chunks' spread over the sequence, and their sum;
-        of each window: what the two chunks see, and its gradient.
+        Of full heads: all in order, the gradients of both chunks as attention gives them, spread
+        over the sequence, and their sum; of each window: what the two chunks see, joined, and both
+        gradients.
         """
         if self.sharing == 1:
             return 0
-        own = self._own(length)
-        near = sum(2 * min(length, own + 2 * window) for window in windows)
-        return 2 * self.key_value * rows * (4 * length + near)
+        near = sum(min(length, self._own(length) + 2 * window) for window in windows)
+        return 2 * self.key_value * rows * (6 * length + 4 * near)
 
     def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
         """Bytes that a gate gradient takes which keeps the activations of every layer.

@@ -72,7 +72,7 @@ def main() -> None:
     ):
         print(f"rank {split.messages.rank}, {sys.argv[1]}, {name}: {peak / 1e6:.1f} MB, "
               f"stated / peak {stated / peak:.2f}")  # fmt: skip
-        # assert 1 / 1.1 <= stated / peak <= most
+        assert 1 / 1.1 <= stated / peak <= most
     dist.destroy_process_group()
 
 
