@@ -23,8 +23,8 @@ from stages.evaluate.position_suite import token_losses
 from stages.evaluate.shared_reading import SharedReading
 from tests.hybrid_case import mask_of, small_model, tokens
 
-# The first is far below the window and two chunks; the batches have padding and none.
-LENGTHS = ((7, 41, 60), (52,), (33, 33))
+# Batches with padding and without; the last is shorter than its chunks with padding at the end.
+LENGTHS = ((7, 41, 60), (52,), (33, 33), (6,))
 TOKENIZER: Any = SimpleNamespace(
     pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)), encode=None
 )

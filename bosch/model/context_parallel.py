@@ -115,15 +115,19 @@ class ContextParallel:
         this chunk sees is what later tokens see of the sequence: so nothing more is sent. Called on
         all processes; the model is in search or deploy mode, and is not installed.
         """
-        rows, length = input_ids.shape
-        padding = length - mask.sum(1, keepdim=True)
+        length, before, valid = input_ids.shape[1], 0, mask
+        # Padding at the end must not reach beyond the last chunk, whose halo would end too late.
+        if -length % (2 * self.ranks) > length // (2 * self.ranks - 1):
+            before = -length % (2 * self.ranks)
+            input_ids, mask = (nn.functional.pad(x, (before, 0)) for x in (input_ids, mask))
+        padding = input_ids.shape[1] - mask.sum(1, keepdim=True)
         positions = None
         if bool(padding.any()):  # the padding is a document of its own
-            slots = torch.arange(length, device=mask.device).expand(rows, -1)
+            slots = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
             positions = slots.where(slots < padding, slots - padding)
         cache = HybridCache.of(model)
         layers = dict(zip(_attending(model), cache.hybrid_layers, strict=True))
-        context = AttentionContext(length, valid=None if positions is None else mask.bool())
+        context = AttentionContext(length, valid=None if bool(valid.all()) else valid.bool())
 
         def fill(module: nn.Module, last_seen: _LastSeen) -> None:
             assert self._current is not None
@@ -132,7 +136,8 @@ class ContextParallel:
             for cached, seen in zip(layer.groups, last_seen, strict=True):
                 window = cached.group.window
                 cached.keys, cached.values = (
-                    self._current.last_seen(window, states)[:, :, :length] for states in seen
+                    self._current.last_seen(window, states)[:, :, before : before + length]
+                    for states in seen
                 )
             layer.length = length
             layer.settle(context)

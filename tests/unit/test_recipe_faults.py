@@ -419,24 +419,6 @@ def test_a_model_is_sharded_over_several_processes_of_one_node(case: Case) -> No
     load_recipe(case.file, tensor, env={"NPROC_PER_NODE": "2"})
 
 
-def test_what_reads_whole_sequences_is_not_split(case: Case) -> None:
-    two = {"NPROC_PER_NODE": "2"}
-    search, evaluate = ["runtime.search_parallel=context"], ["runtime.evaluate_parallel=context"]
-    load_recipe(case.file, search + evaluate, env=two)
-    for options, env, sentence in (
-        (search, {}, r"search_parallel: context needs several processes, there is one"),
-        (evaluate, {}, r"evaluate_parallel: context needs several processes, there is one"),
-        ([*search, "search.method=dcam"], two, "dcam reads the examples in one process; set data"),
-        ([*search, "search.sink=bias"], two, r"search\.sink is estimated on whole examples"),
-        ([*search, "runtime.attention=varlen"], two, "search_parallel = context splits them"),
-        ([*evaluate, "runtime.attention=varlen"], two, "evaluate_parallel = context splits them"),
-        ([*evaluate, "evaluate.rivals=[dcam]"], two, "rivals names dcam, which read the examples"),
-        ([*evaluate, "evaluate.harness.tasks=[gsm8k]"], two, "harness reads its prompts in one"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            load_recipe(case.file, options, env=env)
-
-
 def test_sinks_need_a_backend_that_has_them(case: Case) -> None:
     flash = ["runtime.attention=flash", "search.sinks=4"]
     with pytest.raises(UserError, match=r"flash has no sinks, search\.sinks asks for 4"):
