@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from bosch.errors import UserError
 from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
@@ -145,6 +146,21 @@ def read_json(path: Path) -> Any:
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
     return parse_json(read_within(path, limits.most_bytes), limits)
+
+
+def load_user_json(
+    path: str | os.PathLike[str], advice: str, limits: JsonLimits = JSON_LIMITS, field: str = ""
+) -> Any:
+    """The value of a JSON file that a user names, in the recipe's `field` where one is given.
+
+    Raises UserError, which ends with the advice, where the file is missing, damaged or too large.
+    """
+    try:
+        return load_json(Path(path), limits)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        where = f"{field}: {path}" if field else str(path)
+        raise UserError(f"{where} cannot be read as JSON ({reason}); {advice}") from None
 
 
 def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:

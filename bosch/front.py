@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, write_json
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
 from bosch.heads import MOST_HEADS, HeadMask
 from bosch.window import MOST_WINDOWS, Window, Windows, rising_menu, window_menu
 
@@ -113,7 +113,9 @@ class Front:
         if self.chosen is not None and not 0 <= self.chosen < len(self.points):
             raise ValueError(f"chosen is {self.chosen}, there are {len(self.points)} points")
         for index, point in enumerate(self.points):
-            self._check(index, point)
+            self._check_layout(index, point)
+        for index, point in enumerate(self.points):
+            self._check_values(index, point)
         for index, (one, next_one) in enumerate(pairwise(self.points)):
             if one.kv_slots >= next_one.kv_slots:
                 raise ValueError(
@@ -121,7 +123,7 @@ class Front:
                     f"{one.kv_slots:,} of the point before it"
                 )
 
-    def _check(self, index: int, point: FrontPoint) -> None:
+    def _check_layout(self, index: int, point: FrontPoint) -> None:
         shape = [len(row) for row in point.layout]
         if shape != [self.num_key_value_heads] * self.num_layers:
             raise ValueError(
@@ -134,6 +136,8 @@ class Front:
                 f"points[{index}]: layout has the window {min(strangers)}, window_sizes are "
                 f"{list(self.window_sizes)}"
             )
+
+    def _check_values(self, index: int, point: FrontPoint) -> None:
         mask = self.mask(index)
         counts = {
             "kv_slots": mask.kv_slots(self.windows, self.context),
@@ -144,6 +148,13 @@ class Front:
                 raise ValueError(
                     f"points[{index}]: {name} is {getattr(point, name):,}, its layout has {count:,}"
                 )
+        held_out = (point.held_out_low, point.held_out_score, point.held_out_high)
+        bounds = [bound for bound in held_out if bound is not None]
+        if bounds and (len(bounds) < 3 or not 0 <= bounds[0] <= bounds[1] <= bounds[2] <= 1):
+            raise ValueError(
+                f"points[{index}]: held_out_low, held_out_score and held_out_high are "
+                f"{', '.join(map(str, held_out))}, expected shares that rise, or null for all"
+            )
 
     @classmethod
     def of(
@@ -254,14 +265,7 @@ class Front:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Front:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
-        try:
-            content = load_json(Path(path), CONFIG_LIMITS)
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the front ({error.strerror})") from error
-        except ValueError as error:
-            raise UserError(
-                f"{path}: the front is not valid JSON ({error}); search again"
-            ) from error
+        content = load_user_json(path, "search again", CONFIG_LIMITS)
         try:
             return _of_content(content)
         except ValueError as error:
@@ -303,7 +307,7 @@ def _of_content(content: object) -> Front:
         raise ValueError("expected a JSON object with a front")
     number = content.get("format")
     if number != FORMAT or type(number) is not int:
-        raise ValueError(f"format is {number!r}, this version reads format {FORMAT}")
+        raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = _typed(content, _FRONT_TYPES, "")
     layers, heads, sizes = (
         values["num_layers"], values["num_key_value_heads"], values["window_sizes"],
@@ -322,6 +326,11 @@ def _of_content(content: object) -> Front:
         rows = point.pop("layout")
         if not all(isinstance(row, list) and all(type(w) is int for w in row) for row in rows):
             raise ValueError(f"{where}: layout must hold one list of windows per layer")
+        if not 0 <= point["score"] <= 1 or point["passes"] < 0 or (point["bytes"] or 0) < 0:
+            raise ValueError(
+                f"{where}: score is {point['score']}, passes {point['passes']} and bytes "
+                f"{point['bytes']}; expected a share, and counts from 0"
+            )
         layout = tuple(tuple(row) for row in rows)
         points.append(FrontPoint(layout=layout, **point))
     return Front(**{**values, "window_sizes": tuple(sizes)}, points=tuple(points))
@@ -334,7 +343,7 @@ def _typed(content: dict[str, Any], types: _Types, where: str) -> dict[str, Any]
             raise ValueError(f"{where}the field {name} is missing")
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise ValueError(f"{where}{name} has an unexpected value {value!r}")
+            raise ValueError(f"{where}{name} has an unexpected value {value!r:.60}")
         if isinstance(value, int | float) and not abs(value) < _LARGEST:
             raise ValueError(f"{where}{name} is {value}, expected a finite number below 2^63")
     return {name: content.get(name) for name in types}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, write_json
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
 from bosch.window import MOST_WINDOWS, Window, Windows, kv_slots, rising_menu, window_menu
 
 FORMATS = (1, 2, 3)
@@ -289,15 +289,7 @@ class HeadMaskFile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
-        try:
-            content = load_json(Path(path), CONFIG_LIMITS)
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the head mask ({error.strerror})") from error
-        except ValueError as error:
-            raise UserError(
-                f"{path}: the head mask is not valid JSON ({error}); make it again"
-            ) from error
-        return _checked_file(content, path)
+        return _checked_file(load_user_json(path, "make it again", CONFIG_LIMITS), path)
 
 
 def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile:
@@ -306,7 +298,7 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
     number = content.get("format")
     if number not in FORMATS or type(number) is not int:
         raise UserError(
-            f"{path}: format is {number!r}, this version reads formats "
+            f"{path}: format is {number!r:.60}, this version reads formats "
             f"{', '.join(str(known) for known in FORMATS)}"
         )
     several = number == 2 or (number == 3 and "window_sizes" in content)
@@ -329,7 +321,7 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
             raise UserError(f"{path}: the field {name} is missing")
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise UserError(f"{path}: {name} has an unexpected value {value!r}")
+            raise UserError(f"{path}: {name} has an unexpected value {value!r:.60}")
         if isinstance(value, int | float) and not abs(value) < _LARGEST:
             raise UserError(f"{path}: {name} is {value}, expected a finite number below 2^63")
     ratio, heads = content["swa_ratio"], content["num_key_value_heads"]

@@ -7,16 +7,17 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from bosch.errors import RunError
-from bosch.files import make_folder, sync, write_text
+from bosch.files import make_folder, open_regular, sync, write_text
 
 logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
+T = TypeVar("T")
 
 # The last field of every line: the CRC-32 of the text before it.
 _CHECKSUM = b'"crc32": "'
@@ -28,7 +29,7 @@ class Journal:
     A line is written under a lock, whole, and is on disk before `append` returns. It ends with a
     field `crc32`, which `jq` and other tools see and entries do not have. A torn last line, which
     a killed writer leaves, is cut off by the next `append`; a line elsewhere that does not fit its
-    checksum is skipped. `damaged` counts these.
+    checksum, or whose fields are not those its reader knows, is skipped. `damaged` counts these.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,8 +65,15 @@ class Journal:
         Damaged lines are skipped, with one warning that says how many. Raises RunError where the
         file cannot be read.
         """
+        return self.read_new_as(lambda entry: entry)
+
+    def read_new_as(self, make: Callable[[Entry], T]) -> list[T]:
+        """What `make` makes of each entry that `read_new` would give.
+
+        A line is damaged too where `make` raises KeyError, TypeError or ValueError.
+        """
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -78,9 +86,12 @@ class Journal:
         entries, damaged = [], 0
         for line in lines.split(b"\n")[:-1]:
             entry, is_whole = _entry(line)
-            damaged += not is_whole
             if entry is not None:
-                entries.append(entry)
+                try:
+                    entries.append(make(entry))
+                except (KeyError, TypeError, ValueError):
+                    is_whole = False
+            damaged += not is_whole
         if damaged:
             self.damaged += damaged
             logger.warning("%s: %d damaged lines are not used", self.path, damaged)
@@ -127,7 +138,10 @@ def _entry(line: bytes) -> tuple[Entry | None, bool]:
         head, mark, _ = text.rpartition(_CHECKSUM)
         head += mark
         if text[len(head) :] == f'{zlib.crc32(head):08x}"}}'.encode():
-            entry: Entry = json.loads(text)
+            try:
+                entry: Entry = json.loads(text)
+            except (ValueError, RecursionError):
+                return None, False
             del entry["crc32"]
             return entry, start == 0
         start = line.find(b'{"', start + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from bosch.errors import UserError
-from bosch.files import JSON_LIMITS, load_json, open_regular, parse_json
+from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 
 # A model of 10**12 parameters has some hundred files.
 _MOST_FILES = 10_000
@@ -48,11 +48,7 @@ def weight_files(directory: Path) -> list[str]:
     single = [_WEIGHTS] if (directory / _WEIGHTS).is_file() or not index.is_file() else []
     if not index.is_file():
         return single
-    try:
-        content = load_json(index)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{index} cannot be read as JSON ({reason})") from None
+    content = load_user_json(index, "get the model again")
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict):
         raise UserError(f"{index} is damaged: it has no weight_map")

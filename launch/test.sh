@@ -30,12 +30,22 @@ check() {
     echo "== $*"
     "$@" || failed=1
 }
+types=
 if [ -z "$versions" ]; then
     check "$bin/ruff" check .
     check "$bin/ruff" format --check .
-    check "$bin/mypy"
+    # On one core for a minute or more: beside the tests, which wait for each other at times.
+    types=$(mktemp)
+    "$bin/mypy" >"$types" 2>&1 &
+    mypy=$!
+    trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
 fi
 # One test file a core. In the order of pyproject's testpaths: by number of tests, files of few slow
 # ones would run last and alone.
 check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+if [ -n "$types" ]; then
+    echo "== $bin/mypy"
+    wait "$mypy" || failed=1
+    cat "$types"
+fi
 exit $failed

@@ -17,9 +17,7 @@ class FinishedWork:
 
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path)
-        self._results: dict[str, Record] = {
-            canonical_json(entry["key"]): entry["result"] for entry in self._journal.read_new()
-        }
+        self._results: dict[str, Record] = dict(self._journal.read_new_as(_result))
 
     def __len__(self) -> int:
         return len(self._results)
@@ -37,3 +35,11 @@ class FinishedWork:
         """Remove the file: the whole is complete, the next one starts anew."""
         self._journal.path.unlink(missing_ok=True)
         self._results.clear()
+
+
+def _result(entry: Record) -> tuple[str, Record]:
+    """The name of an entry's key, and its result."""
+    key, result = entry["key"], entry["result"]
+    if not isinstance(key, dict) or not isinstance(result, dict):
+        raise ValueError("key and result must be JSON objects")
+    return canonical_json(key), result

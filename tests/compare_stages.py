@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import Window
 from stages.context import StageConfig
 from stages.evaluate.scores import Scores, write_samples
-from stages.search.stage import SearchConfig, SearchSummary
+from stages.materialize.stage import MODEL, MaterializeSummary
+from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
 
 VERSION = 1
 SAMPLES = 40
@@ -47,6 +50,19 @@ def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> d
 
 def materialize(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     (work_dir / "hybrid.json").write_text((inputs["search"] / "hybrid.json").read_text())
+    section = config.upstream_section(SearchConfig)
+    mask = HeadMask.from_swa_kv_heads([[0, 1], [0, 1, 2], [1], []], 4)
+    (work_dir / MODEL).mkdir()
+    HeadMaskFile.of(
+        mask, Window(section.window_size), model="m", method=section.method,
+        swa_ratio=mask.swa_ratio, seed=0,
+    ).save(work_dir / MODEL / HEAD_MASK)  # fmt: skip
+    MaterializeSummary(
+        parameters=1,
+        kv_cache_bytes_per_token_before=16 * 32,
+        kv_cache_bytes_per_token_after=10 * 32,
+        sliding_bytes_constant=6 * 31 * 32,
+    ).write(work_dir)
     return {}
 
 

@@ -14,12 +14,12 @@ from stages.search.run import run
 
 
 def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
-    """The search; with KILL_AT=n its second rank is killed as soon as it knows n evaluations."""
+    """The search; with KILL_AT=n the second rank, or the only one, dies at n evaluations."""
     append = EvaluationLog.append
 
     def append_or_die(self: Any, mask: Any, evaluation: Any, stage: str) -> None:
         append(self, mask, evaluation, stage)
-        if os.environ["RANK"] == "1" and len(self) == int(os.environ["KILL_AT"]):
+        if os.environ.get("RANK", "1") == "1" and len(self) == int(os.environ["KILL_AT"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if "KILL_AT" in os.environ:

@@ -120,12 +120,15 @@ def train_in_processes(
     work_dir: Path,
     processes: int = 1,
     kill_at_step: int | None = None,
+    kill_rank: int = 0,
     module: str = "tests.training_case",
     per_node: int | None = None,
     **changes: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run the stage in one new process, or in several with gloo, all on one node by default."""
-    environment = {} if kill_at_step is None else {"KILL_AT_STEP": str(kill_at_step)}
+    environment = {}
+    if kill_at_step is not None:
+        environment = {"KILL_AT_STEP": str(kill_at_step), "KILL_RANK": str(kill_rank)}
     arguments = [str(case), str(work_dir), json.dumps(changes)]
     return run_module(module, arguments, processes, environment, per_node)
 

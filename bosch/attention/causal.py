@@ -17,6 +17,8 @@ from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 
+# Rows of fewer queries that are padded on the left take one call under a mask.
+LEAST_PADDED = 128
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 DENSE_MASK_ENTRIES = 2**24
 
@@ -116,7 +118,13 @@ def causal_attention(
         if out is not None:
             return out
     if _is_packed(context, fixed):
-        return _documents_apart(query, key, value, context, transform, dropout)
+        lengths = context.document_lengths()
+        return _rows_apart(query, key, value, context, transform, dropout, lengths)
+    if context.q_length >= LEAST_PADDED and not fixed and not torch.compiler.is_compiling():
+        padding = context.left_padding()
+        if padding is not None:
+            parts = [[slots, context.kv_length - slots] for slots in padding]
+            return _rows_apart(query, key, value, context, transform, dropout, parts)
     queries = context.query_slots(query.device)
     keys = torch.arange(length, device=query.device)[None]
     rows = 1 if context.is_plain else query.shape[0]
@@ -140,17 +148,22 @@ def _is_packed(context: AttentionContext, fixed: bool) -> bool:
     return apart and not torch.compiler.is_compiling()
 
 
-def _documents_apart(
+def _rows_apart(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     context: AttentionContext,
     transform: LogitTransform,
     dropout: float,
+    parts: list[list[int]],
 ) -> Tensor:
-    """Causal attention within each document, [B, HQ, T, D]: nothing between documents."""
+    """Causal attention within each part of a row, [B, HQ, T, D]: nothing between parts.
+
+    `parts` are the lengths of each row's documents, or of its padding and its tokens: half of the
+    products that a mask over the whole batch takes, and no mask.
+    """
     rows = []
-    for row, lengths in enumerate(context.document_lengths()):
+    for row, lengths in enumerate(parts):
         outputs, start = [], 0
         for length in lengths:
             stop, first = start + length, max(start, context.q_offset)

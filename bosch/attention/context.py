@@ -110,6 +110,23 @@ class AttentionContext:
         slots: Tensor = self.memo(("sink_slots", sinks), make)
         return slots
 
+    def left_padding(self) -> list[int] | None:
+        """Slots before each row's first token, where padding is all that keeps slots apart.
+
+        None also where a row has padding between or after its tokens.
+        """
+        valid = self.valid
+        if valid is None or self.document is not None:
+            return None
+
+        def make() -> list[int] | None:
+            slots = valid.shape[1] - valid.sum(-1)
+            on_left = valid == (torch.arange(valid.shape[1], device=valid.device) >= slots[:, None])
+            return slots.tolist() if bool(on_left.all()) else None
+
+        padding: list[int] | None = self.memo("left_padding", make)
+        return padding
+
     def document_starts(self) -> Tensor:
         """Slot at which the document of each slot starts, [B, Tk]."""
         document = self.document

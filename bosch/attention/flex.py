@@ -34,8 +34,8 @@ def flex_kernel_attention(
 ) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a cache of hybrid or fixed size, whose heads hold different tokens, and passes of
-    less than a block go the way of the sdpa backend. Raises ValueError for attention dropout.
+    Passes with a hybrid or static cache, whose heads hold different tokens, and passes shorter than
+    a block are computed by the sdpa backend. Raises ValueError for attention dropout.
     """
     if isinstance(key, CachedStates) or isinstance(value, CachedStates):
         return sdpa_attention(query, key, value, layout, context, transform, dropout)
@@ -88,8 +88,7 @@ def flex_block_mask(
 ) -> Any:
     """Block mask of `heads` query heads, built from the bands.
 
-    A block that is listed may still be invisible in part, or wholly; one that is not listed is
-    wholly invisible.
+    The blocks that are not listed hold no visible key; of a listed one any part may be visible.
     """
     groups = torch.empty(layout.num_key_value_heads, dtype=torch.long, device=device)
     for number, group in enumerate(layout.groups):

@@ -23,7 +23,13 @@ from bosch.errors import UserError
 from bosch.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.mlx.weights import published_arrays
 from bosch.model.deploy_mode import deploy_layouts
-from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family, decoder_layers
+from bosch.model.families import (
+    FAMILIES,
+    HYBRID_PREFIX,
+    Family,
+    decoder_layers,
+    has_sink_bias,
+)
 from bosch.model.loading import full_attention_config
 from bosch.model.registration import register_model
 
@@ -95,6 +101,10 @@ def _args_of(base: Any) -> Any:
         @classmethod
         def from_dict(cls, params: dict[str, Any]) -> Any:
             config = CONFIG_MAPPING[params["model_type"]].from_dict(params)
+            if has_sink_bias(config):
+                raise UserError(
+                    "mlx-lm: its caches know no sink bias; run this model with transformers or vLLM"
+                )
             args = super().from_dict(params | _base_fields(config))
             full = decoder_layers(config).full
             layouts = deploy_layouts(config)

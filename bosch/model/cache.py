@@ -327,7 +327,7 @@ class HybridCache(Cache):
 
     @property
     def hybrid_layers(self) -> list[HybridCacheLayer]:
-        """Those with attention, as what they are."""
+        """The layers with attention."""
         return [layer for layer in self.layers if isinstance(layer, HybridCacheLayer)]
 
     def activate_past_recording(self) -> None:

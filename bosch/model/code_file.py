@@ -1,7 +1,7 @@
 """The code file a hybrid model carries: transformers loads it by this where bosch is absent.
 
-It is made from bosch's own modules, one after another in one file, so that there is one
-implementation. Imports between them are left out; names they share would be refused here.
+It joins bosch's own modules, without the imports between them, so that there is one implementation.
+A top-level name that two modules define is refused.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _check_names(name: str, node: ast.ImportFrom, defined: set[str]) -> None:
-    """What is imported must stand in the file under the same name."""
+    """Raise RuntimeError for an import that is renamed, or of what the file does not define."""
     unknown = [a.name for a in node.names if a.asname or a.name not in defined]
     if unknown:
         raise RuntimeError(f"bosch/{name} imports {unknown}, which the code file does not have")

@@ -31,7 +31,7 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import HybridCache, SplitCacheLayer
 from bosch.model.cache_users import check_cached_layout, forget_users, note_user
-from bosch.model.configuration import choosing_attention, hybrid_config_class
+from bosch.model.configuration import choosing_attention, hybrid_config_class, is_hybrid
 from bosch.model.families import (
     LAYER_KINDS,
     SINK_BIAS,
@@ -156,7 +156,7 @@ class HybridModelMixin:
         return chosen_budget(self.config)  # type: ignore[attr-defined]
 
     def set_kv_budget(self, budget: int | float | None) -> None:
-        """Attend from now on by the layout of `budget`, one of those that the model was made with.
+        """Switch to the layout of `budget`, one of those that the model was made with.
 
         It is named by its KV slots, or by a share of the original's that it is the largest to fit
         into; None is the default. No weight is touched.
@@ -238,7 +238,7 @@ class HybridModelMixin:
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
     ) -> StaticHybridCache:
-        """As large as ever one was, as transformers makes its own: then nothing compiles again."""
+        """As large as the largest so far, as in transformers, so that nothing compiles again."""
         configured = getattr(generation_config, "max_cache_len", None) or 0
         self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
         cache = self.new_static_cache(self._static_length)
@@ -297,7 +297,7 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
             f"{min(missing)} first; get the model again"
         )
     unexpected = set(info["unexpected_keys"])
-    if not has_sink_bias(model.config):  # a hybrid's weights with every head full
+    if not is_hybrid(model.config):  # a hybrid's weights with every head full
         unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."

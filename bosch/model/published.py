@@ -26,7 +26,7 @@ def renames_weights(family: Family) -> bool:
 def published_names(
     weights: Iterable[tuple[str, Tensor]], family: Family, config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` under the published names; those that are no hybrid's pass as they are."""
+    """`weights` under the published names; other names stay as they are."""
     mapping_of: Any = get_checkpoint_conversion_mapping
     conversions = mapping_of(family.model_type)
     if conversions is None:

@@ -79,7 +79,7 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
 
 
 def _check_reach(config: Any, window: Window) -> None:
-    """Raise UserError for a window that holds all the model can take."""
+    """Raise UserError for a window as long as the longest sequence of the model."""
     longest = getattr(text_config(config), "max_position_embeddings", None)
     if longest is not None and window.most_keys >= longest:
         raise UserError(

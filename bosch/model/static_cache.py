@@ -105,7 +105,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def _add_on_device(
         self, start: Tensor, steps: Tensor, cached: StaticGroupCache, past: Tensor, new: Tensor
     ) -> CachedGroup:
-        """Without asking where the cache ends: everything there is room for, and a ring."""
+        """Without reading the length on the host: a full head's room, a sliding one's ring."""
         count, device, ring = new.shape[2], new.device, cached.ring
         if cached.group.window is None:
             past.index_copy_(2, steps, new)
@@ -124,7 +124,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def _add_in_order(
         self, start: int, cached: StaticGroupCache, past: Tensor, new: Tensor
     ) -> CachedGroup:
-        """As a HybridCache does: the tokens seen and no others, in their order."""
+        """As a HybridCache: only the tokens seen, in order."""
         end, device, window = start + new.shape[2], new.device, cached.group.window
         if end > self.max_cache_len:
             raise ValueError(

@@ -1,9 +1,9 @@
 """What is checked of a model directory before transformers reads it; imports no torch.
 
 transformers reads JSON of any size, and takes from a config.json not only sizes but also names of
-code: of attention kernels on the hub, which it downloads and loads as native libraries, of ways to
-compute experts, of quantisers, of other files with weights. Only names that are known to fetch
-nothing are let by, wherever in the file they stand.
+code: attention kernels on the hub, which it downloads and loads as native libraries, kernels for
+experts, quantisers, other files of weights. Only names that are known to fetch nothing are
+accepted, anywhere in the file.
 """
 
 from __future__ import annotations

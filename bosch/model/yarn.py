@@ -13,7 +13,7 @@ from bosch.errors import UserError
 from bosch.files import read_within
 
 _ORIGINAL = "original_max_position_embeddings"
-# As cards write it: in JSON, as an argument of a server, in a sentence.
+# Model cards write it in JSON, as an argument of a server, or in a sentence.
 _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
 _MOST_BYTES = 4 * 2**20
 
@@ -28,10 +28,10 @@ def yarn_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def original_positions(config: Mapping[str, Any], card: Path | None = None) -> int | None:
-    """The length a model was trained at, from which YaRN stretches.
+    """The length a model was trained at, from which YaRN stretches; None if nothing states it.
 
-    It stands in its config.json or, for Qwen3's chat models, in the model card alone: their
-    max_position_embeddings, 40,960, leave room for an answer. None where neither says it.
+    It is in config.json, or only in the model card, as for Qwen3's chat models, whose
+    max_position_embeddings, 40,960, leave room for an answer.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for value in (rope.get(_ORIGINAL), config.get(_ORIGINAL)):

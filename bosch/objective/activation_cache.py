@@ -1,4 +1,4 @@
-"""Activations that passes leave for later ones: layer inputs, and attention of every choice.
+"""Activations cached for later passes: layer inputs, and attention under every choice.
 
 A decoder layer is a function of its input, and its input a function of the mask's rows below. So
 the input of layer l is cached under these rows, and a later mask that agrees below l starts there.

@@ -196,28 +196,35 @@ class EvaluationLog:
             self._journal.append(record.entry(mask_key, phase))
 
     def _read_journal(self) -> None:
-        strangers = 0
-        for entry in [] if self._journal is None else self._journal.read_new():
-            context = _from_fields(EvaluationContext, entry)
-            if context != self.context:
-                strangers += 1
-            elif "gradient" in entry:
-                gradient = _from_fields(GateGradient, entry["gradient"])
-                self._gradients[f"{entry['mask']} {entry['share']}"] = gradient
-            elif "held_out" in entry:
-                self._held_out[entry["mask"]] = _evaluation(entry["held_out"])
-            else:
-                record = Record(_evaluation(entry), context, entry["reused"])
-                self._records.setdefault(entry["mask"], []).append(record)
+        if self._journal is None:
+            return
+        strangers = self._journal.read_new_as(self._take).count(False)
         if strangers:
             logger.warning(
                 "%s: %d evaluations are of another model, calibration set or window: not used",
                 self.path, strangers,
             )  # fmt: skip
 
+    def _take(self, entry: dict[str, Any]) -> bool:
+        """Remember an entry of the journal; False where it is of another context."""
+        context = _from_fields(EvaluationContext, entry)
+        if context != self.context:
+            return False
+        if "gradient" in entry:
+            gradient = _from_fields(GateGradient, entry["gradient"])
+            self._gradients[f"{entry['mask']} {entry['share']}"] = gradient
+        elif "held_out" in entry:
+            self._held_out[entry["mask"]] = _evaluation(entry["held_out"])
+        else:
+            record = Record(_evaluation(entry), context, entry["reused"])
+            self._records.setdefault(entry["mask"], []).append(record)
+        return True
+
     def _read_pool(self) -> None:
-        for entry in [] if self._pool is None else self._pool.read_new():
-            self._pooled.setdefault(entry["mask"], _evaluation(entry))
+        if self._pool is not None:
+            pooled = self._pool.read_new_as(lambda entry: (entry["mask"], _evaluation(entry)))
+            for mask, evaluation in pooled:
+                self._pooled.setdefault(mask, evaluation)
 
     def _complete_pool(self) -> None:
         """Append to the pool what a search that was killed between the two files had not."""

@@ -18,7 +18,8 @@ from bosch.search.settings import SearchSettings
 
 MethodName = Literal[
     "bosch", "bosch_plus", "front", "b_single", "b_multi", "b_layer",
-    "one_plus_one", "annealing", "learned_gates", "single_ablation", "layer_ablation",
+    "one_plus_one", "annealing", "learned_gates", "one_gradient",
+    "single_ablation", "layer_ablation", "layer_restoration",
     "rand", "bme", "intr",
     "dcam", "apl", "proxy", "qada", "razor", "fisher",
     "given",
@@ -163,6 +164,11 @@ def _every_layer(settings: SearchSettings, num_layers: int, num_heads: int) -> i
     return ANCHORS + num_layers + 1
 
 
+def _one_gradient(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+    # A gradient is a forward pass, its recomputation and a backward pass of two.
+    return ANCHORS + 1 + 4
+
+
 def _no_search(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
     return ANCHORS + 1
 
@@ -238,6 +244,16 @@ METHODS: dict[str, Method] = {
         "One layer", "one by one", "bosch.search.rivals:layer_ablation",
         "ranks layers by the log-likelihood without each alone (arXiv 2606.27791)",
         frozenset({"strict"}), _every_layer, in_paper=False,
+    ),
+    "layer_restoration": Method(
+        "One full layer", "one by one", "bosch.search.rivals:layer_restoration",
+        "ranks layers by the log-likelihood with each alone full (after arXiv 2512.20569)",
+        frozenset({"strict"}), _every_layer, in_paper=False,
+    ),
+    "one_gradient": Method(
+        "One gradient", "one by one", "bosch.search.rivals:one_gradient",
+        "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
+        frozenset({"strict"}), _one_gradient, in_paper=False, gradients=True,
     ),
     "rand": _rule("RAND", "rand", "full layers at random places", "seed"),
     "bme": _rule("BME", "bme", "full layers at the beginning, in the middle and at the end"),

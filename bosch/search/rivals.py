@@ -85,6 +85,47 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
     return final_result(evaluator, settings, HeadMask(is_full), anchors)
 
 
+def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """Each layer is full alone: the layers whose answers gain most log-likelihood stay full.
+
+    L evaluations. After arXiv 2512.20569, with the log-likelihood of the original's answers in
+    place of a divergence on plain text, and without the training of each candidate. A last layer
+    that the budget pays in part keeps its units of lower index full.
+    """
+    anchors, _ = measure_anchors(evaluator, settings)
+    layers, units = evaluator.shape
+    sliding = HeadMask.all_sliding(layers, units)
+    likelihoods = [
+        evaluator.evaluate(
+            sliding.with_layer(layer, [True] * units), "ablation", f"layer {layer}"
+        ).log_likelihood
+        for layer in range(layers)
+    ]
+    is_full = sliding.is_full.copy()
+    left = layers * units - evaluator.budget
+    for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
+        is_full[layer, : min(left, units)] = True
+        left -= min(left, units)
+    return final_result(evaluator, settings, HeadMask(is_full), anchors)
+
+
+def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """One gradient at the original model profiles all units: those worth least become sliding.
+
+    What a unit's full attention is worth to the answers' log-likelihood, to first order, as MoA
+    (arXiv 2406.14909) profiles the spans of heads; here there is one window. Raises UserError for
+    a scorer without gradients.
+    """
+    if not evaluator.has_gradients:
+        raise UserError("search.method: one_gradient needs a scorer with gradients of gates")
+    anchors, _ = measure_anchors(evaluator, settings)
+    full = HeadMask.all_full(*evaluator.shape)
+    worth = np.array(evaluator.gate_gradient(full, 0, 1).values)
+    bits = np.ones(worth.size, dtype=np.bool_)
+    bits[np.argsort(worth.reshape(-1), kind="stable")[: evaluator.budget]] = False
+    return final_result(evaluator, settings, HeadMask(bits.reshape(worth.shape)), anchors)
+
+
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Gates learned by gradient at an exact ratio, the largest of which stay full.
 

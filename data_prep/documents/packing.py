@@ -122,7 +122,7 @@ def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Pack
 def write_dataset(
     folder: Path, sequences: Iterable[Packed], count: int, sequence_length: int
 ) -> None:
-    """Write `count` sequences as a dataset that `datasets.load_from_disk` opens, as they come.
+    """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32, and `document_lengths`, a list of int32
     that sums to `sequence_length`.

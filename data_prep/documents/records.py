@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,28 @@ def read_jsonl(
     Raises:
         UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
+    for at, line in _jsonl_lines(path, start, stop):
+        yield _record_text(line, at, path, field, filters)
+
+
+def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL or Parquet file; of Parquet those columns only.
+
+    Raises:
+        UserError: the file or a record is damaged or too large, or is no JSON object.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path, fields)
+        return
+    for at, line in _jsonl_lines(path, 0, sys.maxsize):
+        record, _ = _record(line, at, path)
+        if not isinstance(record, dict):
+            raise _record_fault(path, at, f"expected a JSON object, not {_type_name(record)}")
+        yield record
+
+
+def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty and begin in bytes `start` to `stop`, each with its place."""
     try:
         size = path.stat().st_size
         most_bytes = _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
@@ -111,7 +134,7 @@ def read_jsonl(
                 if len(line) > MOST_RECORD_BYTES:
                     raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
-                    yield _record_text(line, at, path, field, filters)
+                    yield at, line
                     empty_lines = 0
                 else:
                     empty_lines += 1
@@ -134,22 +157,27 @@ def _open_binary(path: Path) -> io.BufferedIOBase:
 
 
 def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters) -> str | None:
+    record, checked = _record(line, at, path)
+    problem = text_problem(record, field, checked=checked)
+    if problem is not None:
+        raise _record_fault(path, at, problem)
+    return str(record[field]) if filters.allow_record(record) else None
+
+
+def _record(line: bytes, at: int, path: Path) -> tuple[Any, bool]:
+    """A line's record, and whether all its text is known to be made of whole characters."""
     try:
         if len(line) > _COUNTED_BYTES:
             check_json_text(line, RECORD_LIMITS)
     except ValueError as error:
         raise _record_fault(path, at, f"a record of {error}; leave it out") from None
     try:
-        record, checked = _parse(line, path, at)
+        return _parse(line, path, at)
     except json.JSONDecodeError as error:
         reason = error.msg if line.endswith(b"\n") else "the file ends inside it"
         problem = f"not a complete JSON record ({reason})"
     except RecursionError:
         problem = "a record that is nested too deeply; leave it out"
-    else:
-        problem = text_problem(record, field, checked=checked)
-        if problem is None:
-            return str(record[field]) if filters.allow_record(record) else None
     raise _record_fault(path, at, problem)
 
 
@@ -281,6 +309,41 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
         raise UserError(
             f"{where}, after row {row}: damaged ({_reason(error)}); get the file again"
         ) from None
+
+
+def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    row = 0
+    try:
+        schema = _open_parquet(path).schema_arrow
+        for name in fields:
+            if name not in schema.names:
+                there = printable(", ".join(schema.names))
+                raise UserError(f"{path}: no column `{name}` (there is {there})")
+            if pa.types.is_nested(kind := schema.field(name).type):
+                raise UserError(f"{path}: column `{name}` is of type {printable(str(kind))}")
+        file = _open_parquet(path, fields)
+        for group in range(file.num_row_groups):
+            rows = min(_rows_per_batch(file, group, name) for name in fields)
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=fields):
+                columns = [_values(batch.column(name)) for name in fields]
+                for values in zip(*columns, strict=True):
+                    yield dict(zip(fields, values, strict=True))
+                    row += 1
+    except _PARQUET_FAULTS as error:
+        raise UserError(
+            f"{path}, after row {row}: damaged ({_reason(error)}); get the file again"
+        ) from None
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; one that is repeated is made once. Raises ValueError for a huge one."""
+    if not isinstance(column, pa.DictionaryArray):
+        return list(column.to_pylist())
+    words = column.dictionary
+    if any(len(word.as_buffer() or b"") > MOST_RECORD_BYTES for word in words):
+        raise ValueError(_TOO_LARGE)
+    values = words.to_pylist()
+    return [None if at is None else values[at] for at in column.indices.to_pylist()]
 
 
 def _rows_per_batch(file: Any, group: int, field: str) -> int:

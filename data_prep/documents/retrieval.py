@@ -1,7 +1,7 @@
 """Synthetic documents that can only be predicted by looking far back.
 
 They teach (or preserve) retrieval in a small model: key-value lists queried in another
-order, needles with questions, spans that come again, two-hop look-ups. A document is a list of
+order, needles with questions, repeated spans, two-hop look-ups. A document is a list of
 segments, so that a trainer can weight what has to be retrieved; joined, it is plain text.
 """
 

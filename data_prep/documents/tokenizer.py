@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.files import load_json
+from bosch.files import load_user_json
 from bosch.model.untrusted import (
     CONFIG_FILES,
     TOKENIZER_FILE,
@@ -57,7 +57,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         )
     except Exception as error:
         for file in sorted(Path(spec.path).glob("*.json")):
-            _check_json(file)
+            load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
     if tokenizer.is_fast:  # also one that was converted from another form
@@ -76,10 +76,7 @@ def _check_files(spec: TokenizerSpec) -> None:
     else:
         file = _hub_files(spec)
     if file is not None and file.is_file():
-        try:
-            content = load_json(file)
-        except ValueError as error:
-            raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
+        content = load_user_json(file, "get the model again")
         # Before it is loaded: that runs the normalizer over the added tokens.
         check_growth(str(file), content if isinstance(content, dict) else {})
 
@@ -144,13 +141,6 @@ def _growth(part: Any) -> float:
         longest = max(replacements.split(b"\0"), key=len)
         return max(1.0, len(longest.decode("utf-8", "replace")))
     return 1.0
-
-
-def _check_json(file: Path) -> None:
-    try:
-        load_json(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: damaged, not JSON ({error}); get the model again") from None
 
 
 @dataclass(frozen=True)

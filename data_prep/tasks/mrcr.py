@@ -6,16 +6,17 @@ a random string. Read from the data's public layout, Parquet or JSONL with the s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.errors import UserError
+from bosch.files import parse_json
+from data_prep.documents.records import read_rows
 
 FIELDS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
-_SUFFIXES = (".parquet", ".jsonl")
+_MOST_NEEDLES = 1000
 
 
 class MrcrSample(NamedTuple):
@@ -28,31 +29,17 @@ class MrcrSample(NamedTuple):
     characters: int
 
 
-def data_files(folder: Path) -> list[Path]:
-    """The Parquet and JSONL files below a folder, by name."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
-
-
-def read_samples(folder: Path, most_characters: int) -> Iterator[MrcrSample]:
-    """The samples of all files with no more characters than that, in order.
+def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:
+    """The samples of the files with no more characters than that, in order.
 
     Raises:
         UserError: a file or a row of it is not in the public layout.
     """
-    for path in data_files(folder):
-        for number, row in enumerate(_rows(path)):
+    for path in files:
+        for number, row in enumerate(read_rows(path, FIELDS)):
             try:
-                needles, answer, prefix, prompt = (
-                    row[name] for name in ("n_needles", "answer", FIELDS[2], "prompt")
-                )
-                if len(prompt) > most_characters:
-                    continue
-                turns = [
-                    {"role": str(turn["role"]), "content": str(turn["content"])}
-                    for turn in json.loads(prompt)
-                ]
-                characters = sum(len(turn["content"]) for turn in turns)
-                yield MrcrSample(int(needles), turns, str(answer), str(prefix), characters)
+                if len(row["prompt"]) <= most_characters:
+                    yield _sample(row)
             except (KeyError, TypeError, ValueError) as error:
                 reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
                 raise UserError(
@@ -61,19 +48,20 @@ def read_samples(folder: Path, most_characters: int) -> Iterator[MrcrSample]:
                 ) from None
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            with parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=16):
-                    yield from batch.to_pylist()
-        except ArrowInvalid as error:
-            raise UserError(f"{path}: cannot be read ({error})") from None
-        return
-    with path.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines if line.strip())
+def _sample(row: Mapping[str, Any]) -> MrcrSample:
+    prompt, answer, prefix, needles = (row[name] for name in FIELDS)
+    turns = [
+        {"role": str(turn["role"]), "content": str(turn["content"])}
+        for turn in parse_json(prompt.encode())
+    ]
+    # Without one of these every output would have the same score.
+    if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
+        raise ValueError("a conversation, its answer and the string before it must not be empty")
+    "".join([answer, prefix, *(turn["content"] for turn in turns)]).encode()  # no half a surrogate
+    if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
+        raise ValueError(f"n_needles is {needles!r:.60}")
+    characters = sum(len(turn["content"]) for turn in turns)
+    return MrcrSample(needles, turns, answer, prefix, characters)
 
 
 def plain_text(turns: list[dict[str, str]]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.files import load_json
+from bosch.files import load_user_json
 from data_prep.text import read_utf8
 
 _BASE_SEED = 42
+_MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred
 # Around the needle, as shares of the context, where no distractor stands.
 _FREE_ZONE = 0.2
 # Contexts below which a distractor has a fixed place, and characters by which it is found again.
@@ -124,9 +126,13 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
         UserError: the file is no needle set, or one of its experiments has no template and there is
             no default.
     """
-    experiments = load_json(path)
+    experiments = load_user_json(path, "get the set again")
     try:
-        return [test for experiment in experiments for test in _tests(experiment, default_template)]
+        found = (test for one in experiments for test in _tests(one, default_template))
+        tests = list(islice(found, _MOST_TESTS + 1))
+        if len(tests) > _MOST_TESTS:
+            raise ValueError(f"more than {_MOST_TESTS:,} questions")
+        return tests
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path}: not a needle set of NoLiMa: {reason}") from None
@@ -139,11 +145,25 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
             f"experiment {experiment['id']} has no task_template; save the benchmark's own as "
             "task_template.txt beside the set"
         )
-    if {field for _, field, *_ in Formatter().parse(template)} - {"haystack", "question", None}:
+    # A field may ask for any width: {question:>9999999999}.
+    fields = [field for _, field, *_ in Formatter().parse(template) if field is not None]
+    plain = all(spec in ("", None) and not mark for *_, spec, mark in Formatter().parse(template))
+    if not plain or set(fields) != {"haystack", "question"}:
         raise ValueError(f"the template of {experiment['id']} has other fields than its two")
+    system = experiment.get("system_prompt", "")
+    seed = _BASE_SEED + int(str(experiment["id"])[:4])
+    if seed < 0:
+        raise ValueError(f"the id {experiment['id']} is no number from 0")
     for kind, question in experiment["questions"].items():
         for name, test in experiment["tests"].items():
             distractor = experiment.get("distractors", {}).get(kind)
+            answers = _texts(name, "gold_answers", test.get("gold_answers", ()))
+            characters = _texts(name, "character_set", experiment.get("character_set", ()))
+            if not (characters if "{CHAR}" in experiment["needle"] else answers):
+                raise ValueError(f"{experiment['id']}_{name}_{kind} has no answer")
+            _texts(name, "question and needle", [question, experiment["needle"]])
+            if not all(isinstance(one, str) for one in [*test["input_args"], system]):
+                raise ValueError(f"input_args of {name} and system_prompt must be texts")
             yield NeedleTest(
                 name=f"{experiment['id']}_{name}_{kind}",
                 kind=kind,
@@ -154,15 +174,20 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                 if distractor is None or not _placeholders(distractor, test["input_args"])
                 else _last_filled(distractor, test["input_args"]),
                 template=template,
-                system_prompt=experiment.get("system_prompt", ""),
-                answers=_answers(test.get("gold_answers", ())),
-                characters=tuple(experiment.get("character_set", ())),
-                seed=_BASE_SEED + int(str(experiment["id"])[:4]),
+                system_prompt=system,
+                answers=answers,
+                characters=characters,
+                seed=seed,
             )
 
 
-def _answers(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
+    """One text or several; raises ValueError for an empty one, which any output contains."""
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{what} of {name} must be texts that are not empty")
+    "".join(texts).encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
+    return texts
 
 
 def _placeholders(text: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -196,8 +221,6 @@ def samples_of(
             for percent in np.linspace(0, 100, depths):
                 depth, character = float(percent) / 100, ""
                 if "{CHAR}" in test.needle:
-                    if not test.characters:
-                        raise UserError(f"{test.name}: its needle asks for a character_set")
                     character = str(rng.choice(list(test.characters)))
                 distractor_depth = 0.0
                 if test.distractor is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.errors import UserError
-from bosch.files import load_json
+from bosch.files import load_user_json
 
 
 class Question(NamedTuple):
@@ -26,7 +26,7 @@ def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
     """
     read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
     try:
-        return read(read_data(path))
+        return read(load_user_json(path, "get the file again"))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: not the file that RULER downloads ({type(error).__name__}: {error})"
@@ -62,13 +62,3 @@ def _hotpotqa(content: Any) -> tuple[list[Question], list[str]]:
         for one, many in zip(content, texts, strict=True)
     ]
     return questions, documents
-
-
-def read_data(path: Path) -> Any:
-    """The JSON content of one of RULER's files. Raises UserError where it is damaged."""
-    try:
-        return load_json(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged, not JSON ({error}); get the file again") from None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bosch.errors import UserError
+from bosch.files import load_user_json
 from data_prep.tasks.needles import (
     DEPTHS,
     NOISE_LINE,
@@ -32,7 +33,7 @@ from data_prep.tasks.needles import (
     pair_owner,
     take_words,
 )
-from data_prep.tasks.questions import read_data, read_questions
+from data_prep.tasks.questions import read_questions
 from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, RULER_NEEDLES, TaskSpec
 from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler
 from data_prep.text import TokenCounter, essay_identity
@@ -344,7 +345,7 @@ class CommonWords(RulerTask):
         path = folder / DATA_FILES["cwe"] if folder is not None else None
         if path is None or not path.is_file():
             return []
-        content = read_data(path)
+        content = load_user_json(path, "get the file again")
         if not isinstance(content, dict):
             raise UserError(f"{path}: expected a JSON object of words, as RULER has it")
         return [str(word) for word in content.values()]

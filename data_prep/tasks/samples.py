@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ logger = logging.getLogger(__name__)
 # To be raised when a task's samples change.
 GENERATOR = 2
 _TAIL_CHARACTERS = 300
+# Fields of the lines of samples.jsonl: of the first, and of a sample's.
+_HEAD = {"fit", "size"}
+_FIELDS = {
+    "index", "tokens", "ids_sha256", "sizes", "answers", "tail", "prefix", "needles",
+    "prompt_sha256",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,13 +130,13 @@ class SampleFolder:
     def read(self, indices: range) -> Iterator[StoredSample]:
         """The samples of these indices, which must be there."""
         folder = self.path
-        _, *records = Journal(folder / "samples.jsonl").read_new()
-        starts = np.cumsum([0, *(record["tokens"] for record in records)])
+        records = Journal(folder / "samples.jsonl").read_new_as(_line)[1:]
+        starts = np.cumsum([0, *(record.get("tokens", 0) for record in records)])
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         for index in indices:
-            record = records[index]
-            own_ids = np.array(ids[starts[index] : starts[index + 1]])
-            if _digest(own_ids) != record["ids_sha256"]:
+            record = records[index] if index < len(records) else {}
+            own_ids = np.array(ids[slice(*starts[index : index + 2])])
+            if record.get("index") != index or _digest(own_ids) != record["ids_sha256"]:
                 raise RunError(
                     f"{folder}: sample {index} is damaged; run the same command again, which makes "
                     "it anew"
@@ -165,13 +172,13 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
     What stands behind that one is taken out of the journal.
     """
-    entries = journal.read_new()
+    entries = journal.read_new_as(_line)
     head = entries[0] if entries and "fit" in entries[0] else None
     records, start = [], 0
     ids = np.fromfile(ids_file, np.int32) if ids_file.exists() else np.empty(0, np.int32)
     for record in entries[1:] if head is not None else []:
-        own_ids = ids[start : start + record["tokens"]]
-        if record["index"] != len(records) or _digest(own_ids) != record.get("ids_sha256"):
+        own_ids = ids[start : start + record.get("tokens", 0)]
+        if record.get("index") != len(records) or _digest(own_ids) != record["ids_sha256"]:
             logger.warning("%s: damaged from sample %d on; made anew", ids_file, len(records))
             break
         start += record["tokens"]
@@ -179,6 +186,15 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
     if journal.damaged or len(entries) > len(records) + (head is not None):
         journal.replace(([head] if head is not None else []) + records)
     return head, records
+
+
+def _line(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry as it is; raises KeyError or TypeError where it is none of this file."""
+    missing = _HEAD - entry.keys() if "fit" in entry else _FIELDS - entry.keys()
+    if missing:
+        raise KeyError(*missing)
+    operator.index(entry["size"] if "fit" in entry else entry["tokens"])
+    return entry
 
 
 def _digest(ids: np.ndarray) -> str:

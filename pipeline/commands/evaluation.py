@@ -192,8 +192,9 @@ class Evaluation:
             yield scores, published, self._identities(self.available())
         for file in sorted(self.store.work("evaluation", "").glob(f"*/{MODELS}")):
             earlier = read_json(file)
-            same = ("original", "code")
-            if earlier is not None and all(earlier.get(name) == document[name] for name in same):
+            if not isinstance(earlier, dict) or not isinstance(earlier.get("models"), dict):
+                continue  # damaged, and of another evaluation
+            if all(earlier.get(name) == document[name] for name in ("original", "code")):
                 yield file.parent, file.parent, earlier["models"]
 
     def _identities(self, folders: Mapping[str, Path]) -> dict[str, str]:

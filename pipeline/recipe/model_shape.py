@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_json
+from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_user_json
 from bosch.model.untrusted import code_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.documents.source_files import tokenizer_files
@@ -156,11 +156,7 @@ def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = load_json(path, CONFIG_LIMITS)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"model.path: {path} cannot be read as JSON ({reason})") from None
+    value = load_user_json(path, "get the model again", CONFIG_LIMITS, "model.path")
     if not isinstance(value, dict):
         raise UserError(f"model.path: {path} is damaged: expected a JSON object")
     return value

@@ -73,7 +73,7 @@ class Watcher:
             self._seen, self._since, self.alive = record, time.monotonic(), True
         ended = record.get("ended") if isinstance(record, dict) else None
         if self.alive and ended:
-            kind = LostRankError if record["lost"] else RunError
+            kind = LostRankError if record.get("lost") else RunError
             return kind(f"the run failed on the first node: {ended}")
         if time.monotonic() - self._since < SILENT_SECONDS:
             return None

@@ -1,9 +1,9 @@
 """One lock per stage output, held by flock while its process lives.
 
-The kernel gives the flock back when its holder dies. The file names the holder: for messages, and
-because a free flock shows a holder to be dead only where that holder ran beside us. Not every file
-system tells other machines of a flock, so that what a process elsewhere left is not taken over.
-Machines can have one name; the holder's boot and machine tell them apart.
+The kernel releases the flock when its holder dies. On some file systems a flock is not visible to
+other machines, so a free one proves the holder dead only if it ran on this machine: a lock left by
+a process elsewhere is not taken over. For this and for messages the file names its holder; boot and
+machine ids distinguish machines of the same host name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bosch.files import read_json
 from bosch.this_process import boot_id, machine_id, pid_namespace
 
 WAIT_SECONDS = 0.5
-# Looking at a lock (`read_holder`) takes it for an instant; whoever wants it tries again.
+# `read_holder` takes a lock for an instant to look at it, so acquiring is tried again.
 _ATTEMPTS, _ATTEMPT_SECONDS = 5, 0.02
 # The PID namespace of a machine itself, of none of its containers (Linux: PROC_PID_INIT_INO).
 MACHINE_NAMESPACE = "pid:[4026531836]"
@@ -48,9 +48,9 @@ class Holder:
 
     @property
     def beside_us(self) -> bool:
-        """Whether it ran where a free flock shows that it is dead.
+        """Whether a free flock proves it dead.
 
-        That is this PID namespace of this kernel, or this machine before it was started anew.
+        It does for this PID namespace of this kernel, and for this machine before its last boot.
         """
         here = this_process("")
         same_machine = (self.host, self.machine) == (here.host, here.machine)
@@ -98,7 +98,7 @@ def hold_briefly(path: Path) -> Iterator[None]:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who holds a lock, or has left it and cannot be shown to be dead; None when nobody."""
+    """The holder, alive or not provably dead; None of a free lock."""
     lock = _open(path, os.O_RDONLY)
     if lock is None:
         return None

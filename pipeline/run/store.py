@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -135,9 +136,14 @@ class Store:
         write_json(self.state_file(stage, key), {"attempts": attempts, "failure": message})
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
-        """Attempts at an output that is not published yet, and the failure of the last one."""
+        """Attempts at an output that is not published yet, and the failure of the last one.
+
+        Empty where the file is missing or damaged: no result depends on it.
+        """
         state = read_json(self.state_file(stage, key))
-        return state if isinstance(state, dict) else {}
+        attempts = state.get("attempts", []) if isinstance(state, dict) else None
+        whole = isinstance(attempts, list) and all(map(_is_attempt, attempts))
+        return state if whole and isinstance(state.get("failure", ""), str) else {}
 
     def state_file(self, stage: str, key: str) -> Path:
         """Attempts and failure of an output that is not published yet."""
@@ -291,6 +297,11 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     ):
         return None
     return manifest
+
+
+def _is_attempt(one: object) -> bool:
+    times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
+    return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

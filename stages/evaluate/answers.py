@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ MODELS = "models.json"
 _READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
+_PLAIN = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ class AnswerFolder:
         """Answers by sample index; a question whose line is torn or damaged has none."""
         answers: Answers = {}
         for path in sorted(self._folder(model).glob(f"{_stem(subtask)}.*.jsonl")):
-            for record in Journal(path).read_new():
-                answers.setdefault(record["index"], record)
+            for index, record in Journal(path).read_new_as(_answer):
+                answers.setdefault(index, record)
         return answers
 
     def answered(self, model: Evaluated, subtask: Subtask) -> set[int]:
@@ -139,6 +143,14 @@ class AnswerFolder:
             return answers_of(self.shared) / model.identity
         # A name may be any text, a path too.
         return self.own / digest_of({"name": model.name, "identity": model.identity})
+
+
+def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The index of a sample and its answer; raises KeyError or TypeError where a line has none."""
+    operator.index(line["index"])
+    for value in [line["score"]] if "score" in line else line["loss"]:
+        math.isfinite(value)
+    return line["index"], line
 
 
 def answers_of(shared: Path) -> Path:
@@ -201,4 +213,8 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 
 
 def _stem(subtask: Subtask) -> str:
-    return f"{subtask.task}-{subtask.length}-{subtask.digest}"
+    """A name for files, whatever the task is called: files of a user may say that."""
+    task = subtask.task
+    if not _PLAIN.fullmatch(task):
+        task = digest_of({"task": task})
+    return f"{task}-{subtask.length}-{subtask.digest}"

@@ -42,12 +42,19 @@ class ChatTemplate:
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, its last turn to be answered or, without that, gone on with."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(turns),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(turns),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except Exception as error:  # a template refuses turns with errors of its own
+            roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
+            raise UserError(
+                f"evaluate.chat_template: the template of {self._tokenizer.name_or_path} takes no "
+                f"conversation of {roles} ({' '.join(str(error).split()):.200}); set it to false"
+            ) from None
         return text
 
     def ids(self, prompt: Sequence[int], answer_prefix: str = "") -> list[int]:

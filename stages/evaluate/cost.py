@@ -16,6 +16,7 @@ from stages.exchange import pass_values, whole_chunks
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
+from stages.rival.stage import RivalConfig
 from stages.search.choice import point_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
@@ -38,8 +39,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     windows = len({*evaluate.windows} - {search.window.size})
     budgets = _more_budgets(loaded)
     models = (1 + rivals) * (1 + windows) + checkpoints + budgets * (1 + checkpoints)
+    trained_rival = loaded.recipe.get(RivalConfig) is not None
+    models += trained_rival
     of_whom = f" for the hybrid and each of {checkpoints} checkpoints"
     of_whom += f" and {rivals} rivals" if rivals else ""
+    of_whom += ", and the trained rival" if trained_rival else ""
     of_whom += f", the untrained ones at {windows} more windows" if windows else ""
     of_whom += f", hybrid and checkpoints at up to {budgets} more budgets" if budgets else ""
     return _cost(loaded, devices, models, True, of_whom)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from data_prep.tasks import mrcr
@@ -26,7 +25,7 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
     """
     found, counts = [], Counter[tuple[int, int]]()
     most = _CHARACTERS_PER_TOKEN * max(section.lengths)
-    for sample in mrcr.read_samples(Path(section.data_dir), most):
+    for sample in mrcr.read_samples(section.data_files, most):
         text = mrcr.plain_text(sample.turns)
         answer = len(encode_answer(tokenizer, sample.answer))
         tokens = len(encode_answer(tokenizer, text)) + answer

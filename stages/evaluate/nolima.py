@@ -24,7 +24,7 @@ def samples(section: NolimaEvaluation, tokenizer: Any, seed: int) -> list[Prompt
     own = folder / "task_template.txt"
     template = read_utf8(own).removesuffix("\n") if own.is_file() else None
     tests = nolima.needle_tests(folder / section.needle_set, template)
-    books = [nolima.Book(path, tokenizer) for path in sorted((folder / "haystack").rglob("*.txt"))]
+    books = [nolima.Book(path, tokenizer) for path in section.books(folder)]
     found = []
     for length in section.lengths:
         every = nolima.samples_of(tests, len(books), section.depths, length)

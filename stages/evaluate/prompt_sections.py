@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -68,6 +68,16 @@ class PromptEvaluation(Section):
         return sorted(path.relative_to(folder).as_posix() for path in found)
 
     @property
+    def data_files(self) -> list[Path]:
+        """These files, by name."""
+        return sorted(Path(self.data_dir, name) for name in self.files(Path(self.data_dir)))
+
+    @property
+    def most_tokens(self) -> tuple[str, int]:
+        """Tokens of the longest prompt and its answer, as far as known, and the fields that say."""
+        return "lengths", max(self.lengths)
+
+    @property
     def most_samples(self) -> int:
         """Samples at a length, of the public data."""
         return self.kinds * min(self.samples or self.published, self.published)
@@ -100,12 +110,24 @@ class NolimaEvaluation(PromptEvaluation):
     depths: Count = Field(26, description="Depths of the needle in each book, from 0 to 100 %.")
     max_new_tokens: Count = Field(192, description="Tokens generated, beside the context's.")
 
+    @property
+    def most_tokens(self) -> tuple[str, int]:
+        return "lengths and max_new_tokens", max(self.lengths) + self.max_new_tokens
+
     def missing_files(self, folder: Path) -> Iterator[str]:
         """A needle set and a book."""
-        if not (folder / self.needle_set).is_file():
-            yield f"{folder} has no needle set {self.needle_set} of NoLiMa"
-        elif not any((folder / "haystack").rglob("*.txt")):
+        if self.needle_set not in self.files(folder):
+            yield (
+                f"{folder} has no needle set {self.needle_set} of NoLiMa; it is named by its place "
+                "in this folder, like needle_set.json"
+            )
+        elif not self.books(folder):
             yield f"{folder} has no books haystack/**/*.txt of NoLiMa"
+
+    def books(self, folder: Path) -> list[Path]:
+        """The books among the folder's files, by name."""
+        places = map(PurePosixPath, self.files(folder))
+        return sorted(folder / p for p in places if p.parts[0] == "haystack" and p.suffix == ".txt")
 
 
 class MrcrEvaluation(PromptEvaluation):
@@ -132,5 +154,5 @@ class MrcrEvaluation(PromptEvaluation):
 
     def missing_files(self, folder: Path) -> Iterator[str]:
         """A file of samples."""
-        if not any(path.suffix in self.read for path in folder.rglob("*")):
+        if not self.files(folder):
             yield f"{folder} has no Parquet or JSONL file of openai/mrcr"

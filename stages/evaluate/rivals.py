@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
+import torch
 from accelerate.utils import broadcast_object_list
 
 from bosch.files import make_folder
@@ -17,6 +17,7 @@ from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.objective.calibration import CalibrationSet
 from bosch.ranks import partners_alive
+from bosch.search.methods import MethodName
 from bosch.search.runs import unsearched_mask
 from bosch.window import Window
 from stages.context import StageConfig
@@ -37,10 +38,8 @@ def rivals(
 ) -> list[Evaluated]:
     """The untrained hybrids of `evaluate.rivals`, by method; called on every rank.
 
-    They have as many sliding heads as the `searched` mask, and its sink bias, where it has one.
-    Where that mask has several windows, they have the one that most of its sliding heads have, and
-    the fewest of them that hold no more KV cache. The first rank ranks the heads, on the
-    calibration set in `prepared`, and writes each mask to rivals/<method>.json below `work_dir`.
+    The first rank ranks the heads, on the calibration set in `prepared`, and writes each mask to
+    rivals/<method>.json below `work_dir`.
     """
     if not config.section.rivals:
         return []
@@ -51,10 +50,10 @@ def rivals(
         make_folder(folder)
         paths = [folder / f"{method}.json" for method in config.section.rivals]
         if not all(path.exists() for path in paths):
-            for file, path in zip(_masks(config, searched, prepared, state), paths, strict=True):
+            found = rival_masks(config, config.section.rivals, searched, prepared, state.device)
+            for file, path in zip(found, paths, strict=True):
                 file.save(path)
-        files = [HeadMaskFile.load(path) for path in paths]
-        masks[0] = [replace(file, sink_bias=searched.sink_bias) for file in files]
+        masks[0] = [HeadMaskFile.load(path) for path in paths]
     if state.num_processes > 1:
         broadcast_object_list(masks)
     return [
@@ -77,18 +76,24 @@ def other_windows(
     return models
 
 
-def _masks(
-    config: StageConfig[EvaluateConfig],
+def rival_masks(
+    config: StageConfig[Any],
+    methods: Sequence[MethodName],
     searched: HeadMaskFile,
     prepared: Path,
-    state: PartialState,
+    device: torch.device,
 ) -> list[HeadMaskFile]:
+    """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
+
+    Where that mask has several windows, they have the one that most of its sliding heads have, and
+    the fewest of them that hold no more KV cache; its sink bias, where it has one.
+    """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
     model = load_model(
         config.model.path,
         dtype=config.model.dtype,
-        device=state.device,
+        device=device,
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -100,7 +105,7 @@ def _masks(
         window, ratio = one_window(searched, price, section.head_granularity)
     settings = section.settings(config.seed, ratio)
     files = []
-    for method in config.section.rivals:
+    for method in methods:
         mask = unsearched_mask(method, model, calibration, window.size, settings)
         files.append(
             HeadMaskFile.of(
@@ -110,6 +115,7 @@ def _masks(
                 method=method,
                 swa_ratio=ratio,
                 seed=settings.seed,
+                sink_bias=searched.sink_bias,
             )
         )
         logger.info("%s: mask of a rival", method)

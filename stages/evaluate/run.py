@@ -16,11 +16,12 @@ from stages.context import StageConfig
 from stages.evaluate.answers import Evaluated, published_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
-from stages.evaluate.scores import HYBRID, budget_name
+from stages.evaluate.scores import HYBRID, budget_name, rival_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.kv_budgets import budget_share, named_budgets
 from stages.materialize.stage import MODEL
 from stages.prepare.stage import CALIBRATION, TOKENIZER
+from stages.rival.stage import RivalConfig
 from stages.search.stage import HEAD_MASK
 from stages.train.stage import checkpoint_folders
 
@@ -51,6 +52,12 @@ def run(
         identity = published_identity(folder, config.model, stage)
         models.append(Evaluated(name, model, identity))
         models += at_other_budgets(models[-1], config.section)
+    if "train_rival" in inputs:
+        checkpoint, folder = list(checkpoint_folders(inputs["train_rival"]).items())[-1]
+        name = rival_name(config.upstream_section(RivalConfig).method, checkpoint)
+        model = config.model.model_copy(update={"path": str(folder), "revision": None})
+        identity = published_identity(folder, config.model, inputs["train_rival"])
+        models.append(Evaluated(name, model, identity))
     return evaluate_models(
         config,
         models,

@@ -20,6 +20,7 @@ SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
 HYBRID = "hybrid"
 _BUDGET = re.compile(r"(\S+) @ ([\d.]+ %)")
+_RIVAL = re.compile(r"(\w+)-(tokens-\d+)")
 _WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
 
 
@@ -32,6 +33,18 @@ def named_window(name: str) -> tuple[str | None, int] | None:
     """Method (None: the search's) and window of `window_name`; None for a name of another form."""
     match = _WINDOW.fullmatch(name)
     return (match[1], int(match[2])) if match and match[1] in (None, *METHODS) else None
+
+
+def rival_name(method: str, checkpoint: str) -> str:
+    """Name of a checkpoint of a rival's training: `intr-tokens-1000`."""
+    return f"{method}-{checkpoint}"
+
+
+def named_rival(name: str) -> tuple[str, int] | None:
+    """Method and training tokens of `rival_name`; None for a name of another form."""
+    match = _RIVAL.fullmatch(name)
+    tokens = checkpoint_tokens(match[2]) if match and match[1] in METHODS else None
+    return None if match is None or tokens is None else (match[1], tokens)
 
 
 def budget_name(name: str, share: str) -> str:
@@ -51,11 +64,13 @@ def named_budget(name: str) -> tuple[str, str] | None:
 
 
 def _evaluated_name(name: str) -> str:
-    formed = any(of(name) is not None for of in (checkpoint_tokens, named_window, named_budget))
+    formed = any(
+        of(name) is not None for of in (checkpoint_tokens, named_window, named_budget, named_rival)
+    )
     if name not in (ORIGINAL, HYBRID, *METHODS) and not formed:
         raise ValueError(
-            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, these @ <share> %, window-<n> "
-            "and the methods"
+            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, these @ <share> %, window-<n>, "
+            "the methods and <method>-tokens-<n>"
         )
     return name
 

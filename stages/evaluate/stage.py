@@ -307,7 +307,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate.harness is not None:
         yield from _harness(loaded, evaluate.harness)
     for name, section in evaluate.prompts.items():
-        yield from position_faults(loaded, f"evaluate.{name}.lengths", max(section.lengths))
+        fields, tokens = section.most_tokens
+        yield from position_faults(loaded, f"evaluate.{name}.{fields}", tokens)
     if evaluate.positions is not None:
         length = evaluate.positions.length
         yield from position_faults(loaded, "evaluate.positions.length", length)
@@ -458,7 +459,7 @@ STAGE = Stage(
     EvaluateConfig,
     version=7,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
-    needs=("prepare", "materialize", "train", "original"),
+    needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,
     card=model_card,

@@ -21,7 +21,7 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
-from bosch.model.families import decoder_layers
+from bosch.model.families import decoder_layers, has_sink_bias
 from bosch.model.head_table import head_table
 from bosch.model.interface import NAME, attention_modules, head_state
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
@@ -75,7 +75,8 @@ def build_model(
         return _original(_load(original or path, config, settings), settings)
     backend = resolve_backend(settings.attention)
     if is_hybrid(config):
-        config.hybrid_attention = head_table(variant.kv_heads(decoder_layers(config).heads))
+        rows = variant.kv_heads(decoder_layers(config).heads)
+        config.hybrid_attention = head_table(rows, has_sink_bias(config))
         config.kv_budget = None
         model = _load(path, config, settings)
     else:

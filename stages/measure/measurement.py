@@ -13,13 +13,15 @@ from typing import Any
 
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
-from bosch.files import read_json, write_json, write_text
+from bosch.files import file_stamp, read_json, write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, family_of, text_config
 from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
 from bosch.progress import progress
+from bosch.this_process import process_place
+from bosch.weight_files import weight_files
 from stages.finished import FinishedWork
 from stages.measure.charts import draw_figures, figures
 from stages.measure.one_run import run_in_process
@@ -45,17 +47,17 @@ def measure(
     `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
     original, which is otherwise the hybrid's own weights with every head full. Models take turns at
     each length, each run in a process of its own; a length at which one has no memory left is a
-    result. An interrupted measurement goes on where it was. Raises UserError for faulty input,
-    RunError when a run fails otherwise.
+    result. An interrupted measurement goes on where it was, unless machine, packages or models are
+    others. Raises UserError for faulty input, RunError when a run fails otherwise.
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
     _check_sinks(variants, settings)
     _make_folder(output)
     _check_output(model, output)
-    finished = FinishedWork(output / "runs.partial.jsonl")
+    finished, basis = FinishedWork(output / "runs.partial.jsonl"), _basis(model, original)
     if len(finished):
-        logger.info("%d runs of an interrupted measurement are reused", len(finished))
+        logger.info("%d runs of an interrupted measurement are there", len(finished))
     points = []
     facts: dict[str, Any] = {}
     total = len(settings.lengths) * len(variants) * settings.repeats
@@ -66,7 +68,7 @@ def measure(
                 for variant in variants:
                     request = _request(model, original, variant, settings, length, repeat)
                     if not any("out_of_memory" in run for run in runs[variant]):
-                        runs[variant].append(finished.once(request, partial(_run, request)))
+                        runs[variant].append(finished.once(request | basis, partial(_run, request)))
                     bar.update(1, f"{variant.name} at {length:,}")
             for variant in variants:
                 facts = next((run for run in runs[variant] if "hardware" in run), facts)
@@ -165,6 +167,20 @@ def _request(
         "settings": settings.model_dump(mode="json"),
         "length": length,
         "repeat": repeat,
+    }
+
+
+def _basis(*models: str | None) -> dict[str, Any]:
+    """What makes two runs of one request differ."""
+    files = []
+    for model in models:
+        if model is not None and os.path.isdir(model):
+            paths = [Path(model, name) for name in ("config.json", *weight_files(Path(model)))]
+            files += [[str(path), file_stamp(path)] for path in paths if path.exists()]
+    return {
+        "machine": process_place(),
+        "versions": installed_versions(_PACKAGES),
+        "files": files,
     }
 
 

@@ -78,10 +78,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     requests = {"cache": "measure decodes with a KV cache"}
     for sentence in lacking(loaded.recipe.runtime.attention, requests):
         yield f"runtime.attention: {sentence}"
-    if search.method != "given" and min(section.lengths) < search.window_size:
+    if search.method != "given" and min(section.lengths) < search.window.size:
         yield (
-            f"measure.lengths: {min(section.lengths):,} is less than search.window_size = "
-            f"{search.window_size:,}, within which a hybrid computes what the original does"
+            f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "
+            f"{search.window.size:,}, within which a hybrid computes what the original does"
         )
 
 
@@ -89,7 +89,7 @@ STAGE = Stage(
     "measure",
     "stages.measure.run:run",
     MeasureConfig,
-    version=1,
+    version=2,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),
     model="weights",

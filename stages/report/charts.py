@@ -221,7 +221,7 @@ def windows(results: Results) -> Picture | None:
     searched, by_mask = results.search.mask, dict[str, dict[int, SuiteScores]]()
     own = METHODS[searched.method].label
     by_mask[own] = {searched.window_size: hybrid.suite}
-    for rival in results.rivals:
+    for rival in (one for one in results.rivals if one.name in METHODS):
         by_mask[METHODS[rival.name].label] = {searched.window_size: rival.suite}
     for model in results.windows:
         method, size = named_window(model.name) or (None, 0)

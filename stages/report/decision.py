@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bosch.analysis import intervals
-from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, Against, power
+from bosch.search.methods import METHODS
+from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, Against, named_rival, power
 from stages.evaluate.tables import against
 from stages.formats import format_bytes, format_length, format_money, format_seconds, signed
 from stages.measure.stage import Point
 from stages.report.results import Results, Scored, label_of
 from stages.report.stage import ReportConfig
-from stages.train.stage import checkpoint_tokens
+from stages.report.verdict import final_model
+from stages.train.stage import checkpoint_name, checkpoint_tokens
 
 
 class Choice(NamedTuple):
@@ -58,16 +61,63 @@ def choose(results: Results) -> Choice | None:
     )
 
 
-def overall(results: Results, model: str) -> tuple[int, Against] | None:
-    """Tasks and lengths of all suites, and the model against the original on their samples.
+def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, Against] | None:
+    """Tasks and lengths of all suites, and the model against another one on their samples.
 
     Every task at every length weighs the same. None where the two have no samples in common.
     """
-    own, original = results.samples.get(model, {}), results.samples.get(ORIGINAL, {})
-    common = [at for at in own if len(own[at]) == len(original.get(at, ()))]
+    own, base = results.samples.get(model, {}), results.samples.get(other, {})
+    common = [at for at in own if len(own[at]) == len(base.get(at, ()))]
     if not common:
         return None
-    return len(common), Against.model_validate(against([(own[at], original[at]) for at in common]))
+    return len(common), Against.model_validate(against([(own[at], base[at]) for at in common]))
+
+
+def comparisons(results: Results) -> str | None:
+    """What the search's heads are worth before and after training, and the smallest budget."""
+    return " ".join([*_over_rivals(results), *_smallest_budget(results)]) or None
+
+
+def _over_rivals(results: Results) -> Iterator[str]:
+    """The search's hybrid less each rival's on the same samples, trained ones after as much."""
+    for rival in results.rivals:
+        trained = named_rival(rival.name)
+        model = HYBRID if trained is None else checkpoint_name(trained[1])
+        found = overall(results, model, rival.name)
+        if found is not None:
+            when = "before training" if trained is None else f"after {trained[1]:,} tokens of both"
+            yield (
+                f"The search's heads score {_points(found[1])} against those of "
+                f"{METHODS[rival.method].label} {when}."
+            )
+
+
+def _smallest_budget(results: Results) -> Iterator[str]:
+    """The scarcest budget that is shown to be near the original, as all larger ones are.
+
+    Tests in a fixed order that end at the first failure need no correction for their number.
+    """
+    names = results.budget_models(final_model(results))
+    shares = {one.kv_slots: one.share for one in results.served.budgets}
+    tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
+    scored = [(slots, found[1]) for slots, found in tested if found is not None]
+    if len(scored) < 2:
+        return
+    near = list(itertools.takewhile(lambda one: one[1].difference_low > -MARGIN, scored))
+    count = f"Of the {len(scored)} budgets scored"
+    if not near:
+        yield f"{count} the largest is not shown to be within {MARGIN:g} points of the original."
+        return
+    slots, found = near[-1]
+    yield (
+        f"{count}, {shares[slots]} of the KV slots is the smallest shown to be within {MARGIN:g} "
+        f"points of the original, as are all larger ones: {_points(found)}."
+    )
+
+
+def _points(found: Against) -> str:
+    ends = f"{signed(found.difference_low, 1)}, {signed(found.difference_high, 1)}"
+    return f"{signed(found.difference, 1)} points [{ends}]"
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
@@ -80,11 +130,10 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     if choice is None or found is None:
         return None
     count, difference = found
-    ends = f"{signed(difference.difference_low, 1)}, {signed(difference.difference_high, 1)}"
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
-        f"it scores {signed(difference.difference, 1)} points [{ends}] against the original over "
-        f"{tasks} ({power(difference).removeprefix('; ')})",
+        f"it scores {_points(difference)} against the original over {tasks} "
+        f"({power(difference).removeprefix('; ')})",
         _cache(results),
         *_speed(results.measured_points),
     ]

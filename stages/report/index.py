@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def _row(name: str, folder: Path) -> list[str]:
             created[:16].replace("T", " "),
             summary.get("headline") or summary["verdict"] or "",
         ]
-    except (RunError, KeyError, json.JSONDecodeError) as error:
+    except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
         # Of an older version, or damaged: the others are shown all the same.
         return [link, *[""] * (len(_HEADER) - 2), f"cannot be read: {error}"]
 

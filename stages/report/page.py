@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bosch.front import Front
 from bosch.model.cache_size import CacheSize
 from bosch.search.methods import METHODS
-from bosch.vllm.plan import CPU, LARGE_GPU, engine_heads, served_caches, served_tokens
+from bosch.vllm.plan import CPU, LARGE_GPU, served_tokens
 from stages.evaluate.scores import (
     ABOUT_MARKS,
     HYBRID,
@@ -33,10 +33,16 @@ from stages.materialize.stage import BudgetedCache
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
 from stages.report import charts
-from stages.report.decision import headline
+from stages.report.decision import comparisons, headline
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.provenance import Provenance
-from stages.report.results import SHOWN_SAMPLES, NeedleScores, Results, label_of
+from stages.report.results import (
+    SHOWN_SAMPLES,
+    NeedleScores,
+    Results,
+    label_of,
+    served_bytes,
+)
 from stages.report.stage import ReportConfig
 from stages.report.verdict import (
     NEEDLE,
@@ -78,6 +84,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         provenance=provenance,
         headline=headline(results, section),
         verdict=verdict(results),
+        comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
         missing=scores.missing_sentences(HARNESS) if scores else [],
@@ -182,7 +189,7 @@ def _why_no_score(results: Results, *, is_trained: bool) -> str:
 
 def words(results: Results) -> list[tuple[str, str]]:
     """Terms of the first screen, each with what it means."""
-    names = dict.fromkeys([results.search.mask.method, *(one.name for one in results.rivals)])
+    names = dict.fromkeys([results.search.mask.method, *(one.method for one in results.rivals)])
     return [
         *((METHODS[name].label, METHODS[name].about) for name in names),
         ("ρ", "the share of the KV heads that slide: they see only a window"),
@@ -395,23 +402,13 @@ def cache_table(cache: CacheSize) -> Table:
 
 def served_table(results: Results) -> Table | str:
     """What vLLM holds per request on each tensor-parallel rank; a sentence where it serves none."""
-    file = results.search.mask
+    file, rows = results.search.mask, []
     title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
-    if file.sinks:
-        return f"{title}: not served, because vLLM has no sinks of a sliding head."
-    cache, heads = results.cache, file.num_key_value_heads
-    other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
-    if cache.state_bytes or other:
-        return f"{title}: not served by the plugin, because of layers of other kinds."
-    rows = []
     for engine in (LARGE_GPU, CPU):
-        for served in served_caches(
-            engine_heads(file.mask.heads_per_layer(file.windows)),
-            cache.bytes_per_head,
-            [own.window for own in cache.own for _ in range(own.heads // heads)],
-            engine=engine,
-            lengths=served_tokens(results.positions),
-        ):
+        found = served_bytes(results.cache, file, engine, served_tokens(results.positions))
+        if isinstance(found, str):
+            return f"{title}: {found}"
+        for served in found:
             if engine is LARGE_GPU or served.ranks == 1:
                 sizes = [
                     format_bytes(served.original),

@@ -15,6 +15,7 @@ from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
+from bosch.vllm.plan import Engine, ServedCache, engine_heads, served_caches
 from bosch.window import Window, windows_text
 from stages.evaluate.scores import (
     HYBRID,
@@ -23,6 +24,7 @@ from stages.evaluate.scores import (
     SuiteScores,
     budget_name,
     named_budget,
+    named_rival,
     named_window,
     read_samples,
 )
@@ -81,6 +83,9 @@ def label_of(name: str) -> str:
     if windowed is not None:
         method, size = windowed
         return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
+    rival = named_rival(name)
+    if rival is not None:
+        return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
     budget = named_budget(name)
     if budget is not None:
         return f"{label_of(budget[0])}, {budget[1]} of the KV slots"
@@ -103,6 +108,12 @@ class NeedleScores:
     def tokens(self) -> int | None:
         """Training tokens so far: 0 for the untrained hybrid, None for the original."""
         return 0 if self.name == HYBRID else checkpoint_tokens(self.name)
+
+    @property
+    def method(self) -> str:
+        """Method of a rival, trained or not."""
+        trained = named_rival(self.name)
+        return self.name if trained is None else trained[0]
 
     @property
     def label(self) -> str:
@@ -185,13 +196,18 @@ class Results:
 
     def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
         """Needle scores of a model by the KV slots of the budgets it serves; None: not scored."""
-        scores: dict[int, SuiteScores | None] = {}
-        for one in self.served.budgets:
-            is_chosen = one.kv_slots == self.served.kv_budget
-            name = model if is_chosen else budget_name(model, one.share)
-            known = self.scores.checkpoints.get(name, {}) if self.scores is not None else {}
-            scores[one.kv_slots] = known.get("needle")
-        return scores
+        known = self.scores.checkpoints if self.scores is not None else {}
+        names = self.budget_models(model)
+        return {slots: known.get(name, {}).get("needle") for slots, name in names.items()}
+
+    def budget_models(self, model: str) -> dict[int, str]:
+        """Names of a model in scores.json at the budgets it serves, by their KV slots."""
+        return {
+            one.kv_slots: model
+            if one.kv_slots == self.served.kv_budget
+            else budget_name(model, one.share)
+            for one in self.served.budgets
+        }
 
     def checkpoint(self, name: str) -> NeedleScores | None:
         """Scores of the model of that name, if it was evaluated."""
@@ -245,12 +261,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else None
     return Results(
         search=search,
-        cache=CacheSize(
-            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-            heads=search.heads,
-            own=tuple(OwnWindow(**own) for own in materialized.own_windows),
-            state_bytes=materialized.state_bytes,
-        ),
+        cache=cache_size(materialized, search),
         positions=read_model_config(inputs["materialize"]).max_positions,
         parameters=materialized.parameters,
         budget=materialized.budget,
@@ -275,6 +286,37 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     )
 
 
+def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
+    """The hybrid's cache, and with every head full its original's."""
+    return CacheSize(
+        bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
+        heads=search.heads,
+        own=tuple(OwnWindow(**own) for own in materialized.own_windows),
+        state_bytes=materialized.state_bytes,
+    )
+
+
+def served_bytes(
+    cache: CacheSize, file: HeadMaskFile, engine: Engine, lengths: Sequence[int]
+) -> list[ServedCache] | str:
+    """What one request holds in vLLM on each rank, by ranks and length; why it serves none."""
+    if file.sinks:
+        return "not served, because vLLM has no sinks of a sliding head."
+    heads = file.num_key_value_heads
+    other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
+    if cache.state_bytes or other:
+        return "not served by the plugin, because of layers of other kinds."
+    return list(
+        served_caches(
+            engine_heads(file.mask.heads_per_layer(file.windows)),
+            cache.bytes_per_head,
+            [own.window for own in cache.own for _ in range(own.heads // heads)],
+            engine=engine,
+            lengths=lengths,
+        )
+    )
+
+
 def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     """The answers of the original and of the other models."""
     for stage in ("original", "evaluate"):
@@ -288,19 +330,19 @@ def _needle(scores: Scores) -> list[NeedleScores]:
         NeedleScores(name, suites["needle"])
         for name, suites in scores.checkpoints.items()
         if "needle" in suites and name not in METHODS
-        if named_window(name) is None and named_budget(name) is None
+        if all(of(name) is None for of in (named_window, named_budget, named_rival))
     ]
     return sorted(models, key=lambda model: -1 if model.tokens is None else model.tokens)
 
 
 def _rivals(scores: Scores) -> list[NeedleScores]:
-    """The untrained hybrids of rules and rankings, the lowest score first."""
+    """The hybrids of rules and rankings, the lowest score first, a trained one last."""
     models = [
         NeedleScores(name, suites["needle"])
         for name, suites in scores.checkpoints.items()
-        if "needle" in suites and name in METHODS
+        if "needle" in suites and (name in METHODS or named_rival(name) is not None)
     ]
-    return sorted(models, key=lambda model: model.average)
+    return sorted(models, key=lambda one: (named_rival(one.name) is not None, one.average))
 
 
 def _windows(scores: Scores) -> list[NeedleScores]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.pages.tables import Group, Table
-from stages.report.decision import headline
+from stages.report.decision import comparisons, headline
 from stages.report.results import Results
 from stages.report.stage import ReportConfig
 from stages.report.verdict import differences, final_model, verdict
@@ -29,6 +29,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "method": search.mask.method,
         "headline": headline(results, section),
         "verdict": verdict(results),
+        "comparisons": comparisons(results),
         "measured": [
             one.model_dump(mode="json", include={"length", "over_original"})
             for one in results.measured_points
@@ -90,7 +91,7 @@ def print_summary(results: Results, title: str, section: ReportConfig) -> None:
         cost = "" if price is None else f", {format_money(price * hours, section.currency)}"
         rows.append(("GPU hours", f"{hours:,.2f}{cost}"))
     Table(title, ("", "value"), [Group(rows)], text_columns=1).print()
-    for sentence in (headline(results, section), verdict(results)):
+    for sentence in (headline(results, section), verdict(results), comparisons(results)):
         if sentence is not None:
             Console().print(Text(sentence))
     for missing in results.scores.missing_sentences() if results.scores is not None else ():

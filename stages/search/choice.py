@@ -63,6 +63,12 @@ def _kept(front: Front, keep: float) -> int:
             "search.budget.keep: the front has no held-out scores; take more "
             f"prepare.calibration.examples, of which one in {HELD_OUT_EVERY} is held out"
         )
+    if original == 0:
+        raise UserError(
+            "search.budget.keep: the original answers none of the examples held out, so nothing "
+            f"can be kept of its score; take more prepare.calibration.examples (one in "
+            f"{HELD_OUT_EVERY} is held out), or name a size"
+        )
     lows = [point.held_out_low or 0.0 for point in front.points[:-1]]
     found = next((index for index, low in enumerate(lows) if low >= keep * original), None)
     if found is not None:

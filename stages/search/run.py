@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
-from bosch.files import read_json, write_json
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
+from bosch.journal import Journal
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
@@ -48,7 +48,7 @@ from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConf
 logger = logging.getLogger(__name__)
 
 SinkBias: TypeAlias = Sequence[Sequence[float]]
-_SINK_BIAS = "sink_bias.json"  # of a search that is not finished, which goes on with the same
+_SINK_BIAS = "sink_bias.jsonl"  # of a search that is not finished, which goes on with the same
 
 
 def run(
@@ -82,7 +82,7 @@ def run(
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
         if sink_bias is not None and ranks.is_first:
-            write_json(work_dir / _SINK_BIAS, sink_bias)
+            Journal(work_dir / _SINK_BIAS).replace([{"values": sink_bias}])
         ranks.from_first(None)  # all have loaded: from here on they wait for each other's passes
         limit_collectives(config.runtime.collective_timeout_minutes)
         if ranks.is_first and ranks.size > objective.batches:
@@ -210,8 +210,9 @@ def _sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> S
         return None
     given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None
     kept = None
-    if objective.ranks.is_first and (work_dir / _SINK_BIAS).is_file():
-        kept = read_json(work_dir / _SINK_BIAS)
+    if objective.ranks.is_first:
+        lines = Journal(work_dir / _SINK_BIAS).read_new_as(lambda entry: entry["values"])
+        kept = lines[-1] if lines else None
     values: SinkBias | None = given or objective.ranks.from_first(kept)
     if values is None:
         return give_sink_bias(objective)

@@ -153,6 +153,11 @@ class SearchConfig(Section):
         return values
 
     @model_validator(mode="after")
+    def _some_menu(self) -> Self:
+        _ = self.menu  # raises ValueError
+        return self
+
+    @model_validator(mode="after")
     def _some_budget(self) -> Self:
         if self.swa_ratio is None and self.budget is None:
             names = ", ".join(Budget.ALTERNATIVES[0])

@@ -27,7 +27,7 @@ from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
 from stages.train.schedule import Schedule
-from stages.train.stage import METRICS
+from stages.train.stage import METRICS, TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ class MetricsLog:
     ) -> None:
         path = work_dir / METRICS
         self._journal = Journal(path)
-        self.records = [r for r in self._journal.read_new() if r["step"] <= done_steps]
+        records = self._journal.read_new_as(_step)
+        self.records = [record for record in records if record["step"] <= done_steps]
         if len(self.records) < done_steps:
             logger.warning(
                 "%s: damaged, it holds %d of the %d steps done; the others have no record",
@@ -178,6 +179,12 @@ def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{index}", one) for index, one in enumerate(value))
         elif value is not None:
             yield name, value
+
+
+def _step(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as it is; raises ValueError where it is none of a step."""
+    TrainingStep.model_validate(record)
+    return record
 
 
 def _finite(value: float) -> float | None:

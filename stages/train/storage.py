@@ -251,9 +251,10 @@ class RestartPoints:
         for name in self._checkpoints:
             record = self._checkpoint_record(name)
             content = read_json(record)
-            if not isinstance(content, dict):
+            saved = content.get("sha256") if isinstance(content, dict) else None
+            if not isinstance(saved, dict):
                 raise RunError(f"{record} is missing or damaged; run the same command again")
-            for file, digest in content["sha256"].items():
+            for file, digest in saved.items():
                 hashes[f"{CHECKPOINTS}/{name}/{file}"] = digest
         return hashes
 

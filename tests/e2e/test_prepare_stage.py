@@ -209,7 +209,7 @@ def test_missing_tokenizer(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json: damaged, not JSON"),
+        ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json cannot be read as JSON"),
         ("tokenizer_config.json", "", r"tokenizer_config\.json cannot be read as JSON"),
         (
             "config.json",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -23,9 +21,8 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
 from stages.search.stage import TRACES, SearchConfig
 from tests.hybrid_case import KV_HEADS, LAYERS
-from tests.search_case import WINDOW, write_inputs
-
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.rank_processes import run_order
+from tests.search_case import WINDOW, order, write_inputs
 
 
 def config_of(base: Path, **changes: object) -> StageConfig:
@@ -51,8 +48,10 @@ def run(inputs: tuple[Path, Path], work: Path, **changes: object) -> dict:
 
 
 # `given` needs a file: tests/unit/test_given_mask.py; of a front no mask is chosen yet.
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("given", "front")])
-@pytest.mark.parametrize("ratio", [0.3, 0.75])
+@pytest.mark.parametrize(
+    ("method", "ratio"),
+    [*((name, 0.75) for name in METHODS if name not in ("given", "front")), ("bosch", 0.3)],
+)
 def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
     summary = run(inputs, tmp_path, method=method, swa_ratio=ratio)
     file = HeadMaskFile.load(tmp_path / "head_mask.json")
@@ -84,33 +83,12 @@ def test_a_killed_search_ends_with_the_same_mask(inputs, tmp_path):
     whole = run(inputs, tmp_path / "whole")
     work = tmp_path / "killed"
     work.mkdir()
-    script = f"""
-import os, signal
-from pathlib import Path
-import torch
-from bosch.objective.evaluation_log import EvaluationLog
-from stages.search import run as search
-from stages.context import ModelConfig, Runtime, StageConfig
-from stages.search.stage import SearchConfig
-# The last bits of a sum depend on the number of threads.
-torch.set_num_threads({torch.get_num_threads()})
-append = EvaluationLog.append
-def dying(self, mask, evaluation, phase):
-    append(self, mask, evaluation, phase)
-    if len(self) == 9:
-        with self.path.open("a") as file:
-            file.write('{{"mask": "3x4')
-        os.kill(os.getpid(), signal.SIGKILL)
-EvaluationLog.append = dying
-config = StageConfig(
-    section=SearchConfig(swa_ratio=0.5, window_size={WINDOW}, budget_per_layer=4),
-    model=ModelConfig(path={str(inputs[0])!r}, dtype="float32"), seed=5,
-    runtime=Runtime(eval_batch_size=3),
-)
-search.run(config, {{"prepare": Path({str(inputs[1])!r})}}, Path({str(work)!r}))
-"""
-    killed = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
+    killed = order(config_of(inputs[0]), {"prepare": inputs[1]}, work, "tests.rank_stages:search")
+    threads = str(torch.get_num_threads())  # the last bits of a sum depend on it
+    environment = {"KILL_AT": "9", "OMP_NUM_THREADS": threads}
+    assert run_order(killed, environment=environment) == -signal.SIGKILL
+    with (work / "evaluations.jsonl").open("a") as file:
+        file.write('{"mask": "3x4')
     assert not (work / "head_mask.json").exists()
     resumed = run(inputs, work)
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (tmp_path / "whole", work)]

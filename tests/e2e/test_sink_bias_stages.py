@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from bosch.errors import UserError
 from bosch.heads import HeadMaskFile
+from bosch.journal import Journal
 from bosch.model.loading import load_model
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize import run as materialize
@@ -43,7 +44,7 @@ def _search(inputs: tuple[Path, Path], work: Path, **changes: Any) -> HeadMaskFi
     model = ModelConfig(path=str(base), dtype="float32")
     config = StageConfig(SearchConfig(**options), model, 5, Runtime(eval_batch_size=3))
     search.run(config, {"prepare": prepared}, work)
-    assert not (work / "sink_bias.json").exists()
+    assert not list(work.glob("sink_bias*"))
     return HeadMaskFile.load(work / "head_mask.json")
 
 
@@ -82,10 +83,18 @@ def test_a_search_goes_on_with_the_bias_it_began_with(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     values = torch.randn(LAYERS, 8).tolist()
-    (tmp_path / "stopped").mkdir()
-    (tmp_path / "stopped/sink_bias.json").write_text(json.dumps(values))
+    kept = tmp_path / "stopped/sink_bias.jsonl"
+    Journal(kept).append({"values": values})
     file = _search(inputs, tmp_path / "stopped", method="intr")
     assert file.sink_bias == tuple(map(tuple, values))
+    # A damaged one is estimated anew, as in a search that was never stopped.
+    Journal(tmp_path / "damaged/sink_bias.jsonl").append({"values": values})
+    text = (tmp_path / "damaged/sink_bias.jsonl").read_text()
+    digit = next(place for place in range(20, 30) if text[place] in "123456789")
+    damaged = f"{text[:digit]}{int(text[digit]) % 9 + 1}{text[digit + 1 :]}"
+    (tmp_path / "damaged/sink_bias.jsonl").write_text(damaged)
+    anew = _search(inputs, tmp_path / "damaged", method="intr")
+    assert anew.sink_bias == _search(inputs, tmp_path / "whole", method="intr").sink_bias
     # A mask with a bias of its own, taken as it is.
     shutil.copy(tmp_path / "stopped/head_mask.json", tmp_path / "mask.json")
     again = _search(inputs, tmp_path / "given", method="given", mask=str(tmp_path / "mask.json"))

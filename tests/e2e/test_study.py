@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from bosch.budget import swa_budget
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
@@ -121,6 +123,55 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert static["most"] == pytest.approx(0.5)
     assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
+
+
+def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> None:
+    options = "--methods", "bosch,rand,dcam,one_gradient", "--ratios", "0.5", "--budgets", "3"
+    assert study("headbench", searched, *options) == 0
+    with (searched / "headbench.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", "uniform"}
+    # By hand: 6 of 12 heads keep all of the longest example, the others 31 tokens each.
+    examples = {line["key"]["examples"] for line in lines(searched) if held_out(line)}
+    assert len(examples) == 1
+    length = StudiedModel(*opened(searched)).held_out_set.max_length
+    share = (6 * length + 6 * 31) / (12 * length)
+    for name, row in rows.items():
+        assert float(row["cache_generate"]) == pytest.approx(share, abs=1 / length), name
+        assert float(row["cache_generate"]) <= share + 1e-9
+        assert (row["cache_vllm"] == "") == (name == "uniform")
+    # A row's score is that of its masks on the held-out examples.
+    scores = {
+        (line["key"]["mask"], line["key"]["window_size"]): line["result"]["exact"]
+        for line in lines(searched)
+        if held_out(line)
+    }
+    masks = [
+        line["result"]["mask"]
+        for line in lines(searched)
+        if line["key"]["kind"] == "search" and line["key"]["method"] == "dcam"
+        if line["key"]["settings"]["swa_ratio"] == 0.5
+        and "head_granularity" not in line["key"]["settings"]
+    ]
+    assert len(masks) == 2
+    mean = np.mean([scores[mask, 32] for mask in masks])
+    assert float(rows["dcam"]["score"]) == pytest.approx(mean)
+    [uniform] = [exact for (_, window), exact in scores.items() if window != 32]
+    assert float(rows["uniform"]["score"]) == pytest.approx(np.mean(uniform))
+    best = max(rows.values(), key=lambda row: float(row["score"]))
+    first = next(iter(rows.values()))
+    assert first["p_holm"] == "" and float(first["score"]) == float(best["score"])
+    assert all(float(row["difference"]) <= 0 for row in [*rows.values()][1:])
+    assert "Uniform, W = " in (searched / "headbench.md").read_text()
+
+
+def held_out(line: dict[str, Any]) -> bool:
+    return bool(line["key"]["kind"] == "held_out")
+
+
+def opened(folder: Path) -> tuple[Any, StudyOptions, Path]:
+    changes = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
+    return load_recipe(RECIPE, changes).recipe, StudyOptions(seeds=2, held_out=5), folder
 
 
 def test_granularity_study_compares_units_with_single_heads(
@@ -238,6 +289,15 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
     assert not set(first.examples) & set(every[-5:])
     assert model.calibration(0, 3).examples == first.examples[:3]
     assert "composition_8x8/calibration.jsonl" in model.about_examples
+
+
+def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, env={}).recipe
+    file = tmp_path / "examples.jsonl"
+    file.write_text(json.dumps({"input_ids": [1, 10**6, 3], "answer_length": 1}))
+    model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)
+    with pytest.raises(UserError, match="has the token id 1,000,000, the model's vocabulary ends"):
+        _ = model.about_examples
 
 
 def test_a_study_refuses_a_file_with_too_few_questions(

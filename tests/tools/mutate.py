@@ -12,22 +12,32 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
 import math
 import os
 import random
 import re
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("bosch", "data_prep", "pipeline", "stages")
 SUITES = ("tests/unit", "tests/e2e", "tests/distributed")
+_PRELOADED = (
+    "torch", "torch.distributed.checkpoint", "transformers", "transformers.models.qwen3",
+    "transformers.generation.utils", "datasets", "accelerate", "pydantic", "altair", "hypothesis",
+)  # fmt: skip
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -108,7 +118,12 @@ def mutated(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("sorted", "reversed") and isinstance(twin.func, ast.Name):
             yield ast.Call(ast.Name("list"), [twin.args[0]], [])
         first_two = twin.args[:2]
-        if len(first_two) == 2 and all(isinstance(a, ast.Name | ast.Attribute) for a in first_two):
+        swappable = name not in ("min", "max")  # whose order says nothing
+        if (
+            swappable
+            and len(first_two) == 2
+            and all(isinstance(a, ast.Name | ast.Attribute) for a in first_two)
+        ):
             twin.args[:2] = reversed(first_two)
             yield twin
 
@@ -228,6 +243,9 @@ class Checkout:
         # stage_code's test fails for any change of code, which is no test of behaviour.
         self.left_out = ["tests/unit/test_stage_code.py"]
         copy_checkout(folder)
+        runpy.run_path(str(ROOT / "conftest.py"))  # variables that must be set before these:
+        for name in _PRELOADED:
+            importlib.import_module(name)
 
     def outcome(self, change: Change, most: int) -> str:
         """killed, with the first test that noticed, survived, or undecided.
@@ -246,30 +264,58 @@ class Checkout:
             if result is None:
                 hung = self._pytest(tests) is not None
                 return "killed by the time limit" if hung else "undecided (slow tests)"
-            if result.returncode == 0:
+            status, output = result
+            if status == 0:
                 return "survived"
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-            unchanged = self._pytest([failed[1]] if failed else tests)
-            if unchanged is not None and unchanged.returncode == 0:
-                return f"killed by {failed[1] if failed else tests[0]}"
-            if failed is None or failed[1] in self.left_out:
+            failed = first_failure(output)
+            unchanged = self._pytest([failed] if failed else tests)
+            if unchanged is not None and unchanged[0] == 0:
+                return f"killed by {failed or tests[0]}"
+            if failed is None or failed in self.left_out:
                 return "undecided (tests do not run)"
-            self.left_out.append(failed[1])
+            self.left_out.append(failed)
 
-    def _pytest(self, tests: list[str]) -> subprocess.CompletedProcess[str] | None:
-        """The tests in the copy until the first one fails; None where they take too long."""
-        # The copy's modules, wherever a test's processes start; and no launcher sets anything up.
-        environment = dict(os.environ, PYTHONPATH=str(self.folder), PYTHONDONTWRITEBYTECODE="1")
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        command += [f"--deselect={test}" for test in self.left_out]
-        try:
-            return subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True,
-                timeout=self.minutes * 60,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return None
+    def _pytest(self, tests: list[str]) -> tuple[int, str] | None:
+        """Status and output of the tests in the copy, until one fails; None if they are too slow.
+
+        They run in a fork of this process, which has imported what takes seconds to import.
+        """
+        log = self.folder / "output.log"
+        pid = os.fork()
+        if not pid:
+            try:
+                self._run_tests(tests, log)
+            finally:
+                os._exit(70)
+        end = time.monotonic() + self.minutes * 60
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return None
+            time.sleep(0.2)
+        return os.waitstatus_to_exitcode(ended[1]), log.read_text(errors="replace")
+
+    def _run_tests(self, tests: list[str], log: Path) -> None:
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(self.folder)
+        # The copy's modules, in this process and in those that tests start.
+        sys.path.insert(0, str(self.folder))
+        for name in [name for name in sys.modules if name.split(".")[0] in (*PRODUCT, "tests")]:
+            del sys.modules[name]
+        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        sys.dont_write_bytecode = True
+        options = ["-x", "-q", "-p", "no:cacheprovider"]
+        os._exit(pytest.main([*options, *tests, *(f"--deselect={one}" for one in self.left_out)]))
+
+
+def first_failure(output: str) -> str | None:
+    """The id of the first test in pytest's summary; a parameter's name may have spaces."""
+    found = re.search(r"^(?:FAILED|ERROR) ([^\[\n]+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    return found[1] if found else None
 
 
 def copy_checkout(target: Path) -> None:

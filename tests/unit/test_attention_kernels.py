@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from bosch.attention import BACKENDS, fastest_backend, hybrid_attention, kernels, varlen
+from bosch.attention import BACKENDS, causal, fastest_backend, hybrid_attention, kernels, varlen
 from bosch.attention import context as contexts
 from bosch.attention.kernels import FUSED_KERNELS, fused_attention, repeat_heads
 from bosch.model.families import logit_needs
@@ -86,6 +87,42 @@ def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
         hybrid_attention(*case.tensors(torch.float32), case.layout(), context)
     calls = [e for e in profiler.events() if e.name == "aten::scaled_dot_product_attention"]
     assert [call.input_shapes[0][2] for call in calls] == lengths
+
+
+def test_padded_rows_need_no_mask_and_cost_their_own_squares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows padded on the left are computed one by one: outputs and gradients are eager's."""
+    monkeypatch.setattr(causal, "LEAST_PADDED", 2)
+    case = Case(40, 8, 0, (True, False), batch=3, padding="left", seed=3)
+    padding = case.context().left_padding()
+    assert padding is not None and len({*padding}) == 3
+    calls = []
+
+    def attention(query: Tensor, key: Tensor, *others: Any, **options: Any) -> Tensor:
+        calls.append((query.shape, options["mask"]))
+        return fused(query, key, *others, **options)
+
+    fused = causal.fused_attention
+    monkeypatch.setattr(causal, "fused_attention", attention)
+    results = {}
+    for backend in ("eager", "sdpa"):
+        tensors = case.tensors()
+        out = hybrid_attention(*tensors, case.layout(), case.context(), backend=backend)
+        out = out * case.context().valid[:, :, None, None]
+        results[backend] = [out, *torch.autograd.grad(out.square().sum(), tensors)]
+    for eager, fast in zip(*results.values(), strict=True):
+        torch.testing.assert_close(fast, eager)
+    own = [(shape[0], shape[2]) for shape, mask in calls if shape[2] > 1 and mask is None]
+    assert {(1, 40 - slots) for slots in padding} <= {*own}
+    assert not [shape for shape, mask in calls if shape[2] == 40 and mask is not None]
+
+
+@pytest.mark.parametrize("padding", ["right", "holes"])
+def test_other_padding_takes_a_mask(padding: str) -> None:
+    case = Case(40, 8, 0, (True, False), batch=3, padding=padding, seed=3)
+    assert case.context().left_padding() is None
+    assert Case(40, 8, 0, (True,)).context().left_padding() is None
 
 
 def test_documents_of_every_row_are_those_of_its_numbers() -> None:

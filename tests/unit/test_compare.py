@@ -433,6 +433,12 @@ def test_every_score_is_a_line_of_the_csv(case: Case) -> None:
                 )  # fmt: skip
                 assert float(line["score"]) == one.score
     assert len(lines) == 2
+    # Ten of the 16 heads keep 512 tokens, six the 31 behind the newest one.
+    share = (10 * 512 + 6 * 31) / (16 * 512)
+    [bme] = [line for line in lines if line["method"] == "bme"]
+    assert float(bme["cache_generate"]) == pytest.approx(share)
+    assert share < float(bme["cache_vllm"]) < 1
+    assert f"{share:.1%}" in (result.folder / "compare.md").read_text()
     [original] = [line for line in lines if line["models"] == "original"]
     assert (original["method"], original["score"]) == ("original", "97.0")
 

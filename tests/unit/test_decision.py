@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.scores import HYBRID, ORIGINAL
+from stages.evaluate.scores import HYBRID, ORIGINAL, budget_name, rival_name
+from stages.materialize.stage import ServedBudget
 from stages.measure import measurement
 from stages.measure.process import measure_run
 from stages.measure.run import run
 from stages.measure.stage import Efficiency, MeasureConfig
-from stages.report.decision import choose, headline, overall
-from stages.report.results import Results, load_results
+from stages.report.decision import choose, comparisons, headline, overall
+from stages.report.results import NeedleScores, Results, load_results
 from stages.report.stage import ReportConfig
 from tests import report_fixture
 from tests.pipeline_case import Case
@@ -83,6 +86,44 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     assert "5 samples are too few to show any loss" in str(few)
 
 
+def test_the_search_is_compared_with_a_rival_before_and_after_training(results: Results) -> None:
+    trained = rival_name("intr", LAST)
+    right = {ORIGINAL: 200, HYBRID: 150, "intr": 20, LAST: 196, trained: 180}
+    suite = results.rivals[0].suite
+    rivals = [NeedleScores(name, suite) for name in ("intr", trained)]
+    sentence = comparisons(replace(of(results, right, 200), rivals=rivals))
+    assert sentence is not None
+    before, after = sentence.split(". ")
+    assert before.startswith("The search's heads score +65.0 points [")
+    assert before.endswith("] against those of INTR before training")
+    assert "score +8.0 points [" in after and after.endswith("INTR after 2,000 tokens of both.")
+
+
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        # The scarcest is near, but what is between is not: nothing is said of what follows it.
+        ((400, 392, 300, 400), "50 % of the KV slots is the smallest shown"),
+        ((400, 392, 396, 200), "25 % of the KV slots is the smallest shown"),
+        ((300, 400, 400, 400), "Of the 4 budgets scored the largest is not shown to be within 5"),
+    ],
+)
+def test_the_smallest_budget_near_the_original_is_named(
+    results: Results, right: tuple[int, ...], words: str
+) -> None:
+    shares, model = ("75 %", "50 %", "25 %", "12.5 %"), "tokens-4000000"
+    budgets = [
+        ServedBudget(kv_slots=slots, share=share, full_kv_heads=1, cache_bytes=1)
+        for slots, share in zip((750, 500, 250, 125), shares, strict=True)
+    ]
+    served = results.served.model_copy(update={"budgets": budgets, "kv_budget": 250})
+    names = [model if share == "25 %" else budget_name(model, share) for share in shares]
+    made = of(results, {ORIGINAL: 400, **dict(zip(names, right, strict=True))}, 400)
+    sentence = comparisons(replace(made, served=served, rivals=[]))
+    assert words in str(sentence)
+    assert comparisons(replace(made, rivals=[])) is None
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "run_in_process", lambda request, what: measure_run(request))
@@ -121,3 +162,24 @@ def test_a_section_that_does_not_fit_is_refused(
     case.content["measure"] = section
     case.save()
     assert sentence in case.fault()
+
+
+def test_a_section_is_checked_beside_a_menu_of_windows(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.content["measure"] = {"lengths": [64, 512]}
+    case.content["search"] = {"method": "front", "windows": [32, 64], "swa_ratio": 0.5}
+    case.save()
+    load_recipe(case.file, env={})
+    case.content["measure"]["lengths"] = [48]
+    case.save()
+    assert "measure.lengths: 48 is less than search.windows = 64" in case.fault()
+
+
+@pytest.mark.parametrize("search", [{"sinks": 10**15}, {"windows": [10**14, 10**15]}])
+def test_windows_beyond_what_engines_count_are_refused(
+    tmp_path: Path, search: dict[str, Any]
+) -> None:
+    case = Case(tmp_path)
+    case.content["search"] = {"swa_ratio": 0.5, "method": "front", **search}
+    case.save()
+    assert "fewer than 2^31 in all" in case.fault()

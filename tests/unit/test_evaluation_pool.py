@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bosch.heads import HeadMask
+from bosch.journal import Journal
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.ranks import Ranks
 from bosch.search.evaluator import Evaluator
@@ -175,3 +176,18 @@ def test_bounds_stay_with_the_search_that_made_them(tmp_path):
     assert not log_of(tmp_path, "two").history(mask, "anchors")
     again = log_of(tmp_path, "one")
     assert evaluation_in(again, mask) == bound and again.get(mask) is None
+
+
+def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, caplog):
+    mask = HeadMask.all_full(*COSTS.shape)
+    log_of(tmp_path, "one").append(mask, Evaluation(1.0, -0.5), "anchors")
+    [pool] = (tmp_path / "pool").iterdir()
+    for path in (pool, tmp_path / "one" / "evaluations.jsonl"):
+        [entry] = Journal(path).read_new()
+        for lost in ("mask", "score", "round_likelihoods"):
+            Journal(path).append({name: entry[name] for name in entry if name != lost})
+    log = log_of(tmp_path, "one")
+    assert log.get(mask) == Evaluation(1.0, -0.5)
+    assert [text.rpartition(": ")[2] for text in caplog.messages] == [
+        "3 damaged lines are not used"
+    ] * 2

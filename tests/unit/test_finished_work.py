@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bosch.journal import Journal
 from stages.finished import FinishedWork
 
 
@@ -58,3 +59,19 @@ def test_forgotten_work_is_done_again(tmp_path: Path) -> None:
     finished.forget()
     assert len(finished) == 0
     assert finished.once({"n": 0}, lambda: {"value": 1}) == {"value": 1}
+
+
+def test_a_line_without_key_or_result_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "results.jsonl"
+    FinishedWork(file).once({"n": 0}, lambda: {"value": 0})
+    Journal(file).append(
+        {"result": {"value": 1}}, {"key": {"n": 1}}, {"key": 1, "result": {}},
+        {"key": {"n": 2}, "result": [2]},
+    )  # fmt: skip
+    finished = FinishedWork(file)
+    assert len(finished) == 1
+    assert finished.once({"n": 0}, never) == {"value": 0}
+    assert finished.once({"n": 2}, lambda: {"value": 2}) == {"value": 2}
+    assert "4 damaged lines are not used" in caplog.text

@@ -59,8 +59,8 @@ def _with(**values: Any) -> Any:
     return lambda content: content.update(values)
 
 
-def _in_point(**values: Any) -> Any:
-    return lambda content: content["points"][0].update(values)
+def _in_point(number: int = 0, **values: Any) -> Any:
+    return lambda content: content["points"][number].update(values)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,19 @@ def _in_point(**values: Any) -> Any:
         (_in_point(score=float("nan")), "expected a finite number"),
         (_in_point(layout=[[5, 4], [4, 4]]), "points[0]: layout has the window 5"),
         (_in_point(layout=[[4.0, 4], [4, 4]]), "points[0]: layout must hold one list"),
+        (_in_point(1, layout=[[-4, 4], [4, 4]]), "points[1]: layout has the window -4"),
+        (_in_point(1, layout=[[4], [4, 4]]), "points[1]: layout must hold 2 rows of 2 windows"),
+        (_in_point(score=1.5), "points[0]: score is 1.5"),
+        (_in_point(passes=-1), "passes -1"),
+        (_in_point(held_out_low=0.5), "held_out_high are 0.5, None, None, expected shares"),
+        (
+            _in_point(held_out_low=0.5, held_out_score=0.4, held_out_high=0.6),
+            "are 0.5, 0.4, 0.6, expected shares that rise",
+        ),
+        (
+            _in_point(held_out_low=0.5, held_out_score=0.6, held_out_high=1.5),
+            "are 0.5, 0.6, 1.5, expected shares that rise",
+        ),
         (_in_point(kv_slots=21), "points[0]: kv_slots is 21, its layout has 20"),
         (_in_point(full_kv_heads=1), "points[0]: full_kv_heads is 1, its layout has 0"),
         (lambda content: content["points"].reverse(), "no more than the"),
@@ -101,10 +114,10 @@ def test_a_damaged_file_is_refused_in_a_sentence(
 
 
 def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the front"):
+    with pytest.raises(UserError, match=r"cannot be read as JSON \(No such file"):
         Front.load(tmp_path / "front.json")
     (tmp_path / "front.json").write_text('{"format": 1, "points": [')
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match=r"cannot be read as JSON .*; search again"):
         Front.load(tmp_path / "front.json")
 
 

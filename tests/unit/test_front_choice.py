@@ -90,10 +90,15 @@ def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
         chosen_point(_front(), _price(keep=0.9))
     with pytest.raises(UserError, match=r"search\.budget\.kv_cache: the smallest point .*7\.0%"):
         chosen_point(_front(), _price(kv_cache="0.05 @ 100"))
-    unscored = replace(_front().points[-1], held_out_score=None)
+    unscored = replace(
+        _front().points[-1], held_out_score=None, held_out_low=None, held_out_high=None
+    )
     front = replace(_front(), points=(*_front().points[:-1], unscored))
     with pytest.raises(UserError, match="has no held-out scores"):
         chosen_point(front, _price(keep=0.5))
+    lost = _front([*_POINTS[:-1], (4, 1.0, 0.0, 0.0)])
+    with pytest.raises(UserError, match="original answers none of the examples held out"):
+        chosen_point(lost, _price(keep=0.5))
 
 
 def test_points_lie_between_the_smallest_window_and_the_original() -> None:

@@ -187,6 +187,9 @@ def test_the_decoder_alone_by_auto_model(hybrid: Any, folder: Path, tmp_path: Pa
         torch.testing.assert_close(again(ids).last_hidden_state, out.last_hidden_state, **_NEAR)
 
 
+_ATTENTION = "model.layers.1.self_attn"
+
+
 def _damaged(source: Path, target: Path, change: Any) -> Path:
     weights = load_file(source / "model.safetensors")
     change(weights)
@@ -195,6 +198,13 @@ def _damaged(source: Path, target: Path, change: Any) -> Path:
             (target / path.name).write_bytes(path.read_bytes())
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def test_a_sink_bias_that_config_json_has_lost_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its logits would be another model's, without a word."""
+    _damaged(folder, tmp_path, lambda w: w.update({f"{_ATTENTION}.sink_bias": torch.ones(4)}))
+    with pytest.raises(UserError, match=r"1 weights of the files have no place .*sink_bias"):
+        load_model(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize("ordinary", [False, True])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
+import operator
+import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -110,6 +114,24 @@ def test_writers_at_the_same_time_lose_no_entry_and_a_reader_follows(tmp_path: P
     assert Journal(path).read_new() == entries
 
 
+def test_an_append_waits_for_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(file: object, operation: int) -> None:
+        fcntl_flock(file, operation | fcntl.LOCK_NB)
+
+    path = tmp_path / "journal.jsonl"
+    content, fcntl_flock = written(path), fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lock)  # fails at once where it would wait
+    with path.open() as other:
+        fcntl_flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="cannot be written"):
+            Journal(path).append(NEW)
+        assert path.read_bytes() == content
+    Journal(path).append(NEW)
+    assert path.read_bytes() > content
+
+
 def test_replaced_entries_are_not_read_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     written(path)
@@ -126,3 +148,22 @@ def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) 
         Journal(tmp_path / "file" / "journal.jsonl").append({})
     with pytest.raises(RunError, match="cannot be read"):
         Journal(tmp_path).read_new()
+
+
+def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> None:
+    """Its checksum fits, but it is no JSON, or its fields are not those that are read."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path).append({"step": 1}, {"stop": 2}, {"step": [3]}, {"step": 4})
+    for text in (b'{"step": ', b'{"step": 1} ', b'{"step": ' + b"[" * 100_000):
+        head = text + b', "crc32": "'
+        with path.open("ab") as file:
+            file.write(head + f'{zlib.crc32(head):08x}"}}\n'.encode())
+    journal = Journal(path)
+    assert journal.read_new_as(lambda entry: operator.index(entry["step"])) == [1, 4]
+    assert journal.damaged == 5
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "journal.jsonl")
+    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
+        Journal(tmp_path / "journal.jsonl").read_new()

@@ -37,18 +37,20 @@ def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None
         WRITERS[form](file, tmp_path / "out", 6)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize(
     ("form", "export", "imports"),
     [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH)],
 )
 def test_a_mask_comes_back_as_it_went(
-    tmp_path: Path, form: str, export: list[str], imports: list[str]
+    tmp_path: Path, form: str, export: list[str], imports: list[str], sinks: int
 ) -> None:
     other, back = str(tmp_path / "other"), tmp_path / "back.json"
-    assert main(["mask", "export", str(_saved(tmp_path)), other, "--format", form, *export]) == 0
+    source = str(_saved(tmp_path, sinks))
+    assert main(["mask", "export", source, other, "--format", form, *export]) == 0
     assert main(["mask", "import", other, str(back), "--format", form, *imports]) == 0
     read = HeadMaskFile.load(back)
-    assert (read.mask, read.window_size, read.sinks) == (_MASK, 10, 2)
+    assert (read.mask, read.window_size, read.sinks) == (_MASK, 10, sinks)
     assert read.method == form
 
 
@@ -108,7 +110,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", "[" * 5000, _BOTH, "inside each other"),
         ("rtp_llm", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),
         ("rtp_llm", "[]", _BOTH, "expected a JSON object"),
-        ("rtp_llm", "no json", _BOTH, "not valid JSON"),
+        ("rtp_llm", "no json", _BOTH, "cannot be read as JSON ("),
     ],
 )
 def test_damaged_files_are_refused_by_name(

@@ -177,11 +177,12 @@ def test_shard_outside_the_folder_is_refused(tmp_path, name, form):
 
 
 def test_shard_in_a_subfolder_is_read(tmp_path):
-    """As in an index merged from those below it."""
+    """As in an index merged from those below it; a name has up to 255 bytes."""
     folder = damaged(tmp_path, "plain")
+    name = "s" * 251 + ".mds"
     (folder / "sub").mkdir()
-    (folder / "shard.00000.mds").rename(folder / "sub" / "shard.00000.mds")
-    change_index(folder, "shards.0.raw_data.basename", "sub/shard.00000.mds")
+    (folder / "shard.00000.mds").rename(folder / "sub" / name)
+    change_index(folder, "shards.0.raw_data.basename", f"sub/{name}")
     assert len(read_all(folder)) == 6
 
 
@@ -194,7 +195,7 @@ def test_shard_in_a_subfolder_is_read(tmp_path):
         ("shards.0.samples", "3"), ("shards.0.samples", DELETE), ("shards.0.raw_data", None),
         ("shards.0.raw_data", "x"), ("shards.0.raw_data.basename", 7),
         ("shards.0.raw_data.basename", ""), ("shards.0.raw_data.basename", "a\x00b"),
-        ("shards.0.raw_data.basename", "a\x1b[2Jb"), ("shards.0.raw_data.basename", "a" * 300),
+        ("shards.0.raw_data.basename", "a\x1b[2Jb"), ("shards.0.raw_data.basename", "a" * 256),
         ("shards.0.raw_data.basename", "\ud800"), ("shards.0.raw_data.bytes", -5),
         ("shards.0.raw_data.bytes", 2**40), ("shards.0.raw_data.bytes", None),
         ("shards.0.raw_data.hashes", []), ("shards.0.raw_data.hashes", {"sha1": 5}),

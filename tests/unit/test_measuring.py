@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from functools import partial
 from itertools import count
@@ -21,6 +22,7 @@ from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.loading import full_attention_config, load_config, load_model
 from bosch.model.materialize import materialize, materialize_front
+from bosch.model.search_mode import prepare_for_search, set_sink_bias
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
 from pipeline.commands.measure import default_output
@@ -162,6 +164,19 @@ def test_a_hybrid_of_several_budgets_is_measured_at_its_own(tmp_path: Path) -> N
         assert own.kv_heads(KV_HEADS) == front.mask(index).heads_per_layer(front.windows)
         measured = build_model(str(tmp_path), None, own, SETTINGS)
         assert type(measured.new_cache()).__name__ == "HybridCache"
+
+
+def test_a_hybrid_with_a_sink_bias_is_measured_with_it(tmp_path: Path) -> None:
+    model = small_model("qwen3")
+    prepare_for_search(model, "auto")
+    set_sink_bias(model, [[1.0] * model.config.num_attention_heads] * LAYERS)
+    hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(8))
+    hybrid.save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
+    measured = build_model(str(tmp_path), None, own, SETTINGS)
+    biases = [p for name, p in measured.model.named_parameters() if name.endswith("sink_bias")]
+    assert len(biases) == LAYERS and all((bias == 1).all() for bias in biases)
 
 
 def test_a_cache_that_is_not_the_formula_ends_the_run(
@@ -311,6 +326,16 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_anew(
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(*arguments)
     assert calls == [*turns, ("stop", 0)]
+    # Runs of another machine, or of a model that was replaced, are not those of this one.
+    for change in (
+        lambda: monkeypatch.setattr(measurement, "process_place", lambda: "elsewhere"),
+        lambda: os.utime(folder / "model" / "model.safetensors"),
+    ):
+        change()
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            measurement.measure(*arguments)
+        assert calls == [*turns, ("stop", 0)]
 
 
 def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:

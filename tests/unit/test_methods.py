@@ -170,6 +170,8 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("learned_gates", 0.5, 100, 2 + 280),
         ("single_ablation", 0.5, 100, 2 + 224 + 1),
         ("layer_ablation", 0.5, 100, 2 + 28 + 1),
+        ("layer_restoration", 0.5, 100, 2 + 28 + 1),
+        ("one_gradient", 0.5, 100, 2 + 1 + 4),
         ("rand", 0.5, 100, 3),
         ("dcam", 0.5, 100, 3),
     ],
@@ -281,7 +283,7 @@ PLANTED = {
     "bosch_plus": _ANY_UNIT, "front": _ANY_UNIT, "b_single": (1, 2, 2 / 3),
     "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS, "one_plus_one": _ANY_UNIT,
     "annealing": _ANY_UNIT, "learned_gates": _ANY_UNIT, "single_ablation": _ANY_UNIT,
-    "layer_ablation": _EASY_LAYERS,
+    "layer_ablation": _EASY_LAYERS, "layer_restoration": _EASY_LAYERS, "one_gradient": _ANY_UNIT,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -602,12 +603,25 @@ def test_calibration_files(tmp_path):
     assert (len(loaded), loaded.max_length) == (1, 3)
     assert loaded.fingerprint == CalibrationSet.from_records([([1, 2, 3], 1)]).fingerprint
     assert loaded.fingerprint != CalibrationSet.from_records([([1, 2, 3], 2)]).fingerprint
-    for damage in ("", "{", json.dumps({**record, "answer_length": 3}), '{"input_ids": 3}'):
-        path.write_text(damage)
+    for damage in (
+        "",
+        "{",
+        "[" * 100_000,
+        "\udcff",
+        json.dumps({**record, "answer_length": 3}),
+        json.dumps({**record, "answer_length": 1.5}),
+        json.dumps({**record, "input_ids": [1, -2, 3]}),
+        json.dumps({**record, "input_ids": ["1", "2", "3"]}),
+        '{"input_ids": 3}',
+    ):
+        path.write_text(damage, errors="surrogateescape")
         with pytest.raises(UserError, match=r"calibration\.jsonl"):
             CalibrationSet.load(path)
     with pytest.raises(UserError, match="cannot read"):
         CalibrationSet.load(tmp_path / "absent.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="is a pipe"):
+        CalibrationSet.load(tmp_path / "pipe.jsonl")
 
 
 def test_results_of_each_example_have_the_evaluations_means() -> None:

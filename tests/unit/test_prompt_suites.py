@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from bosch.errors import UserError
 from data_prep.tasks import mrcr, nolima
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSuite
@@ -95,6 +98,25 @@ def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
     [
         ({"task_template": None}, "has no task_template; save the benchmark's own"),
         ({"task_template": "{haystack} {answer}"}, "the template of 0401 has other fields"),
+        ({"task_template": "{haystack} {question:>999999999}"}, "has other fields than its two"),
+        ({"task_template": "{question}"}, "has other fields than its two"),
+        ({"id": "-999"}, "the id -999 is no number"),
+        ({"character_set": ["Yuki", ""]}, "character_set of T1 must be texts that are not empty"),
+        ({"character_set": []}, "0401_T1_onehop has no answer"),
+        ({"needle": "A lute."}, "0401_T1_onehop has no answer"),
+        (
+            {"needle": "A lute.", "tests": {"T1": {"input_args": ["a"], "gold_answers": ""}}},
+            "gold_answers of T1 must be texts",
+        ),
+        ({"tests": {"T1": {"input_args": [1]}}}, "input_args of T1"),
+        ({"questions": {"onehop": 1}}, "question and needle of T1"),
+        (
+            {
+                "questions": {f"kind {number}": "Who?" for number in range(400)},
+                "tests": {f"T{number}": {"input_args": []} for number in range(400)},
+            },
+            "more than 100,000 questions",
+        ),
         ({"questions": None}, "not a needle set of NoLiMa"),
         ({"tests": {"T1": {}}}, "not a needle set of NoLiMa: lacks 'input_args'"),
     ],
@@ -178,6 +200,10 @@ def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
     case.save()
     fault = case.fault()
     assert "evaluate.mrcr.lengths: 2,048 is more than the model's 1,024 positions" in fault
+    case.content["evaluate"]["nolima"]["lengths"] = [1000]
+    case.save()
+    assert "evaluate.nolima.lengths and max_new_tokens: 1,192 is more than the" in case.fault()
+    case.content["evaluate"]["nolima"]["lengths"] = [512]
     case.content["evaluate"]["mrcr"]["lengths"] = [512]
     case.save()
     fault = case.fault()
@@ -199,9 +225,94 @@ def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "[]", "answer": "x"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl, row 0: not in MRCR's layout"):
-        list(mrcr.read_samples(tmp_path, 1000))
+    path = tmp_path / "a.jsonl"
+    whole = conversations()[0]
+    for change, sentence in (
+        ({"prompt": 1}, r"row 1: not in MRCR's layout"),
+        ({"prompt": "[" * 900}, r"row 1: not in MRCR's layout"),
+        ({"prompt": "[]"}, r"row 1: .*must not be empty"),
+        ({"answer": ""}, r"row 1: .*must not be empty"),
+        ({"random_string_to_prepend": ""}, r"row 1: .*must not be empty"),
+        ({"answer": "\ud800"}, r"row 1: not in MRCR's layout \('utf-8' codec can't encode"),
+        ({"n_needles": 10**30}, r"row 1: .*n_needles is 1000"),
+    ):
+        path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
+        with pytest.raises(UserError, match=sentence):
+            list(mrcr.read_samples([path], 1000))
+    for text, sentence in (
+        ('{"prompt": ', r"a\.jsonl, line 1: not a complete JSON record"),
+        ("[1]\n", r"a\.jsonl, line 1: expected a JSON object, not a list"),
+        ('{"answer": "x"}\n', r"a\.jsonl, row 0: not in MRCR's layout \(lacks 'prompt'\)"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            list(mrcr.read_samples([path], 1000))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="is a pipe"):
+        list(mrcr.read_samples([path], 1000))
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.Table.from_pylist(conversations()), path)
+    assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
+        list(mrcr.read_samples([path], 1000))
+    lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
+    parquet.write_table(pa.Table.from_pylist(lists), path)
+    with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):
+        list(mrcr.read_samples([path], 1000))
+    parquet.write_table(pa.table({"prompt": ["[]"]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet: no column `answer`"):
+        list(mrcr.read_samples([path], 1000))
+
+
+def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
+    """Two kilobytes that would be 400 GB of text, one after another."""
+    rows, path = 20_000, tmp_path / "a.parquet"
+    columns = {name: pa.array([conversations()[0][name]] * rows) for name in mrcr.FIELDS}
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * 20_000_000])
+    parquet.write_table(pa.table({**columns, "prompt": long}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    started = time.process_time()
+    assert not list(mrcr.read_samples([path], 1000))
+    assert time.process_time() - started < 20
+
+
+def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
+    """Answers to another set would be taken for its own."""
+    nolima_case.write_case(tmp_path / "data")
+    (tmp_path / "set.json").write_text(json.dumps(nolima_case.NEEDLE_SET))
+    (tmp_path / "data" / "set").write_text(json.dumps(nolima_case.NEEDLE_SET))
+    for name in ("../set.json", str(tmp_path / "set.json"), "set", "haystack/../needle_set.json"):
+        section = NolimaEvaluation(data_dir=str(tmp_path / "data"), needle_set=name)
+        [fault] = section.missing_files(tmp_path / "data")
+        assert "it is named by its place in this folder" in fault
+
+
+def test_a_kind_of_question_is_no_path(tmp_path: Path) -> None:
+    """A needle set names its kinds, and files of answers have the names of tasks."""
+    model, folder = Evaluated("m", ModelConfig(path="m")), AnswerFolder(tmp_path / "a", None, 0)
+    names = ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
+    for number, task in enumerate(names):
+        folder.journal(model, Subtask(task, 1)).append({"index": number, "score": 1.0})
+    for number, task in enumerate(names):
+        assert folder.read(model, Subtask(task, 1)).keys() == {number}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_template_that_refuses_a_role_is_named() -> None:
+    """Gemma's has no system prompts."""
+    tokenizer = nolima_case.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    with pytest.raises(UserError, match=r"no conversation of system, user \(no system\)"):
+        ChatTemplate(tokenizer).text(turns)
 
 
 def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
@@ -212,3 +323,12 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert system == {"role": "system", "content": "Be short."}
     assert user["content"].startswith("Read this:")
     assert {sample.task for sample in samples} == {"onehop", "twohop", "direct"}
+
+
+def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
+    model, subtask = Evaluated("m", ModelConfig(path="m")), Subtask("task", 0)
+    folder = AnswerFolder(tmp_path, None, 0)
+    answers = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
+    strangers = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
+    folder.journal(model, subtask).append(*answers, *strangers)
+    assert folder.read(model, subtask) == dict(enumerate(answers))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bosch.commands.repair.weights import repair
@@ -38,6 +38,8 @@ def test_queries_and_keys_come_back_and_all_else_stays(
     tmp_path: Path, family: str, share: float
 ) -> None:
     tuned, older = saved(tmp_path / "tuned", family, 0.1), saved(tmp_path / "older", family)
+    # Beside the model's own weights, and none of it.
+    save_file({name: -value for name, value in weights(older).items()}, older / "z.safetensors")
     count = repair(tuned, older, tmp_path / "out", share)
     ours, own, source = (weights(folder) for folder in (tmp_path / "out", tuned, older))
     changed = [name for name, value in ours.items() if not torch.equal(value, own[name])]

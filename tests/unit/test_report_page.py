@@ -86,6 +86,9 @@ def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
         assert tag not in ("link", "iframe", "img", "object")
         assert not {"src", "xlink:href"} & attributes.keys()
         assert (attributes.get("href") or "#").startswith("#")
+    rows = [attributes for tag, attributes in parsed.tags if tag == "tr"]
+    assert {row.get("class") for row in rows if row.get("data-task")} == {None}
+    assert any(row.get("class") == "total" for row in rows)
     style = page[page.index("<style>") : page.index("</style>")]
     assert not re.search(r"https?://|@import|url\(", style)
     # The policy lets run the two scripts that are on the page: charts, and the page's own.
@@ -423,6 +426,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
         ("b", None),
         ("a<b>", {"title": "older"}),
         ("c", "{"),
+        ("d", {"needle": None, "kv_cache_bytes_per_token": 5}),
     ):
         folder = tmp_path / name / "report"
         folder.mkdir(parents=True)
@@ -438,9 +442,9 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
     assert row.startswith("b | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB")
     assert "| 26.56 USD | 2026-01-02 03:04 | Ship the hybrid after 4,000,000 tokens" in row
     unread = [line for line in lines if "cannot be read" in line]
-    assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c"]
+    assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
-    assert links == ["a<b>/report/index.html", "b/report/index.html", "c/report/index.html"]
+    assert links == [f"{name}/report/index.html" for name in ("a<b>", "b", "c", "d")]
 
 
 def test_terminal_table_names_absent_stages(

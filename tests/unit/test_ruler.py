@@ -10,14 +10,16 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from bosch.errors import RunError, UserError
+from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import ruler
-from data_prep.tasks.needles import string_match
+from data_prep.tasks.needles import Draft, string_match
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
@@ -80,6 +82,31 @@ def test_short_samples_fit(task, length, tokenizer, data):
         assert sample.draft.text.endswith(sample.draft.prefix)
 
 
+class _Counted(ruler.RulerTask):
+    """Drafts of as many tokens as their size."""
+
+    step, smallest = 8, 3
+
+    def draw(self, index, size):
+        return Draft("x" * size, "", [], [])
+
+
+@pytest.mark.parametrize(
+    ("first", "length", "sizes"),
+    [
+        (6, 8, [6]),
+        (24, 12, [24, 16, 8]),
+        (8, 6, [*[8] * 200, 4]),
+        (8, 5, [*[8] * 200, *[4] * 200, 3]),
+    ],
+)
+def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes):
+    counter = SimpleNamespace(tokens=len, ids=list)
+    generator = _Counted(Corpus([]), 0, length, 2, counter)
+    generator.size = first
+    assert generator.sample(0).sizes == sizes
+
+
 def _answers(task):
     if task in RULER_NEEDLES:
         return RULER_NEEDLES[task].values * RULER_NEEDLES[task].queries
@@ -137,6 +164,21 @@ def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
 
 
+@pytest.mark.parametrize("line", [0, 2, 4])
+def test_a_sample_without_its_fields_is_damaged(line, tmp_path, tokenizer, data):
+    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
+    folder.make(4)
+    before = [sample.ids.tolist() for sample in folder.read(range(4))]
+    journal = Journal(folder.path / "samples.jsonl")
+    entries = journal.read_new()
+    del entries[line]["tokens" if line else "size"]
+    journal.replace(entries)
+    with pytest.raises(RunError, match=r"sample \d is damaged"):
+        list(folder.read(range(4)))
+    folder.make(4)
+    assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
+
+
 def test_scores_are_upstreams():
     """As string_match_all and string_match_part of scripts/eval/synthetic/constants.py."""
     assert string_match("A one\x00and TWO", ["one", "two", "three", "four"]) == 0.5
@@ -163,7 +205,7 @@ def test_missing_and_damaged_data(tmp_path, tokenizer, data):
     (tmp_path / "hotpotqa.json").write_text("[")
     with pytest.raises(UserError, match="not the file that RULER downloads"):
         make("qa_1", tmp_path)
-    with pytest.raises(UserError, match=r"hotpotqa\.json: damaged, not JSON"):
+    with pytest.raises(UserError, match=r"hotpotqa\.json cannot be read as JSON"):
         make("qa_2", tmp_path)
     with pytest.raises(UserError, match="too few for 32,768 tokens: install the package"):
         corpus = _corpus(data, words=OWN_WORDS)

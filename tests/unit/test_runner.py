@@ -135,6 +135,15 @@ def test_a_changed_field_reruns_its_stage_and_what_follows(
     assert [name for name in NAMES if shown[name] != "cached"] == follows
 
 
+def test_three_changes_are_shown_and_the_others_counted(case: Case) -> None:
+    runner(case).run()
+    changes = [f"train.{name}" for name in (
+        "learning_rate=1e-4", "weight_decay=0.2", "warmup_ratio=0.5", "total_tokens=1k"
+    )]  # fmt: skip
+    shown = states(case, *changes)["train"]
+    assert shown.count("changed") == 3 and shown.endswith("; and 1 more)")
+
+
 @pytest.mark.parametrize(
     "override",
     ["runtime.eval_batch_size=1", "runtime.log_level=debug", "runtime.data_workers=2"],

@@ -386,3 +386,28 @@ def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
     assert not temporary.exists()
     folder = publish(store)
     assert sorted(one.name for one in folder.rglob("*.txt")) == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"attempts": 5},
+        {"attempts": [{}]},
+        {"attempts": [{"stortad": 1.0}]},
+        {"attempts": [{"started": "1"}]},
+        {"attempts": [{"started": 1.0, "ended": None}]},
+        {"attempts": [{"started": float("inf")}]},
+        {"attempts": [], "failure": 5},
+        [],
+    ],
+)
+def test_damaged_notes_of_attempts_stop_no_run(store: Store, content: Any) -> None:
+    """Nor the publishing of what was worked on for days."""
+    fill(store)
+    notes = store.state_file("search", KEY)
+    notes.write_text(json.dumps(content))
+    store.begin("search", KEY, afresh=False)
+    notes.write_text(json.dumps(content))
+    assert store.state("search", KEY) == {}
+    store.publish("search", DOCUMENT, {}, store.hasher())
+    assert store.damage("search", KEY, store.hasher()) is None

@@ -21,6 +21,7 @@ from tests.pipeline_case import ROOT, Case
         ("--seeds", "2,3", "--seeds: '2,3' is not a count"),
         ("--budgets", "4,x", "--budgets: 'x' is not a count"),
         ("--methods", "bosch,bsch", "--methods: 'bsch' is unknown; did you mean bosch?"),
+        ("--methods", "zzz", "--methods: 'zzz' is unknown; choose from all, bosch, "),
     ],
 )
 def test_options_without_meaning_are_refused(

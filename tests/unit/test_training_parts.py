@@ -105,15 +105,19 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"]
 
 
+@pytest.mark.parametrize("checksummed", [False, True])
 @pytest.mark.parametrize("lost", [[2], [3], [1, 2, 3]])
 def test_training_continues_without_the_records_that_are_lost(
-    tmp_path: Path, lost: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, lost: list[int], checksummed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_metrics(tmp_path, 3)
-    lines = path.read_text().splitlines(keepends=True)
+    entries, lines = Journal(path).read_new(), path.read_text().splitlines(keepends=True)
     for step in lost:
         lines[step - 1] = lines[step - 1].replace("loss", "lass")
+        del entries[step - 1]["step"]
     path.write_text("".join(lines))
+    if checksummed:
+        Journal(path).replace(entries)
     resumed = MetricsLog(tmp_path, schedule(), 3)
     resumed.write(4, 9.0, 0.5, learning_rate=1e-3)
     resumed.close()

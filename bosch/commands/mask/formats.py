@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_json, read_within, write_text
+from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, read_within, write_text
 from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
 from bosch.window import windows_text
 
@@ -154,12 +154,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> Head
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: Any = load_json(path, CONFIG_LIMITS)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+    content: Any = load_user_json(path, "export it again", CONFIG_LIMITS)
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
     return content
@@ -168,7 +163,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _size(settings: dict[str, Any], name: str, path: Path, least: int) -> int:
     value = settings.get(name)
     if type(value) is not int or value < least:
-        raise UserError(f"{path}: {name} must be an integer of at least {least}, found {value!r}")
+        raise UserError(
+            f"{path}: {name} must be an integer of at least {least}, found {value!r:.60}"
+        )
     return value
 
 

@@ -21,7 +21,7 @@ from bosch.files import NOT_REGULAR, irregular_entries, replacing
 from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
 from bosch.model.untrusted import check_faults
-from bosch.weight_files import weight_faults
+from bosch.weight_files import weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
 _ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
@@ -54,11 +54,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 "expected two hybrids of one head mask, such as a checkpoint and what was "
                 "fine-tuned from it"
             )
-    places = {name: file for file in sorted(source.glob(f"*{_SUFFIX}")) for name in _names(file)}
+    places = {name: file for file in _files(source) for name in _names(file)}
     count = 0
     with replacing(output) as writing:
         shutil.copytree(model_dir, writing)
-        for file in sorted(writing.glob(f"*{_SUFFIX}")):
+        for file in _files(writing):
             with safe_open(file, framework="pt") as opened:
                 weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
                 metadata = opened.metadata()
@@ -100,6 +100,11 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
         q_per_kv: int = text.num_attention_heads // text.num_key_value_heads
         return len(weight) // (q_per_kv + 2) * (q_per_kv + 1)
     return 0
+
+
+def _files(folder: Path) -> list[Path]:
+    """A model's weights; other files beside them are none of it."""
+    return [folder / name for name in weight_files(folder) if name.endswith(_SUFFIX)]
 
 
 def _names(file: Path) -> list[str]:

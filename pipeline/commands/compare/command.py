@@ -241,6 +241,7 @@ def _recipe_of(
         # A comparison has every method as a combination of its own.
         "evaluate": evaluate.model_copy(update={"rivals": [], "windows": []}),
         "search": _search_of(recipe[SearchConfig], combination),
+        "rival": None,
         "train": recipe.get(TrainConfig) if options.with_training else None,
     }
     return replace(loaded, recipe=recipe.model_copy(update=changes))

@@ -13,12 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.analysis import intervals
+from bosch.heads import HeadMaskFile
 from bosch.search.methods import METHODS
+from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
 from stages.evaluate.tables import subtask_scores
+from stages.materialize.stage import MODEL, MaterializeSummary
 from stages.report.charts import interval_of
-from stages.search.stage import SearchSummary
+from stages.report.results import Search, cache_size, served_bytes
+from stages.search.stage import HEAD_MASK, SearchSummary
 from stages.train.stage import checkpoint_tokens
 
 # Rows of BOSCH Tables 1 and 2, by the kind of method.
@@ -127,6 +131,8 @@ class AgainstHighest:
 class Result:
     """Results that the stages of a combination published; `missing`: what has no score, and why.
 
+    `cache` are the bytes of a request of the longest evaluated length over the original's, by
+    engine: in `generate`, and in vLLM on one large GPU, where the plugin serves the hybrid.
     `samples` are the scores behind the averages, by models and suite.
     """
 
@@ -137,8 +143,9 @@ class Result:
     notes: Sequence[str]
     rows: Sequence[ScoreRow]
     trained_tokens: int | None
+    cache: Mapping[str, float] = field(default_factory=dict)
     missing: Sequence[str] = ()
-    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict, compare=False)
+    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -291,6 +298,11 @@ def read_result(runner: Runner) -> Result:
     ]
     trained = scores.last_trained
     models: tuple[tuple[Models, str], ...] = (("untrained", HYBRID), ("trained", str(trained)))
+    rows = [
+        row
+        for kind, name in (("original", ORIGINAL), *models)
+        for row in _rows(kind, scores.checkpoints.get(name, {}))
+    ]
     names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
         keys={name: folder.name for name, folder in folders.items()},
@@ -302,12 +314,11 @@ def read_result(runner: Runner) -> Result:
             if name in names or name.startswith("reused_")
         },
         notes=search.notes,
-        rows=[
-            row
-            for kind, name in (("original", ORIGINAL), *models)
-            for row in _rows(kind, scores.checkpoints.get(name, {}))
-        ],
+        rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
+        cache=_cache_shares(
+            folders["materialize"], search, max((r.length for r in rows), default=0)
+        ),
         missing=scores.missing_sentences(),
         samples={
             (kind, suite): SampleScores.of(subtasks)
@@ -316,6 +327,19 @@ def read_result(runner: Runner) -> Result:
             if (subtasks := _kept(subtask_scores(records, name, suite), table))
         },
     )
+
+
+def _cache_shares(folder: Path, search: SearchSummary, tokens: int) -> dict[str, float]:
+    """Bytes of a request over the original's, by engine; none where the scores have no length."""
+    if not tokens:
+        return {}
+    file = HeadMaskFile.load(folder / MODEL / HEAD_MASK)
+    cache = cache_size(MaterializeSummary.read(folder), Search(file, search))
+    shares = {"generate": cache.dynamic(tokens) / cache.original(tokens)}
+    served = served_bytes(cache, file, LARGE_GPU, [tokens])
+    if not isinstance(served, str) and not served[0].refusal:
+        shares["vllm"] = served[0].hybrid / served[0].original
+    return shares
 
 
 def _kept(

@@ -35,6 +35,7 @@ from stages.train.stage import checkpoint_name
 REPORT = "compare.json"
 _PAGE = "pipeline/commands/compare/page.html"
 _PREDICTIONS = "pipeline/commands/compare/predictions.html"
+_ENGINES = ("generate", "vllm")
 _KINDS: tuple[Models, ...] = ("untrained", "trained")
 _ABOUT = (
     "Scores are averages on held-out samples, in points of 100, with 95 % intervals over samples "
@@ -44,10 +45,11 @@ _ABOUT = (
 )
 _PAPER = " The columns 'paper' hold the figures of BOSCH, Table 1."
 _COSTS = (
-    "S(z) is the exact-match rate on the calibration set. Full passes count the work of the search "
-    "alone: evaluations reused from another combination are included at their cost there. Other "
-    "time is that outside evaluations: the solver's, or the ranking of the heads by a static "
-    "method."
+    "The cache is that of a request of the longest evaluated length, computed from the mask, as a "
+    "share of the original's: in generate, and in vLLM on one large GPU. S(z) is the exact-match "
+    "rate on the calibration set. Full passes count the work of the search alone: evaluations "
+    "reused from another combination are included at their cost there. Other time is that outside "
+    "evaluations: the solver's, or the ranking of the heads by a static method."
 )
 
 
@@ -358,13 +360,22 @@ def _target(comparison: Comparison, combination: Combination, row: ScoreRow) -> 
 
 def csv_table(comparison: Comparison) -> Table:
     """Every score of the original and of every combination by task and length, with intervals."""
-    header = ("method", "swa_ratio", "seed", *(one.name for one in fields(ScoreRow)))
+    names = [one.name for one in fields(ScoreRow)]
+    header = ("method", "swa_ratio", "seed", *names, *(f"cache_{name}" for name in _ENGINES))
     lines = [
-        (ORIGINAL, 0.0, "", *astuple(row)) for _, row in comparison.originals.values() if row.task
+        (ORIGINAL, 0.0, "", *astuple(row), *(1.0 for _ in _ENGINES))
+        for _, row in comparison.originals.values()
+        if row.task
     ]
     for models in _KINDS:
         lines += [
-            (one.method, one.ratio, one.seed, *astuple(row))
+            (
+                one.method,
+                one.ratio,
+                one.seed,
+                *astuple(row),
+                *(comparison.results[one].cache.get(name, "") for name in _ENGINES),
+            )
             for one, row in comparison.rows(models)
             if row.task
         ]
@@ -394,8 +405,8 @@ def markdown(comparison: Comparison) -> str:
 def _cost_table(comparison: Comparison) -> Table:
     """Means over seeds: S(z), and the work of the search, reused evaluations included."""
     header = (
-        "Method", "ρ", "S(z)", "log-likelihood", "evaluations", "full passes",
-        "other time, seconds",
+        "Method", "ρ", "cache, generate", "cache, vLLM", "S(z)", "log-likelihood", "evaluations",
+        "full passes", "other time, seconds",
     )  # fmt: skip
     rows = [
         _cost_row(label_of(method), ratio, results)
@@ -413,9 +424,11 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
     score = statistics.fmean(result.calibration_score for result in results)
     likelihood = statistics.fmean(result.calibration_log_likelihood for result in results)
     passes = mean("full_forward_equivalents") + mean("reused_full_forward_equivalents")
+    shares = [[one.cache[name] for one in results if name in one.cache] for name in _ENGINES]
     return [
         label,
         f"{ratio:g}",
+        *(f"{statistics.fmean(own):.1%}" if own else "–" for own in shares),
         f"{score:.3f}",
         f"{likelihood:.3f}",
         f"{mean('evaluations'):,.0f}",

@@ -23,7 +23,7 @@ COMMAND = RecipeCommand(
     "compare the search's methods on a recipe's model, see docs/notes/study.md", input_files=False
 )
 
-STUDIES = ("optimality", "cost", "stability", "turnover", "granularity")
+STUDIES = ("optimality", "cost", "stability", "turnover", "granularity", "headbench")
 _DOCS = ROOT / "docs" / "notes" / "study"
 
 

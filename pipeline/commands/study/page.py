@@ -1,4 +1,4 @@
-"""The pages of a study: numbers as JSON, Markdown with plots as PNG, and HTML."""
+"""The pages of a study: numbers as JSON and CSV, Markdown with plots as PNG, and HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from stages.pages.tables import Table
 
 @dataclass(frozen=True)
 class StudyResult:
-    """Title, what was done (a few sentences), numbers, tables, and the panels of each figure."""
+    """Title, what was done (a few sentences), numbers, tables, and the panels of each figure.
+
+    `records` become NAME.csv, a line each.
+    """
 
     name: str
     title: str
@@ -23,10 +26,11 @@ class StudyResult:
     data: dict[str, Any]
     tables: list[Table]
     figures: dict[str, list[Picture]] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def publish(result: StudyResult, folder: Path, command: str, docs: Path | None = None) -> Path:
-    """Write NAME.json, .html, .md and plots into `folder`; the last two into `docs` too.
+    """Write NAME.json, .html, .md, plots and a CSV into `folder`; the last three into `docs` too.
 
     Returns the Markdown page.
     """
@@ -35,6 +39,10 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
     )
     page = folder / f"{result.name}.md"
     files = [page]
+    if result.records:
+        files.append(folder / f"{result.name}.csv")
+        cells = [["" if v is None else str(v) for v in one.values()] for one in result.records]
+        write_text(files[-1], Table.of_rows("", list(result.records[0]), cells).csv())
     images = []
     for name, pictures in result.figures.items():
         files.append(folder / f"{result.name}-{name}.png")

@@ -22,6 +22,7 @@ import torch
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
+from bosch.model.families import text_config
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
@@ -32,6 +33,7 @@ from bosch.ranks import Ranks
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
+from bosch.window import Window
 from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import SeedSpace
@@ -110,7 +112,7 @@ class StudiedModel:
         if len(self.finished):
             logger.info("%d results are known already", len(self.finished))
         self._sets: dict[tuple[SeedSpace, int, int], CalibrationSet] = {}
-        self._objectives: dict[str, Objective] = {}
+        self._objectives: dict[tuple[str, Window | None], Objective] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -171,7 +173,16 @@ class StudiedModel:
     @cached_property
     def _file(self) -> CalibrationSet | None:
         path = self.options.examples
-        return None if path is None else CalibrationSet.load(Path(path))
+        if path is None:
+            return None
+        examples = CalibrationSet.load(Path(path))
+        largest = max(max(one.input_ids) for one in examples.examples)
+        if largest >= (words := text_config(self.model.config).vocab_size):
+            raise UserError(
+                f"--examples: {path} has the token id {largest:,}, the model's vocabulary ends at "
+                f"{words - 1:,}; expected examples in its own tokens"
+            )
+        return examples
 
     @property
     def about_examples(self) -> str:
@@ -186,15 +197,18 @@ class StudiedModel:
             kind = " of the same file"
         return f"{own}, {len(self.held_out_set)} held-out examples{kind}"
 
-    def objective(self, examples: CalibrationSet) -> Objective:
-        """Measures masks on `examples`; later passes reuse what earlier ones cached."""
-        key = examples.fingerprint
+    def objective(self, examples: CalibrationSet, window: Window | None = None) -> Objective:
+        """Measures masks on `examples`; later passes reuse what earlier ones cached.
+
+        Sliding heads have the `window`, by default the recipe's.
+        """
+        key = examples.fingerprint, window
         if key not in self._objectives:
-            self._objectives[key] = self._new_objective(examples)
+            self._objectives[key] = self._new_objective(examples, window)
         return self._objectives[key]
 
-    def _new_objective(self, examples: CalibrationSet) -> Objective:
-        window, runtime = self.recipe[SearchConfig].window, self.recipe.runtime
+    def _new_objective(self, examples: CalibrationSet, other: Window | None = None) -> Objective:
+        window, runtime = other or self.recipe[SearchConfig].window, self.recipe.runtime
         return Objective(
             self.model,
             examples,
@@ -258,12 +272,14 @@ class StudiedModel:
         settings = replace(settings, seed=self.recipe.seed + seed)
         return settings if budget is None else replace(settings, budget_per_layer=budget)
 
-    def held_out(self, mask: HeadMask) -> Results:
-        """Exact match and log-likelihood of each held-out example, [E, 2]."""
+    def held_out(self, mask: HeadMask, window: Window | None = None) -> Results:
+        """Exact match and log-likelihood of each held-out example, [E, 2], as `objective`."""
         key = {"kind": "held_out", "mask": mask.key, **self.context(self.held_out_set)}
+        if window is not None:
+            key |= {"window_size": window.size, "sinks": window.sinks}
 
         def compute() -> Record:
-            results = self.objective(self.held_out_set).example_results(mask).T.tolist()
+            results = self.objective(self.held_out_set, window).example_results(mask).T.tolist()
             return {"exact": results[0], "log_likelihood": results[1]}
 
         record = self.finished.once(key, compute)

@@ -1,0 +1,1 @@
+"""Stage rival: the hybrid of a rule or ranking."""

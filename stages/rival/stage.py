@@ -1,0 +1,57 @@
+"""Stage rival: the hybrid of a rule or ranking, to be trained as the search's is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from bosch.search.methods import MethodName
+from stages.evaluate.stage import unsearched
+from stages.fields import Section
+from stages.recipe import LoadedRecipe
+from stages.stage import Stage
+from stages.train.stage import TrainConfig
+
+
+def _unsearched(name: MethodName) -> MethodName:
+    return unsearched([name])[0]
+
+
+class RivalConfig(Section):
+    """A hybrid without a search, trained beside the search's: does the search matter then?"""
+
+    method: Annotated[MethodName, AfterValidator(_unsearched)] = Field(
+        "intr",
+        description=(
+            "Layer rule or ranking that chooses its full heads, as many as the search's mask has. "
+            "It reads the same tokens as `train` has the search's hybrid read, under the same "
+            "settings: training costs twice as much. More methods: `bosch compare`."
+        ),
+    )
+
+
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    if loaded.recipe.get(RivalConfig) is not None and loaded.recipe.get(TrainConfig) is None:
+        yield (
+            "rival: the recipe has no training to give it; name the method in evaluate.rivals, "
+            "which are scored untrained"
+        )
+
+
+STAGE = Stage(
+    "rival",
+    "stages.rival.run:run",
+    RivalConfig,
+    version=1,
+    field=Field(
+        None, description="A second hybrid that is trained for comparison; left out, there is none."
+    ),
+    needs=("prepare", "materialize"),
+    # What the recipe is for comes first.
+    after=("train",),
+    model="weights",
+    checks=_faults,
+    cost="stages.materialize.cost:cost",
+)

@@ -1,0 +1,1 @@
+"""Stage train_rival: training of the rival's hybrid."""

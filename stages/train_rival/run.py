@@ -1,0 +1,26 @@
+"""Trains the rival's hybrid as the stage train trains the search's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stages.context import StageConfig
+from stages.rival.stage import RivalConfig
+from stages.train.run import run as train
+from stages.train.stage import TrainConfig
+
+
+def run(
+    config: StageConfig[RivalConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Train `inputs["rival"]/model` on the data, for the tokens and by the settings of `train`.
+
+    It serves one budget, so that every step of a training for several ones is for that. Publishes
+    what the stage train does, and raises what that raises.
+    """
+    section = config.upstream_section(TrainConfig).model_copy(update={"budgets": None})
+    inputs = {"prepare": inputs["prepare"], "materialize": inputs["rival"]}
+    return train(replace(config, section=section), inputs, work_dir)

@@ -1,0 +1,18 @@
+"""Stage train_rival: the training of the recipe, on the rival's hybrid."""
+
+from __future__ import annotations
+
+from stages.rival.stage import RivalConfig
+from stages.stage import Stage
+
+STAGE = Stage(
+    "train_rival",
+    "stages.train_rival.run:run",
+    RivalConfig,
+    version=1,
+    key="rival",
+    # Of the stage train it takes the section alone.
+    needs=("prepare", "rival", "train"),
+    distributed=True,
+    cost="stages.train.cost:cost",
+)

@@ -1,0 +1,31 @@
+"""The tool that changes lines at random and counts the changes that tests notice."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.tools.mutate import first_failure, mutated
+
+
+@pytest.mark.parametrize(
+    "name", ["tests/a.py", "tests/a.py::test_b", "tests/a.py::test_b[x - y]", "a.py::b[c d-[1]]"]
+)
+@pytest.mark.parametrize("reason", ["", " - assert 0 - [1]", " - Exception"])
+def test_the_failure_is_named_whole(name: str, reason: str) -> None:
+    assert first_failure(f"1 failed\nFAILED {name}{reason}\nERROR c.py\n") == name
+    assert first_failure("1 passed\n") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a < b", ["a <= b"]), ("a and b", ["a or b"]), ("a + b", ["a - b"]), ("3", ["4"]),
+        ("True", ["False"]), ("a if b else c", ["c if b else a"]), ("f(a, b)", ["f(b, a)"]),
+        ("min(a, b)", ["max(a, b)"]), ("sorted(a)", ["list(a)"]), ("a / 'x'", []), ("f(a)", []),
+    ],
+)  # fmt: skip
+def test_a_plausible_mistake_and_none_that_changes_nothing(before: str, after: list[str]) -> None:
+    node = ast.parse(before, mode="eval").body
+    assert [ast.unparse(changed) for changed in mutated(node)] == after

@@ -1,0 +1,103 @@
+"""The trained rival: what it needs, what it leaves alone, and how it is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.load import load_recipe
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.worker import execute
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.cost import Devices
+from stages.evaluate.scores import named_rival, rival_name
+from stages.recipe import World
+from stages.rival.stage import RivalConfig
+from stages.train.stage import TrainConfig
+from stages.train_rival import run as train_rival
+from tests.pipeline_case import Case, fake_table
+
+TABLE = fake_table()
+CPU = Devices("cpu", 2, 1, 1, 1e12)
+
+
+def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    return execute(order)
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return Case(tmp_path)
+
+
+def runner(case: Case, *overrides: str) -> Runner:
+    return Runner(load_recipe(case.file, overrides, env={}, stages=TABLE), Choice(), in_process)
+
+
+def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:
+    """Days of training stay cached; only what shows the rival runs again."""
+    assert runner(case).run() == 7
+    states = {
+        state.node.name: str(state).partition(" ")[0]
+        for state in runner(case, "rival.method=bme").states()
+    }
+    to_run = {name for name, state in states.items() if state != "cached"}
+    assert to_run == {"rival", "train_rival", "evaluate", "report"}
+    assert list(states)[-4:] == ["rival", "train_rival", "evaluate", "report"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rival={}", "train=null"], "rival: the recipe has no training to give it; name the"),
+        (["rival.method=bosch"], "rival.method: bosch is neither a rule nor a ranking"),
+    ],
+)
+def test_a_rival_that_cannot_be_trained_is_refused(
+    case: Case, overrides: list[str], sentence: str
+) -> None:
+    assert sentence in case.fault(*overrides)
+
+
+def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
+    def flops(*overrides: str) -> dict[str, float]:
+        loaded = load_recipe(case.file, overrides, env={})
+        return {stage.name: stage.planned_cost(loaded, CPU).flops for stage in loaded.present}
+
+    without, with_rival = flops(), flops("rival={}")
+    assert "train_rival" not in without
+    assert with_rival["train_rival"] == with_rival["train"] == without["train"] > 0
+    # Of the hybrid, its two checkpoints and now the rival's.
+    assert with_rival["evaluate"] == pytest.approx(without["evaluate"] * 4 / 3)
+
+
+def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(train_rival, "train", lambda *arguments: calls.append(arguments) or {})
+    section = TrainConfig(total_tokens=4096, budgets="all")
+    config = StageConfig(
+        section=RivalConfig(),
+        model=ModelConfig(path="model"),
+        seed=3,
+        runtime=Runtime(),
+        upstream={"rival": RivalConfig(), "train": section},
+    )
+    folders = {name: tmp_path / name for name in ("prepare", "rival", "train")}
+    assert train_rival.run(config, folders, tmp_path) == {}
+    [(own, inputs, work_dir)] = calls
+    assert own.section == section.model_copy(update={"budgets": None}) and own.seed == 3
+    assert inputs == {"prepare": folders["prepare"], "materialize": folders["rival"]}
+    assert work_dir == tmp_path
+
+
+def test_names_of_trained_rivals() -> None:
+    assert named_rival(rival_name("intr", "tokens-1000")) == ("intr", 1000)
+    for name in ("tokens-1000", "intr", "intr-window-64", "other-tokens-1000", "intr-tokens-"):
+        assert named_rival(name) is None
