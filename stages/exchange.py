@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
 from bosch.model.families import split_fault
-from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.recipe import LoadedRecipe
+
+if TYPE_CHECKING:  # it loads torch, and the checks of recipes do not
+    from bosch.objective.decoder_shape import DecoderShape
 
 
 def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: ContextSplit) -> int:
