@@ -62,11 +62,19 @@ class Runtime(Section):
     processes: ProcessesOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
     )
-    search_parallel: Literal["data", "tensor"] = Field(
+    search_parallel: Literal["data", "tensor", "context"] = Field(
         "data",
         description=(
             "How the search uses its processes: data deals batches to them, each with the whole "
-            "model; tensor shards one model over the processes of a node."
+            "model; tensor shards one model over the processes of a node; context splits each "
+            "example over all processes, each with the whole model, where one cannot hold it."
+        ),
+    )
+    evaluate_parallel: Literal["data", "context"] = Field(
+        "data",
+        description=(
+            "How the evaluation uses its processes: data deals samples to them; context splits "
+            "each prompt over all processes, of which the first one generates the answer."
         ),
     )
     reuse_memory: Literal["auto"] | Bytes = Field(

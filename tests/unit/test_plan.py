@@ -20,6 +20,7 @@ from pipeline.cli import main
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
+from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -445,6 +446,26 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     assert loaded.info is not None
     search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("holds 50% of it" in fact for fact in search.facts)
+
+
+def test_the_plan_says_what_split_sequences_send(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    split = ["runtime.search_parallel=context", "runtime.evaluate_parallel=context"]
+    loaded = load_recipe(case.file, split, env={"NPROC_PER_NODE": "2"})
+    assert loaded.info is not None
+    costs, shape = plan_costs(loaded, plan_devices(loaded)), shape_of(loaded)
+    # A full head is sent the other process's half: together one sequence of keys and values.
+    token = 2 * 2 * shape.full_layers * shape.key_value_size
+    length = loaded.recipe.prepare.calibration.length
+    sent = format_bytes(token * (length + -length % 4))
+    assert any(f"{sent} with every head full" in fact for fact in costs["search"].facts)
+    longest = max(loaded.recipe.evaluate.needle.lengths)
+    sent = format_bytes(token * (longest + -longest % 4))
+    assert any(f"{sent} of one of {longest:,}" in fact for fact in costs["original"].facts)
+    alone = load_recipe(case.file, env={"NPROC_PER_NODE": "2"})
+    of_one = plan_costs(alone, plan_devices(alone))
+    assert costs["search"].speedup(2) == 2
+    assert not any("send each other" in fact for cost in of_one.values() for fact in cost.facts)
 
 
 def test_the_search_of_the_14b_recipe_takes_at_most_20_minutes_on_8_h100() -> None:
