@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # In the key of what runs share: to be raised when a model gives other answers to the same samples,
 # and when the same answers get other scores.
-GENERATION, SCORING = 1, 2
+GENERATION, SCORING = 2, 2
 # Names and identities of the models of one evaluation, beside its work.
 MODELS = "models.json"
 # Endings of the files beside the weights that models and tokenizers are read from.
@@ -133,6 +133,10 @@ class AnswerFolder:
             for index, record in Journal(path).read_new_as(_answer):
                 answers.setdefault(index, record)
         return answers
+
+    def answered(self, model: Evaluated, subtask: Subtask) -> set[int]:
+        """The samples that have an answer."""
+        return set(self.read(model, subtask))
 
     def _folder(self, model: Evaluated) -> Path:
         if self.shared is not None and model.identity is not None:
