@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bosch.backends import BackendName
 from bosch.errors import RunError
@@ -99,7 +99,18 @@ class Runtime(Section):
             "values of it, sliding ones exchange those that their windows reach."
         ),
     )
-    gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
+    checkpointing: Literal["auto", "none", "attention", "full"] = Field(
+        "auto",
+        description=(
+            "What training recomputes instead of keeping it: nothing, all of a layer but the "
+            "outputs of its attention kernels, or all of it. auto is the first of these that fits "
+            "into the memory that is there."
+        ),
+    )
+    offload_activations: Flag = Field(
+        False,
+        description="Keep the layers' inputs in host memory between forward and backward pass.",
+    )
     compile: Flag = Field(
         False, description="Compile the decoder's layers in training, each by itself."
     )
@@ -155,6 +166,16 @@ class Runtime(Section):
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="Least severity that is logged."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_names(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "gradient_checkpointing" in values:
+            raise ValueError(
+                "gradient_checkpointing is now checkpointing: true is full, false is none; write "
+                "that instead"
+            )
+        return values
 
 
 AnySection = TypeVar("AnySection", bound=Section)

@@ -192,7 +192,7 @@ class Objective:
             log_likelihood=likelihood,
             seconds=seconds,
             full_forward_equivalents=float(operations.sum()) / all_full,
-            whole_pass_equivalents=self.whole_pass_operations(mask) / all_full,
+            whole_pass_equivalents=self.mask_passes(mask),
             is_bound=len(measured) < len(self._batches),
             round_likelihoods=self._round_means(results, measured),
         )
@@ -301,6 +301,11 @@ class Objective:
         """Operations of a pass over the set under `mask` without any saving."""
         flops = self._forward.flops
         return sum(flops.whole_pass(mask, batch) for batch in self._batches)
+
+    def mask_passes(self, mask: HeadMask) -> float:
+        """What a whole evaluation of `mask` costs without any saving, in full passes."""
+        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
+        return self.whole_pass_operations(mask) / all_full
 
     def memory(self) -> dict[str, int]:
         """Memory of cached activations on this rank: the limit and the highest use."""

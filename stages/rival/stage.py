@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from bosch.search.methods import MethodName
 from stages.evaluate.stage import unsearched
 from stages.fields import Section
+from stages.materialize.stage import STAGE as MATERIALIZE
 from stages.recipe import LoadedRecipe
 from stages.stage import Stage
 from stages.train.stage import TrainConfig
@@ -44,7 +45,7 @@ STAGE = Stage(
     "rival",
     "stages.rival.run:run",
     RivalConfig,
-    version=1,
+    version=MATERIALIZE.version,
     field=Field(
         None, description="A second hybrid that is trained for comparison; left out, there is none."
     ),

@@ -484,7 +484,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=12,
+    version=13,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

@@ -28,7 +28,7 @@ def step_traffic(
     back; a teacher's heads, all full, go forth once. Documents change it by their sinks at most.
     """
     split = ContextSplit(length, runtime.context_parallel)
-    passes = 3 if runtime.gradient_checkpointing else 2
+    passes = 2 if runtime.checkpointing == "none" else 3
     number = 2 if train.mixed_precision == "bf16" else 4
     sent = passes * pass_values(shape, layers, split)
     if train.teacher != "none":

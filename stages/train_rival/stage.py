@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from stages.rival.stage import RivalConfig
 from stages.stage import Stage
+from stages.train.stage import STAGE as TRAIN
 
 STAGE = Stage(
     "train_rival",
     "stages.train_rival.run:run",
     RivalConfig,
-    version=1,
+    version=TRAIN.version,
     key="rival",
     # Of the stage train it takes the section alone.
     needs=("prepare", "rival", "train"),

@@ -269,10 +269,15 @@ def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "processes", "names"),
     [
-        (["runtime.gradient_checkpointing=false"], 16, "runtime.gradient_checkpointing=true"),
+        (["runtime.checkpointing=none"], 16, "runtime.checkpointing=full"),
         (["runtime.micro_batch_size=4"], 16, "runtime.micro_batch_size=1"),
         (["runtime.sharding=none"], 16, "runtime.sharding=fsdp"),
-        ([], 4, "runtime.context_parallel="),
+        ([], 4, "runtime.offload_activations=true"),
+        (
+            ["runtime.offload_activations=true", "train.teacher=original"],
+            4,
+            "runtime.context_parallel=",
+        ),
         ([], 2, "processes instead of 2"),
     ],
 )
@@ -284,15 +289,68 @@ def test_what_does_not_fit_is_said_with_the_setting_that_helps(
     assert names in text
 
 
+@pytest.mark.parametrize(
+    ("memory", "length", "chosen"), [(80, 32, "full"), (80, 16, "attention"), (800, 32, "none")]
+)
+def test_the_first_way_of_checkpointing_that_fits_is_chosen(
+    memory: int, length: int, chosen: str
+) -> None:
+    """And it fits with the margin, which the one before would not."""
+    ways = {}
+    for way in ("auto", "none", "attention", "full"):
+        loaded = _paper(
+            "qwen3_14b", f"runtime.checkpointing={way}", f"prepare.sequence_length={length}k"
+        )
+        ways[way] = training_budget(loaded, shape_of(loaded), 16, memory * 2.0**30, True)
+    assert ways["auto"].runtime.checkpointing == chosen and ways["auto"].is_safe
+    peaks = [ways[way].memory.peak for way in ("none", "attention", "full")]
+    assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
+    names = list(ways)
+    assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
+
+
+def test_offloaded_inputs_are_in_the_hosts_memory_by_plan() -> None:
+    override = "runtime.checkpointing=full"
+    loaded = _paper("qwen3_14b", override, "runtime.offload_activations=true")
+    kept, moved = (
+        training_budget(one, shape_of(one), 16, 80 * 2.0**30, True).memory
+        for one in (_paper("qwen3_14b", override), loaded)
+    )
+    inputs = 2 * 32 * 1024 * 5120 * 2  # of a layer: two sequences in bf16
+    assert moved.offloaded == kept.layer_inputs == 40 * inputs
+    assert kept.peak - moved.peak == 39 * inputs
+    text = "\n".join(plan_lines(loaded, "a800x16"))
+    assert "host memory a node for the inputs of layers: 200 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["runtime.gradient_checkpointing=true"], "is now checkpointing: true is full"),
+        (
+            ["runtime.checkpointing=none", "runtime.offload_activations=true"],
+            "set full, attention or auto",
+        ),
+        (
+            ["runtime.checkpointing=attention", "runtime.attention=flex"],
+            "runtime.checkpointing = full",
+        ),
+    ],
+)
+def test_ways_of_checkpointing_that_do_not_exist_are_refused(
+    overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        _paper("qwen3_8b", *overrides)
+
+
 def test_a_remedy_fits(tmp_path: Path) -> None:
-    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false")
+    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
     shape, capacity = shape_of(loaded), 80 * 2.0**30
     sentence = remedy(loaded, shape, 16, capacity, True)
     settings = [word for word in sentence.split() if word.startswith("runtime.")]
     assert settings
-    better = _paper(
-        "qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false", *settings
-    )
+    better = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none", *settings)
     assert not training_budget(loaded, shape, 16, capacity, True).fits
     assert training_budget(better, shape, 16, capacity, True).fits
     assert "no sharding" in remedy(loaded, shape, 16, 2.0**20, True)

@@ -25,6 +25,7 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_tasks import preset_gaps
+from stages.evaluate.mrcr import read_samples as read_mrcr
 from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSuite
 from stages.evaluate.scores import Scores, read_samples
@@ -238,7 +239,7 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
     ):
         path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
         with pytest.raises(UserError, match=sentence):
-            list(mrcr.read_samples([path], 1000))
+            list(read_mrcr([path], 1000))
     for text, sentence in (
         ('{"prompt": ', r"a\.jsonl, line 1: not a complete JSON record"),
         ("[1]\n", r"a\.jsonl, line 1: expected a JSON object, not a list"),
@@ -246,27 +247,27 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=sentence):
-            list(mrcr.read_samples([path], 1000))
+            list(read_mrcr([path], 1000))
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match="is a pipe"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
-    assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    assert [one.needles for one in read_mrcr([path], 1000)] == [2, 2, 2, 2, 4, 4]
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
     lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
     parquet.write_table(pa.Table.from_pylist(lists), path)
     with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
     parquet.write_table(pa.table({"prompt": ["[]"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet: no column `answer`"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
 
 
 def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
     parquet.write_table(pa.table({**columns, "prompt": long}), path, compression="zstd")
     assert path.stat().st_size < 10_000
     started = time.process_time()
-    assert not list(mrcr.read_samples([path], 1000))
+    assert not list(read_mrcr([path], 1000))
     assert time.process_time() - started < 20
 
 

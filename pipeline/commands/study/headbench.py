@@ -189,7 +189,7 @@ def _picture(ratio: float, rows: Sequence[Row]) -> Picture:
         found = crossed_mean(row.scores, is_score=True)
         low = found.mean if found.low is None else found.low
         high = found.mean if found.high is None else found.high
-        bars.append(ranked(row.label, "untrained", *(100 * end for end in (found.mean, low, high))))
+        bars.append(ranked(row.label, "untrained", 100 * found.mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)
