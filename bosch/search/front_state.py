@@ -109,7 +109,7 @@ class State:
             if inside and not stated:
                 inside.remove(min(inside, key=lambda one: abs(math.log(one / self.chosen))))
             inside.append(self.chosen)
-        inside.sort()
+        inside = sorted({*inside})
         costs = [self._cost_of_first(one) for one in inside]
         rest = self.left - self._for_ends - 2 * self.gradient_cost
         affordable = max(1, int(rest / max([1e-9, *costs])))

@@ -98,13 +98,14 @@ def test_a_search_by_gradients_on_two_ranks_finds_what_one_finds(
     for name in ("trace", "notes", "best_score", "best_log_likelihood", "evaluations", "gradients"):
         assert summaries[0][name] == summaries[1][name]
     assert summaries[0]["gradients"] >= 3
-    assert any(point["is_bound"] for point in summaries[0]["trace"])
+    if section.method == "bosch_plus":
+        assert any(point["is_bound"] for point in summaries[0]["trace"])
     logs = [
         [json.loads(line) for line in (folder / "evaluations.jsonl").open()] for folder in folders
     ]
     for one, two in zip(*logs, strict=True):
         for entry in (one, two):
-            values = entry.get("gradient", entry)
+            values = entry.get("gradient") or entry.get("held_out") or entry
             # Each process compares a saving with a plain pass when it uses it first.
             del values["seconds"], values["full_forward_equivalents"], entry["crc32"]
         assert one == two
