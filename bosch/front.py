@@ -307,7 +307,7 @@ def _of_content(content: object) -> Front:
         raise ValueError("expected a JSON object with a front")
     number = content.get("format")
     if number != FORMAT or type(number) is not int:
-        raise ValueError(f"format is {number!r}, this version reads format {FORMAT}")
+        raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = _typed(content, _FRONT_TYPES, "")
     layers, heads, sizes = (
         values["num_layers"], values["num_key_value_heads"], values["window_sizes"],
@@ -343,7 +343,7 @@ def _typed(content: dict[str, Any], types: _Types, where: str) -> dict[str, Any]
             raise ValueError(f"{where}the field {name} is missing")
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise ValueError(f"{where}{name} has an unexpected value {value!r}")
+            raise ValueError(f"{where}{name} has an unexpected value {value!r:.60}")
         if isinstance(value, int | float) and not abs(value) < _LARGEST:
             raise ValueError(f"{where}{name} is {value}, expected a finite number below 2^63")
     return {name: content.get(name) for name in types}

@@ -298,7 +298,7 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
     number = content.get("format")
     if number not in FORMATS or type(number) is not int:
         raise UserError(
-            f"{path}: format is {number!r}, this version reads formats "
+            f"{path}: format is {number!r:.60}, this version reads formats "
             f"{', '.join(str(known) for known in FORMATS)}"
         )
     several = number == 2 or (number == 3 and "window_sizes" in content)
@@ -321,7 +321,7 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
             raise UserError(f"{path}: the field {name} is missing")
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise UserError(f"{path}: {name} has an unexpected value {value!r}")
+            raise UserError(f"{path}: {name} has an unexpected value {value!r:.60}")
         if isinstance(value, int | float) and not abs(value) < _LARGEST:
             raise UserError(f"{path}: {name} is {value}, expected a finite number below 2^63")
     ratio, heads = content["swa_ratio"], content["num_key_value_heads"]

@@ -30,9 +30,9 @@ REPORT_SECONDS = 10.0
 class Ranks:
     """This process among `size` of a torch.distributed group; by default it is alone.
 
-    With `shards` > 1 it holds shard `shard` of one model instead: then all processes compute the
-    same numbers, and use those of the first. `device` is where this rank's tensors must lie to be
-    sent: a GPU for nccl, the CPU for gloo.
+    With `shards` > 1 it holds shard `shard` of one model, or of each sequence, instead: then all
+    processes compute the same numbers, and use those of the first. `device` is where this rank's
+    tensors must lie to be sent: a GPU for nccl, the CPU for gloo.
     """
 
     rank: int = 0
@@ -78,13 +78,17 @@ class Ranks:
         return result
 
     def agree(self, condition: bool) -> bool:
-        """Whether `condition` holds on every shard of the model: all must decide the same."""
+        """Whether `condition` holds on every shard: all must decide the same."""
+        return bool(self.least(int(condition)))
+
+    def least(self, value: int) -> int:
+        """The least `value` of all shards."""
         if self.shards == 1:
-            return condition
-        votes = torch.tensor([int(condition)], device=self.device)
+            return value
+        values = torch.tensor([value], device=self.device)
         with _partners_alive():
-            dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-            return bool(votes.item())
+            dist.all_reduce(values, op=dist.ReduceOp.MIN)
+            return int(values.item())
 
 
 def limit_collectives(minutes: float) -> None:

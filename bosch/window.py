@@ -35,7 +35,7 @@ class Window:
         if type(size) is not int or size < 1 or type(sinks) is not int or sinks < 0:
             raise ValueError(
                 "window_size must be an integer of at least 1 and sinks one of at least 0, found "
-                f"{size!r} and {sinks!r}"
+                f"{size!r:.60} and {sinks!r:.60}"
             )
         if size + sinks > _MOST_KEYS:
             raise ValueError(f"window_size and sinks are {self}; expected fewer than 2^31 in all")

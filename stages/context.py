@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bosch.backends import BackendName
 from bosch.errors import RunError
@@ -62,11 +62,19 @@ class Runtime(Section):
     processes: ProcessesOrAuto = Field(
         "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
     )
-    search_parallel: Literal["data", "tensor"] = Field(
+    search_parallel: Literal["data", "tensor", "context"] = Field(
         "data",
         description=(
             "How the search uses its processes: data deals batches to them, each with the whole "
-            "model; tensor shards one model over the processes of a node."
+            "model; tensor shards one model over the processes of a node; context splits each "
+            "example over all processes, each with the whole model, where one cannot hold it."
+        ),
+    )
+    evaluate_parallel: Literal["data", "context"] = Field(
+        "data",
+        description=(
+            "How the evaluation uses its processes: data deals samples to them; context splits "
+            "each prompt over all processes, of which the first one generates the answer."
         ),
     )
     reuse_memory: Literal["auto"] | Bytes = Field(
@@ -91,7 +99,18 @@ class Runtime(Section):
             "values of it, sliding ones exchange those that their windows reach."
         ),
     )
-    gradient_checkpointing: Flag = Field(False, description="Recompute activations in training.")
+    checkpointing: Literal["auto", "none", "attention", "full"] = Field(
+        "auto",
+        description=(
+            "What training recomputes instead of keeping it: nothing, all of a layer but the "
+            "outputs of its attention kernels, or all of it. auto is the first of these that fits "
+            "into the memory that is there."
+        ),
+    )
+    offload_activations: Flag = Field(
+        False,
+        description="Keep the layers' inputs in host memory between forward and backward pass.",
+    )
     compile: Flag = Field(
         False, description="Compile the decoder's layers in training, each by itself."
     )
@@ -147,6 +166,16 @@ class Runtime(Section):
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="Least severity that is logged."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_names(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "gradient_checkpointing" in values:
+            raise ValueError(
+                "gradient_checkpointing is now checkpointing: true is full, false is none; write "
+                "that instead"
+            )
+        return values
 
 
 AnySection = TypeVar("AnySection", bound=Section)

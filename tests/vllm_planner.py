@@ -1,7 +1,12 @@
-"""What vLLM's own planner makes of a plan's modules; `python -m tests.vllm_planner` records it."""
+"""What vLLM's own planner makes of a plan's modules.
+
+python -m tests.vllm_planner                 records it
+python -m tests.vllm_planner compare SEED    masks, menus and sizes that nobody has chosen
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +54,28 @@ def cases() -> list[dict[str, Any]]:
     for ranks in (1, 2):
         rows = generator.multinomial(4, (0.2, 0.3, 0.3, 0.2), size=24) * 2
         add([], 8, [4096, 1024, 128], ranks, heads_by_window=rows.tolist())
+    return drawn
+
+
+def random_cases(seed: int, number: int = 60) -> list[dict[str, Any]]:
+    """Masks drawn head by head from menus of one to three windows, for engines of any settings."""
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(number):
+        layers, heads = int(generator.integers(2, 49)), int(generator.choice([2, 4, 8, 16]))
+        count = int(generator.integers(1, 4))
+        menu = sorted(generator.choice(np.arange(8, 5000), count, replace=False), reverse=True)
+        shares = generator.dirichlet(np.ones(1 + count))
+        block = int(generator.choice([16, 32, 64]))
+        drawn.append(
+            {
+                "heads_by_window": generator.multinomial(heads, shares, size=layers).tolist(),
+                "num_key_value_heads": heads, "windows": [int(window) for window in menu],
+                "ranks": 1, "head_dim": int(generator.choice([64, 128])), "itemsize": 2,
+                "block_size": block, "tokens_in_flight": int(generator.integers(256, 16_384)),
+                "tokens": int(generator.integers(5000, 200_000)),
+            }
+        )  # fmt: skip
     return drawn
 
 
@@ -173,5 +200,39 @@ def record() -> None:
     )
 
 
+def groupings() -> tuple[Grouping, ...]:
+    """Those that this vLLM can be asked for."""
+    from vllm.model_executor.models import interfaces
+
+    own = hasattr(interfaces, "SupportsKVCacheGrouping")
+    return ("engine", "equal", "unequal") if own else ("engine",)
+
+
+def compare(seed: int) -> None:
+    """Say for how many random cases the plan gives what vLLM's planner does; print the others."""
+    import vllm
+
+    for grouping in groupings():
+        drawn, same = random_cases(seed), 0
+        for case in drawn:
+            plan, planner = by_plan(case, grouping), by_vllm(case, grouping)
+            same += plan == planner
+            if plan != planner:
+                print(f"{grouping}: {case}\n  plan    {plan}\n  planner {planner}")
+        print(f"vLLM {vllm.__version__}, {grouping} groups: {same} of {len(drawn)} cases equal")
+
+
+def main() -> None:
+    """Record or compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="?", choices=["compare"])
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    options = parser.parse_args()
+    if options.what is None:
+        record()
+    else:
+        compare(options.seed)
+
+
 if __name__ == "__main__":
-    record()
+    main()

@@ -99,11 +99,14 @@ def compare(
     The interval of the difference combines those of the gains and of the losses; that of the ratio
     holds each r at which first - r second may be 0 (Fieller 1954). The p-value flips the signs of
     the samples' differences; where it does not tell the models apart, neither do the intervals.
+    Raises ValueError where the samples differ in number, or there are none, or one is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
     b = [np.asarray(subtask, dtype=np.float64) for subtask in second]
     if [len(subtask) for subtask in a] != [len(subtask) for subtask in b]:
         raise ValueError("the models have different samples")
+    if not a or not all(len(one) and np.isfinite(one).all() for one in (*a, *b)):
+        raise ValueError("a subtask has no samples, or scores that are not finite")
     counts = [len(subtask) for subtask in a]
     differences = [x - y for x, y in zip(a, b, strict=True)]
     difference = _mean_difference(differences)

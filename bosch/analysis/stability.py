@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
 
@@ -31,12 +30,6 @@ class Stability:
     def mean(self) -> float | None:
         """Mean of the correlations; None where every pair is undefined."""
         return float(np.mean(self.correlations)) if self.correlations else None
-
-
-def average_ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Ranks from 1; equal values share the mean of the ranks they take up."""
-    ranks: npt.NDArray[np.float64] = stats.rankdata(values)
-    return ranks
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:

@@ -75,10 +75,12 @@ def fastest_backend(
     dropout: float = 0.0,
     logits: Collection[str] = (),
     chunks: bool = False,
+    kept: bool = False,
 ) -> str:
     """Name of the backend that computes whole sequences fastest here, exactly as the others do.
 
-    `chunks`: it must compute parts of sequences too.
+    `chunks`: it must compute parts of sequences too. `kept`: its outputs are kept when the rest of
+    a layer is recomputed.
 
     On a GPU: flash-attn, torch's varlen attention, flex, whichever of them is there and has the
     dtype that attention is computed in, sinks, dropout and the model's logits
@@ -88,6 +90,7 @@ def fastest_backend(
         "sinks": sinks > 0,
         "dropout": dropout > 0,
         "chunks": chunks,
+        "kept": kept,
         "float32": dtype not in HALF_DTYPES,
     }
     needed = {*logits, *(ability for ability, is_needed in requests.items() if is_needed)}

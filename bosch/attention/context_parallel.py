@@ -145,6 +145,21 @@ class SplitPass:
             self._contexts[chunk, window] = context
         return self._contexts[chunk, window]
 
+    def last_seen(self, window: Window | None, seen: Tensor) -> Tensor:
+        """Keys and values [B, HG, T, D] of which the last chunk sees `seen` [B, HG, K + C, D].
+
+        What it does not see is 0; no later token will see it either.
+        """
+        if window is None:
+            return seen
+        split = self.split
+        slots = self._before(2 * split.ranks - 1, window)[0].to(seen.device)
+        rows, heads, _, size = seen.shape
+        whole = seen.new_zeros(rows, heads, split.length, size)
+        whole[:, :, split.length - split.chunk :] = seen[:, :, slots.shape[1] :]
+        places = slots[:, None, :, None].expand(-1, heads, -1, size)
+        return whole.scatter_(2, places, seen[:, :, : slots.shape[1]])
+
     def _before(self, chunk: int, window: Window) -> tuple[Tensor, Tensor]:
         """Slots of the keys that stand before a chunk, and whether they count: [B, K] each.
 
@@ -206,10 +221,12 @@ def split_attention(
     current: SplitPass,
     transform: LogitTransform,
     backend: str,
+    last_seen: list[tuple[Tensor, ...]] | None = None,
 ) -> Tensor:
     """As `hybrid_attention`, for this process's two chunks side by side: [B, 2C, HQ, D].
 
     query [B, HQ, 2C, D]; key, value [B, HKV, 2C, D]. Called on all processes of the split.
+    `last_seen`, where given, gets of each group the keys and values that the second chunk sees.
     """
     query, key, value = autocast_states(query, key, value)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
@@ -220,6 +237,8 @@ def split_attention(
         states = torch.cat([layout.heads_of(x, group) for x in (key, value)], dim=-1)
         keys = _all_keys(states, current) if group.window is None else _near(states, group, current)
         options = transform.of(layout, group, q_per_kv).options
+        if last_seen is not None:
+            last_seen.append(torch.split(keys[1], sizes, dim=-1))
         of_chunks = []
         chunks = current.split.chunks_of(current.messages.rank)
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):

@@ -22,6 +22,7 @@ _LACKS = {
     "head_logits": "has no extra logit per head",
     "cache": "computes no passes with a KV cache",
     "chunks": "computes whole sequences alone",
+    "kept": "has no kernel of its own whose outputs could be kept",
     "cpu": "runs on a GPU alone",
 }
 

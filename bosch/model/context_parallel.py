@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.context_parallel import Messages, SplitPass, split_attention
+from bosch.attention.layout import HeadLayout
 from bosch.attention.logit_transform import LogitTransform
 from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
+from bosch.model.cache import HybridCache
 from bosch.model.families import split_fault
 from bosch.model.interface import attention_module, head_state, layouts_of, set_head_state
+
+# Of each group of a layer's heads, keys and values that the last chunk of a sequence sees.
+_LastSeen: TypeAlias = list[tuple[Tensor, ...]]
 
 
 class ContextParallel:
@@ -27,6 +34,12 @@ class ContextParallel:
     def __init__(self, group: Any) -> None:
         self.messages = Messages(group)
         self._current: SplitPass | None = None
+        self._fill: Callable[[nn.Module, _LastSeen], None] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share each sequence."""
+        return self.messages.ranks
 
     def install(self, model: Any) -> None:
         """Let every attention layer of `model` exchange keys and values.
@@ -41,6 +54,17 @@ class ContextParallel:
             state = head_state(module)
             assert state is not None
             set_head_state(module, replace(state, attend=self._attend))
+
+    @contextmanager
+    def installed(self, model: Any) -> Iterator[None]:
+        """Install it on a model within a `with` block."""
+        states = [(module, head_state(module)) for module in _attending(model)]
+        self.install(model)
+        try:
+            yield
+        finally:
+            for module, state in states:
+                set_head_state(module, state)
 
     def check(self, model: Any) -> None:
         """Raise RunError where a layer of `model` would compute attention within a chunk alone."""
@@ -61,9 +85,68 @@ class ContextParallel:
         else:
             apart = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
             document = nn.functional.pad(apart.long(), (1, 0)).cumsum(-1)
-        split = ContextSplit(length, self.messages.ranks)
+        split = ContextSplit(length, self.ranks)
         self._current = SplitPass(split, rows, document, self.messages, device)
         return self.own(positions)
+
+    def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
+        """Begin a pass over sequences [B, T]; a decoder's arguments, of its own tokens [B, 2C].
+
+        `positions` are as in `begin`. Padding at the end makes whole chunks of the sequences;
+        causal attention shows it to no token before.
+        """
+        input_ids = self.whole_chunks(input_ids)
+        if positions is not None:
+            more = torch.arange(1, input_ids.shape[1] - positions.shape[1] + 1).to(positions)
+            positions = torch.cat([positions, positions[:, -1:] + more], dim=1)
+        rows, whole = input_ids.shape
+        own_positions = self.begin(rows, whole, positions, input_ids.device)
+        return {"input_ids": self.own(input_ids), "position_ids": own_positions}
+
+    def whole_chunks(self, values: Tensor) -> Tensor:
+        """Values [B, T] with zeros at the end, so many that T is cut into whole chunks."""
+        return nn.functional.pad(values, (0, -values.shape[1] % (2 * self.ranks)))
+
+    @torch.inference_mode()
+    def read(self, model: Any, input_ids: Tensor, mask: Tensor) -> HybridCache | None:
+        """Read prompts [B, T], padded on the left where `mask` is 0: the cache of what comes next.
+
+        The first process gets it, the others None. It has the last chunk of each sequence, and what
+        this chunk sees is what later tokens see of the sequence: so nothing more is sent. Called on
+        all processes; the model is in search or deploy mode, and is not installed.
+        """
+        length, before, valid = input_ids.shape[1], 0, mask
+        # Padding at the end must not reach beyond the last chunk, whose halo would end too late.
+        if -length % (2 * self.ranks) > length // (2 * self.ranks - 1):
+            before = -length % (2 * self.ranks)
+            input_ids, mask = (nn.functional.pad(x, (before, 0)) for x in (input_ids, mask))
+        padding = input_ids.shape[1] - mask.sum(1, keepdim=True)
+        positions = None
+        if bool(padding.any()):  # the padding is a document of its own
+            slots = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
+            positions = slots.where(slots < padding, slots - padding)
+        cache = HybridCache.of(model)
+        layers = dict(zip(_attending(model), cache.hybrid_layers, strict=True))
+        context = AttentionContext(length, valid=None if bool(valid.all()) else valid.bool())
+
+        def fill(module: nn.Module, last_seen: _LastSeen) -> None:
+            assert self._current is not None
+            layer = layers[module]
+            layer.lazy_initialization(*last_seen[0])
+            for cached, seen in zip(layer.groups, last_seen, strict=True):
+                window = cached.group.window
+                cached.keys, cached.values = (
+                    self._current.last_seen(window, states)[:, :, before : before + length]
+                    for states in seen
+                )
+            layer.length = length
+            layer.settle(context)
+
+        self._fill = fill if self.messages.rank == 0 else None
+        with self.installed(model):
+            model.get_decoder()(**self.inputs(input_ids, positions), use_cache=False)
+        self._fill = None
+        return cache if self.messages.rank == 0 else None
 
     def own(self, values: Tensor) -> Tensor:
         """This process's tokens of values [B, T]: [B, 2C]."""
@@ -77,6 +160,46 @@ class ContextParallel:
         first, second = self.messages.all_gather(own.detach()).chunk(2, dim=2)
         return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
 
+    def own_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the tokens at `columns` [N] are this process's, and where: bool [N], [N]."""
+        assert self._current is not None
+        size = self._current.split.chunk
+        first, second = self._current.split.chunks_of(self.messages.rank)
+        chunk = columns // size
+        return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
+
+    def at(self, own: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Values [N, C] of the tokens at `rows`, `columns` [N], of each process's own [B, 2C, C].
+
+        All processes get all of them, without gradients.
+        """
+        mine, places = self.own_columns(columns)
+        found = own.new_zeros(len(columns), own.shape[2])
+        found[mine] = own[rows[mine], places[mine]].detach()
+        return self.messages.all_gather(found).sum(0)  # of each token one is not 0
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: HeadLayout,
+        context: AttentionContext | None = None,
+        *,
+        backend: str,
+        last_seen: _LastSeen | None = None,
+        **transform: Any,
+    ) -> Tensor:
+        """As `hybrid_attention`, of the whole sequences in this process's own tokens.
+
+        `context` is not read: what a layer knows of the pass is about its own tokens alone.
+        """
+        assert self._current is not None
+        return split_attention(
+            query, key, value, layout, self._current, LogitTransform(**transform), backend,
+            last_seen,
+        )  # fmt: skip
+
     def _attend(
         self,
         module: nn.Module,
@@ -86,12 +209,17 @@ class ContextParallel:
         context: AttentionContext | None,
         transform: LogitTransform,
     ) -> Tensor:
-        """Attention of a layer; what the model knows of the pass is about its own tokens alone."""
+        """Attention of a layer under the layout that it has."""
         state = head_state(module)
-        assert state is not None and self._current is not None
-        return split_attention(
-            query, key, value, state.layout, self._current, transform, state.backend
-        )
+        assert state is not None
+        last_seen: _LastSeen | None = None if self._fill is None else []
+        output = self.attention(
+            query, key, value, state.layout, context,
+            backend=state.backend, last_seen=last_seen, **transform.options,
+        )  # fmt: skip
+        if self._fill is not None and last_seen is not None:
+            self._fill(module, last_seen)
+        return output
 
 
 def _attending(model: Any) -> list[nn.Module]:

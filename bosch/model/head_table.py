@@ -104,8 +104,8 @@ def budget_slots(config: Any, asked: int | float | None) -> int | None:
     if not budgets:
         if asked is not None:
             raise UserError(
-                f"{where}: kv_budget is {asked!r}, and the model has one head layout alone; make "
-                "it from a front to have several"
+                f"{where}: kv_budget is {asked!r:.60}, and the model has one head layout alone; "
+                "make it from a front to have several"
             )
         return None
     table = _table(config)
@@ -121,7 +121,7 @@ def budget_slots(config: Any, asked: int | float | None) -> int | None:
     if not fitting:
         names = ", ".join(f"{slots} ({slots / original:.3g})" for slots in budgets)
         raise UserError(
-            f"{where}: kv_budget is {asked!r}; the model has budgets of {names} KV slots at "
+            f"{where}: kv_budget is {asked!r:.60}; the model has budgets of {names} KV slots at "
             f"{table['context']:,} tokens, in brackets their share of the original's: name the "
             "slots of one, or a share that one fits into"
         )
@@ -146,7 +146,7 @@ def kv_budgets(config: Any) -> dict[int, Rows]:
     if type(context) is not int or context < 1 or not isinstance(entries, list) or not entries:
         raise UserError(
             f"{_where(config)}: hybrid_attention must hold a context of tokens and budgets, found "
-            f"{json.dumps(table, default=str)}; make the model again"
+            f"{json.dumps(table, default=str):.500}; make the model again"
         )
     budgets: dict[int, Rows] = {}
     for entry in entries:
@@ -155,13 +155,13 @@ def kv_budgets(config: Any) -> dict[int, Rows]:
         if entry.get("kv_slots") != slots or slots <= max(budgets, default=0):
             raise UserError(
                 f"{_where(config)}: hybrid_attention.budgets must rise in kv_slots, and one says "
-                f"{entry.get('kv_slots')!r} whose heads hold {slots:,} at {context:,} tokens"
+                f"{entry.get('kv_slots')!r:.60} whose heads hold {slots:,} at {context:,} tokens"
             )
         budgets[slots] = rows
     if type(table["chosen"]) is not int or table["chosen"] not in budgets:
         raise UserError(
             f"{_where(config)}: hybrid_attention.chosen must be the kv_slots of one of its "
-            f"budgets, found {table['chosen']!r}"
+            f"budgets, found {table['chosen']!r:.60}"
         )
     return budgets
 
@@ -179,7 +179,7 @@ def _table(config: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not expected <= set(table):
         raise UserError(
             f"{_where(config)}: hybrid_attention must hold {', '.join(sorted(expected))}, found "
-            f"{json.dumps(table, default=str)}; make the model again"
+            f"{json.dumps(table, default=str):.500}; make the model again"
         )
     return table
 
@@ -197,7 +197,7 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
     sizes = table["window_sizes"] if several else [table["window_size"]]
     try:
         if not isinstance(sizes, list):
-            raise ValueError(f"window_sizes must be a list, found {sizes!r}")
+            raise ValueError(f"window_sizes must be a list, found {sizes!r:.60}")
         menu = rising_menu(sizes, table["sinks"])
     except ValueError as error:
         raise UserError(f"{where}: hybrid_attention.{error}") from error
@@ -205,7 +205,7 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
     if sink not in (None, "bias") or (sink is not None and menu[0].sinks):
         raise UserError(
             f"{where}: hybrid_attention.sink must be missing, or bias where sinks is 0, found "
-            f"{sink!r} with {menu[0].sinks} sinks; make the model again"
+            f"{sink!r:.60} with {menu[0].sinks} sinks; make the model again"
         )
     kinds = decoder_layers(config)
     heads, layers = kinds.heads, len(kinds.full)
@@ -213,7 +213,8 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
     if not _are_counts(full, heads) or len(full) != layers:
         raise UserError(
             f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {layers} "
-            f"numbers from 0 to {heads}, one for each layer with full attention, found {full!r}"
+            f"numbers from 0 to {heads}, one for each layer with full attention, found "
+            f"{full!r:.500}"
         )
     sliding = table["swa_kv_heads_per_layer"] if several else [[heads - count] for count in full]
     if (
@@ -225,7 +226,7 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
         raise UserError(
             f"{where}: hybrid_attention.swa_kv_heads_per_layer must hold {len(menu)} numbers, one "
             f"for each window, for each of {layers} layers, which with its full heads make {heads}"
-            f", found {sliding!r}"
+            f", found {sliding!r:.500}"
         )
     return [
         {None: count, **dict(zip(menu, row[::-1], strict=True))}

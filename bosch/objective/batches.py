@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bosch.errors import UserError
+from bosch.model.context_parallel import ContextParallel
 from bosch.objective.calibration import MAX_ROUNDS, CalibrationExample, CalibrationSet
 from bosch.ranks import Ranks
 
@@ -105,9 +106,16 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
     return Batch(torch.tensor(indices), input_ids, *torch.tensor(answers).T)
 
 
-def final_states(decoder: Any, batch: Batch, device: torch.device) -> Tensor:
-    """Run a decoder over a batch: its last hidden states [E, T, C]."""
-    output = decoder(input_ids=batch.input_ids.to(device), use_cache=False)
+def final_states(
+    decoder: Any, batch: Batch, device: torch.device, split: ContextParallel | None = None
+) -> Tensor:
+    """Run a decoder over a batch: its last hidden states [E, T, C].
+
+    Where sequences are `split` over processes, those of this one's tokens.
+    """
+    input_ids = batch.input_ids.to(device)
+    inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
+    output = decoder(**inputs, use_cache=False)
     states: Tensor = output.last_hidden_state
     return states
 

@@ -11,7 +11,7 @@ L layers, HKV key/value heads, K windows of the menu.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
 from bosch.heads import HeadMask
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.interface import Attend, HeadState, attention_modules, head_state, set_head_state
 from bosch.model.search_mode import own_row
 from bosch.model.tensor_parallel import sum_over_shards
@@ -34,36 +35,53 @@ def gate_gradients(
     layouts: Sequence[HeadLayout],
     *,
     recompute: bool = True,
+    split: ContextParallel | None = None,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU in float64.
 
     By the gates of all choices but the last; `layouts` give every head one choice, in order. The
     model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
     computes each layer a second time instead of keeping its activations: to the same bits.
+    Where sequences are `split` over processes each has its own gates, and adds up its own answers.
     """
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
     gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
+    attention = hybrid_attention if split is None else split.attention
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
             state = head_state(module)
             assert state is not None
-            blend = blended_attention(own_row(model, gate), layouts, state.backend)
+            blend = blended_attention(own_row(model, gate), layouts, state.backend, attention)
             set_head_state(module, HeadState(state.layout, state.backend, blend))
             stack.callback(set_head_state, module, state)
         if recompute:
             stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
-        hidden = final_states(model.get_decoder(), batch, device)
-        hidden = hidden[batch.rows.to(hidden.device), batch.columns.to(hidden.device)]
-        log_probabilities = torch.log_softmax(answer_logits(model, hidden), dim=-1)
-        answers = log_probabilities.gather(1, batch.answers.to(device)[:, None])
-        (gradient,) = torch.autograd.grad(answers.sum(), gates)
-    return sum_over_shards(model, gradient.double()).cpu()
+        hidden = final_states(model.get_decoder(), batch, device, split)
+        rows, columns, answers = (
+            places.to(device) for places in (batch.rows, batch.columns, batch.answers)
+        )
+        if split is not None:
+            mine, columns = split.own_columns(columns)
+            rows, columns, answers = rows[mine], columns[mine], answers[mine]
+        logits = answer_logits(model, hidden[rows, columns])
+        log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
+        # Also where no answer is its own: the other processes wait for its part of each layer.
+        (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
+    gradient = gradient.double()
+    if split is not None:
+        return split.messages.all_gather(gradient).sum(0).cpu()
+    return sum_over_shards(model, gradient).cpu()
 
 
-def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout], backend: str) -> Attend:
+def blended_attention(
+    gates: Tensor,
+    layouts: Sequence[HeadLayout],
+    backend: str,
+    attention: Callable[..., Tensor] = hybrid_attention,
+) -> Attend:
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
     def attend(
@@ -75,9 +93,7 @@ def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout], backend: str
         transform: LogitTransform,
     ) -> Tensor:
         *others, narrowest = (
-            hybrid_attention(
-                query, key, value, layout, context, backend=backend, **transform.options
-            )
+            attention(query, key, value, layout, context, backend=backend, **transform.options)
             for layout in layouts
         )
         shares = gates.repeat_interleave(query.shape[1] // key.shape[1], dim=0).to(narrowest.dtype)

@@ -24,6 +24,7 @@ from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import dense_attention
 from bosch.heads import HeadMask
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
 from bosch.model.interface import Attend, attention_modules, head_state
 from bosch.model.search_mode import own_row
@@ -47,8 +48,8 @@ class IncrementalForward:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
     With `answers_only` off the last layer is computed everywhere, like the others; so it is where
-    the last layer has no full attention or more than that. `agree` makes a decision the same in all
-    processes that share one model.
+    the last layer has no full attention or more than that, or sequences are `split` over processes.
+    `agree` makes a decision the same in all processes that share one model or one sequence.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class IncrementalForward:
         *,
         answers_only: bool = True,
         agree: Callable[[bool], bool] = bool,
+        split: ContextParallel | None = None,
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
@@ -70,8 +72,11 @@ class IncrementalForward:
         self.family = known_family(model.config)
         self.device = model.device
         self.flops = Flops(model, windows)
-        self.cache, self.agree = cache, agree
-        self.answers_only = answers_only and kinds.full[-1] == kinds.count - 1 not in kinds.states
+        self.cache, self.agree, self.split = cache, agree, split
+        self.attention = hybrid_attention if split is None else split.attention
+        self.answers_only = (
+            answers_only and split is None and kinds.full[-1] == kinds.count - 1 not in kinds.states
+        )
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
         # Of a model shared by several processes each has some heads only.
         self.own_heads = partial(own_row, model)
@@ -146,10 +151,15 @@ class BatchPass:
     def answer_states(self) -> Tensor:
         """Run the decoder, each layer's forward replaced by `_layer`."""
         with replace_layers(self.owner.layers, self.owner.family, self._layer):
-            states = final_states(self.owner.decoder, self.batch, self.owner.device)
+            states = final_states(
+                self.owner.decoder, self.batch, self.owner.device, self.owner.split
+            )
         batch, narrow = self.batch, self.owner.answers_only
         columns = batch.answer_numbers if narrow else batch.columns
-        return states[batch.rows.to(states.device), columns.to(states.device)]
+        rows, columns = batch.rows.to(states.device), columns.to(states.device)
+        if self.owner.split is not None:
+            return self.owner.split.at(states, rows, columns)
+        return states[rows, columns]
 
     def _layer(
         self, layer: int, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
@@ -231,7 +241,7 @@ class BatchPass:
             state = head_state(module)
             assert state is not None
             outputs = [
-                hybrid_attention(
+                self.owner.attention(
                     query, key, value, layout, context, backend=state.backend, **transform.options
                 )
                 for layout in self.owner.layouts

@@ -30,6 +30,8 @@ class ActivationSizes:
 
     `query` and `key_value` are those of all heads together, `feed_forward` the width that one token
     passes through. Of a model sharded over `shards` processes each holds its share of these three.
+    Of sequences shared by `sharing` processes each holds its tokens, and while a layer attends the
+    keys and values of all.
     """
 
     layers: int
@@ -39,18 +41,21 @@ class ActivationSizes:
     feed_forward: int
     value_bytes: int
     shards: int = 1
+    sharing: int = 1
 
     @classmethod
-    def of(cls, shape: DecoderShape, value_bytes: int, shards: int = 1) -> ActivationSizes:
+    def of(
+        cls, shape: DecoderShape, value_bytes: int, shards: int = 1, sharing: int = 1
+    ) -> ActivationSizes:
         """Sizes of a decoder whose shape is known from its configuration."""
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
-            shape.active_width, value_bytes, shards,
+            shape.active_width, value_bytes, shards, sharing,
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
-        """Hidden states of so many tokens."""
-        return tokens * self.hidden * self.value_bytes
+        """Hidden states of so many tokens, as far as this process holds them."""
+        return self._own(tokens) * self.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int = 1) -> int:
         """A layer's input, and its attention with full heads and with each of so many windows.
@@ -58,13 +63,20 @@ class ActivationSizes:
         It is all that reuse keeps of a layer.
         """
         outputs = (1 + windows) * self._per_shard(self.query)
-        return tokens * (self.hidden + outputs) * self.value_bytes
+        return self._own(tokens) * (self.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:
-        """Peak activations of a pass without gradients: those of one feed-forward block."""
-        return (
-            tokens * (4 * self.hidden + 3 * self._per_shard(self.feed_forward)) * self.value_bytes
-        )
+        """Peak activations of a pass without gradients: those of one feed-forward block.
+
+        Where sequences are shared, or of one attention whose heads are all full: all keys and
+        values as they come from the processes, and put in order.
+        """
+        own = self._own(tokens)
+        work = own * (4 * self.hidden + 3 * self._per_shard(self.feed_forward))
+        if self.sharing > 1:
+            attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
+            work = max(work, attention + 2 * 2 * self.key_value * tokens)
+        return work * self.value_bytes
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak activations of a gate gradient over `rows` examples of `length` tokens.
@@ -74,19 +86,33 @@ class ActivationSizes:
         Every layer's input, and the attention of one layer with what its backward pass needs. The
         bands of the sliding heads overlap: their gradients are W / block + 1 times keys and values.
         """
-        tokens = rows * length
+        tokens = self._own(rows * length)
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
         values = 6 * self.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
+        # A chunk of a shared sequence has as many bands as if its window came before it.
+        before = 0 if self.sharing > 1 else rows
         bands = sum(
-            2 * key_value * (1 + window / block_size(window)) * rows * max(0, length - window)
+            2 * key_value * (1 + window / block_size(window)) * max(0, tokens - before * window)
             for window in windows
         )
-        size = self.value_bytes * (tokens * values + bands)
+        size = self.value_bytes * (tokens * values + bands + self._exchanged(rows, length, windows))
         if self.value_bytes < 4:  # norms compute in float32
             size += 4 * tokens * (2 * self.hidden + query + key_value)
         recomputed = rows * min(length, RECOMPUTED_TOKENS) * 7 * self._per_shard(self.feed_forward)
-        work = max(size, self.plain_pass(tokens) + self.value_bytes * recomputed)
-        return self.layers * self.state(tokens) + math.ceil(work)
+        work = max(size, self.plain_pass(rows * length) + self.value_bytes * recomputed)
+        return self.layers * self.state(rows * length) + math.ceil(work)
+
+    def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
+        """Values of the keys and values of others in a gradient of one layer's attention.
+
+        Of full heads: all in order, the gradients of both chunks as attention gives them, spread
+        over the sequence, and their sum; of each window: what the two chunks see, joined, and both
+        gradients.
+        """
+        if self.sharing == 1:
+            return 0
+        near = sum(min(length, self._own(length) + 2 * window) for window in windows)
+        return 2 * self.key_value * rows * (6 * length + 4 * near)
 
     def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
         """Bytes that a gate gradient takes which keeps the activations of every layer.
@@ -95,20 +121,32 @@ class ActivationSizes:
         """
         tokens = rows * length
         of_layer = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
-        feed_forward = tokens * 7 * self._per_shard(self.feed_forward) * self.value_bytes
+        width = 7 * self._per_shard(self.feed_forward)
+        feed_forward = self._own(tokens) * width * self.value_bytes
         return self.layers * (self.state(tokens) + of_layer + feed_forward)
+
+    def _own(self, tokens: int) -> int:
+        return -(-tokens // self.sharing)
 
     def _per_shard(self, width: int) -> int:
         return -(-width // self.shards)
 
 
-def activation_sizes(model: Any, shards: int = 1) -> ActivationSizes:
+def activation_sizes(model: Any, shards: int = 1, sharing: int = 1) -> ActivationSizes:
     """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
-    return ActivationSizes.of(DecoderShape.of(model.config), model.dtype.itemsize, shards)
+    shape = DecoderShape.of(model.config)
+    return ActivationSizes.of(shape, model.dtype.itemsize, shards, sharing)
 
 
 def reuse_room(
-    model: Any, windows: Windows, rows: int, length: int, *, processes: int = 1, shards: int = 1
+    model: Any,
+    windows: Windows,
+    rows: int,
+    length: int,
+    *,
+    processes: int = 1,
+    shards: int = 1,
+    sharing: int = 1,
 ) -> int:
     """Bytes that this process may keep between passes of batches of `rows` x `length` tokens.
 
@@ -116,7 +154,7 @@ def reuse_room(
     loaded.
     """
     sizes = [window.size for window in window_menu(windows)]
-    needed = activation_sizes(model, shards).gradient(rows, length, *sizes)
+    needed = activation_sizes(model, shards, sharing).gradient(rows, length, *sizes)
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device)

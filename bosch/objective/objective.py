@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
@@ -52,7 +53,8 @@ class Objective:
     each measures its share of the batches; all of them must evaluate the same masks in the same
     order, and get the same evaluations. The set is measured in up to `MAX_ROUNDS` rounds of
     consecutive examples, between which an evaluation can end early. `held_out` are examples that no
-    evaluation or gradient uses, for `evaluate_held_out` alone.
+    evaluation or gradient uses, for `evaluate_held_out` alone. Where `split` is set, the shards of
+    `ranks` share every sequence: all of them compute every batch, each its tokens.
     Raises UserError when a sliding head would see every token of every example.
     """
 
@@ -67,6 +69,7 @@ class Objective:
         answers_only: bool = True,
         ranks: Ranks | None = None,
         held_out: CalibrationSet | None = None,
+        split: ContextParallel | None = None,
     ) -> None:
         self.windows = window_menu(windows)
         if self.window.size >= calibration.max_length:
@@ -87,15 +90,17 @@ class Objective:
         self._own_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
         self._answers_only = answers_only
-        self._sizes = activation_sizes(model, self.ranks.shards)
-        self._forward = self._incremental_forward(self.cache)
+        self._split = split
+        sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
+        self._sizes = activation_sizes(model, **sharing)
+        self._forward = self._incremental_forward(self.cache, split)
         self._likelihood_of_round = [0.0] * self.rounds
         self._checked = False
         self._held_out = None
         if held_out is not None:
             self._held_out = Objective(
                 model, held_out, self.windows, batch_size=batch_size, reuse_bytes=0,
-                answers_only=answers_only, ranks=ranks,
+                answers_only=answers_only, ranks=ranks, split=split,
             )  # fmt: skip
 
     @property
@@ -187,7 +192,7 @@ class Objective:
             log_likelihood=likelihood,
             seconds=seconds,
             full_forward_equivalents=float(operations.sum()) / all_full,
-            whole_pass_equivalents=self.whole_pass_operations(mask) / all_full,
+            whole_pass_equivalents=self.mask_passes(mask),
             is_bound=len(measured) < len(self._batches),
             round_likelihoods=self._round_means(results, measured),
         )
@@ -254,8 +259,7 @@ class Objective:
     ) -> tuple[Tensor, float, float]:
         """Derivatives [L, HKV, windows] by all gates, seconds, and full-forward equivalents."""
         started = time.perf_counter()
-        apply_head_mask(self.model, mask, self.windows)
-        self.check_output_head(mask)
+        self._apply(mask)
         indices = self._batches_of_share(share, shares)
         shape = len(self._batches), *mask.is_full.shape, len(self.windows)
         gradients = torch.zeros(shape, dtype=torch.float64)
@@ -263,8 +267,9 @@ class Objective:
         for index in sorted(self._own_batches.intersection(indices)):
             batch, recompute = self._batches[index], not self._keeps_activations(index)
             gradients[index] = gate_gradients(
-                self.model, batch, mask, self._forward.layouts, recompute=recompute
-            )
+                self.model, batch, mask, self._forward.layouts,
+                recompute=recompute, split=self._split,
+            )  # fmt: skip
             operations[index] = self._forward.flops.gradient(batch, recompute=recompute)
         gradients, operations, seconds = self._merge(mask, gradients, operations, started)
         values = gradients[indices].sum(dim=0) / self._examples(indices)
@@ -297,6 +302,11 @@ class Objective:
         flops = self._forward.flops
         return sum(flops.whole_pass(mask, batch) for batch in self._batches)
 
+    def mask_passes(self, mask: HeadMask) -> float:
+        """What a whole evaluation of `mask` costs without any saving, in full passes."""
+        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
+        return self.whole_pass_operations(mask) / all_full
+
     def memory(self) -> dict[str, int]:
         """Memory of cached activations on this rank: the limit and the highest use."""
         return {"cache_bytes_limit": self.cache.max_bytes, "cache_bytes": self.cache.peak_bytes}
@@ -305,16 +315,23 @@ class Objective:
         """Which savings are on; all of them are exact."""
         return self._forward.savings
 
-    def _incremental_forward(self, cache: ActivationCache) -> IncrementalForward:
+    def _incremental_forward(
+        self, cache: ActivationCache, split: ContextParallel | None = None
+    ) -> IncrementalForward:
         return IncrementalForward(
             self.model, self.windows, cache,
-            answers_only=self._answers_only, agree=self.ranks.agree,
+            answers_only=self._answers_only, agree=self.ranks.agree, split=split,
         )  # fmt: skip
 
     def _begin(self, mask: HeadMask, shared_layers: int) -> None:
+        self._apply(mask)
+        self.cache.begin(mask, shared_layers)
+
+    def _apply(self, mask: HeadMask) -> None:
         apply_head_mask(self.model, mask, self.windows)
         self.check_output_head(mask)
-        self.cache.begin(mask, shared_layers)
+        if self._split is not None:
+            self._split.install(self.model)  # a mask takes it away
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Zeros for the results of examples [N, 2] and the operations of batches [K]."""
@@ -386,7 +403,7 @@ class Objective:
     def check_output_head(self, mask: HeadMask) -> None:
         """Raise UserError where the output head over our states does not give the model's logits.
 
-        Done once; the model must be under `mask`.
+        Done once; the model must be under `mask`, with its sequences in one process.
         """
         if self._checked:
             return

@@ -311,6 +311,13 @@ class Evaluator:
         scorer: Any = self.scorer
         return float(scorer.gradient_passes(share, shares))
 
+    def cost_of_mask(self, mask: HeadMask) -> float:
+        """Full passes that an evaluation of a mask of units costs; 1 where none are counted."""
+        scorer: Any = self.scorer
+        if not hasattr(scorer, "mask_passes"):
+            return 1.0
+        return float(scorer.mask_passes(self.units.head_mask(mask)))
+
     @property
     def gradient_passes(self) -> float:
         """Full passes that all gradients of this search cost."""

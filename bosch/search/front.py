@@ -7,17 +7,16 @@ small, and the next one has fresh gradients, of another share of the calibration
 
 1. Descent. From every unit full the slots fall by a constant factor, with a gradient at each level.
    Units become of the narrowest window, in one order for each layer, so that the layouts of all
-   budgets are nested. With the same values others have fewer full units beside a wider window, or
-   mix all windows.
-2. Gates. Where the budget pays for it, values of the choices are learned by gradients at layouts
-   drawn on the scarcer budgets, as `bosch.search.gates` does for two kinds of heads.
-3. From the scarcest budget up a layout is measured: of the window that was best at the budget
-   before, or grown from its layout by fresh gradients. At two budgets all windows, the mixture and
-   the gates are tried.
+   budgets are nested.
+2. Gates. Where the passes allow it, values are also learned by gradients at drawn layouts, as
+   `bosch.search.gates` does for two kinds of heads: one order of units for all budgets.
+3. Both are measured at one budget in the middle; the other budgets get layouts of what wins there.
+   At the first whose answers are not all right wider windows, and all mixed by the same values, are
+   measured as well where a gradient promises more of them. The larger ones follow the winner.
 4. Moves for one budget at a time: exchanges of windows that gradients propose, many units or two;
-   some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk; gates that
-   go on learning. The kind of move that succeeded more often for its cost is tried more often.
-   What wins at one budget is offered to all larger ones.
+   some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk. The kind of
+   move that succeeded more often for its cost is tried more often. What wins at one budget is
+   offered to all larger ones.
 5. A budget whose layout is not nested with the others gets the best one that is, where the score
    shows no difference. What the search has not used of the examples scores every point.
 
@@ -33,22 +32,27 @@ import numpy as np
 
 from bosch.analysis.intervals import share
 from bosch.front import Front, FrontPoint
-from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
+from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
-from bosch.search.gates import RunningWorth
+from bosch.search.gates import RunningWorth, largest, scaled
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
-# Shares of what the first masks of all budgets leave: gradients of the descent, and of the gates.
-_DESCENT_SHARE, _GATES_SHARE = 0.5, 0.25
-# Levels of the descent.
+# Share of what the first masks of all budgets leave for gradients of the starts, the largest for
+# the descent beside gates, and the gates' share of these gradients.
+_START_SHARE, _DESCENT_SHARE, _GATES_SHARE = 0.75, 0.4, 0.55
+# Most levels of the descent.
 _LEVELS = 20
-_FEWEST_GATES, _MOST_GATES = 6, 64
-# Scarcest budgets at which layouts are drawn for gates, and full units below which none are.
+_FEWEST_GATES, _MOST_GATES = 4, 64
+# Scarcest budgets whose numbers of full units gates are learned at, and fewest of these units.
 _GATE_BUDGETS, _FEWEST_FULL = 4, 4
+# Step of the gates' ascent, and the noise of their draws.
+_STEP, _NOISE = 0.5, 0.5
+# The kind of a layout that mixes all windows; others are the number of their window.
+_MIXED = 0
 # Largest loss of score for a nested mask; one example at least.
 _NESTED_LOSS = 0.02
 _ONE_SIDED = 0.05
@@ -76,47 +80,84 @@ class _Search(Moves):
     """The search: its start, one order of units, and the result."""
 
     def start(self) -> None:
-        """Measure a layout for each budget, from the scarcest up."""
-        path = self._descent()
-        self._start_gates()
-        # The kind of layout that won at the budget before, and those at which others are tried.
-        trials = {len(self.budgets) // 3, 2 * len(self.budgets) // 3}
-        family = narrowest = f"window {self.kinds - 1}"
-        for number, budget in enumerate(self.budgets):
-            layouts: dict[str, Choices] = {}
-            if number and family not in path[budget] and self._pays(self.points[-1].choices):
-                layouts["grown"] = self._grown(number)
-            windows = path[budget]
-            own = family if family in windows else narrowest
-            layouts |= {own: windows[own]} | (windows if number in trials else {})
-            if self.gates is not None and (family == "gates" or number in trials):
-                layouts["gates"] = allotted(self.gates, self.costs, budget)
-            first, *others = layouts
-            self.reserved -= 1
-            self._add(budget, layouts[first], first)
-            family = first
-            for name in others:
-                if self.free >= 1 and self._measure(number, layouts[name], name):
-                    family = name
-            if number and self.points[-2].evaluation.rank >= self.points[-1].evaluation.rank:
-                family = "grown"
+        """Measure a layout for each budget, from one in the middle down, then up.
 
-    def _descent(self) -> dict[int, dict[str, Choices]]:
-        """Layouts for each budget by their window, those of one window nested in each other.
-
-        The units have that window or are full: where heads need each other, the best of many wider
-        windows promises more by one gradient than it brings. Where they do not, it is "mixed".
+        The start that wins at the first one gives all layouts, and the kind that wins at the first
+        one whose answers are not all right.
         """
-        cost = max(self.gradient_cost, 1e-9)
-        affordable = max(1, int(min(_DESCENT_SHARE * self.free, self.free - cost) / cost))
+        if not self.budgets:
+            return
+        each = max(self.gradient_cost, 1e-9)
+        gradients = int(_START_SHARE * self.free / each)
+        for_gates = self._gates_to_learn(gradients)
+        if for_gates:
+            gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / each))
+        worth, chain = self._descent(gradients)
+        orders = [order_of([one], values) for one, values in zip(chain, worth, strict=True)]
+        gates = self._learned(for_gates)
+        first, narrowest = len(self.budgets) // 2, self.kinds - 1
+        self._add(first, chain[first], "elimination")
+        if gates is not None:
+            learned = [gates] * len(self.budgets)
+            if self._wins(first, self._layout(narrowest, gates, first), "gates"):
+                worth, learned = learned, worth
+                orders = [order_of([], gates)] * len(self.budgets)
+            self.other_start = lambda number: self._layout(narrowest, learned[number], number)
+        kind = narrowest
+        for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
+            if number != first:
+                choices = self._layout(kind, worth[number], number, orders[number])
+                self._add(number, choices if self._affordable(choices) else chain[number], "start")
+            if self._is_short(number) and not self.kinds_tried:
+                kind = self._best_kind(number, worth[number], orders[number])
+
+    def _is_short(self, number: int) -> bool:
+        """Whether a budget's mask scores less than the original."""
+        return self.points[number].evaluation.score < self.full.score - 1e-9
+
+    def _best_kind(self, number: int, worth: Values, order: Choices) -> int:
+        """The window beside full units that wins at a budget, `_MIXED` where a mixture does.
+
+        Measured is what a gradient at the best layout so far promises more of, the best first. One
+        at a layout that answers nothing says nothing: there those of the start have their say.
+        """
+        self.kinds_tried = True
+        best = self.kinds - 1
+        layouts = {
+            kind: self._layout(kind, worth, number, order) for kind in range(_MIXED, best)
+        } if best > 1 else {}  # fmt: skip
+        while layouts and self._is_short(number):
+            point = self.points[number]
+            if not self._pays(point.choices):
+                break
+            is_blind = point.evaluation.score <= self._end(self.nothing).score
+            local = worth if is_blind else self._worth(point.choices)
+            promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
+            kind = max(promised, key=lambda one: promised[one])
+            if promised[kind] <= _sum_of(local, point.choices):
+                break
+            if self._wins(number, layouts.pop(kind), f"window {kind}" if kind else "mixed"):
+                best = kind
+        return best
+
+    def _layout(self, kind: int, worth: Values, number: int, order: Order | None = None) -> Choices:
+        """The layout of a budget of one kind, by what choices are worth."""
+        budget = self.budgets[number]
+        if kind == _MIXED:
+            return allotted(worth, self.costs, budget, order=order)
+        return self._of_window(kind, worth, budget, order)
+
+    def _descent(self, affordable: int) -> tuple[list[Values], list[Choices]]:
+        """For each budget what choices are worth, and nested layouts of the narrowest window."""
+        affordable = max(1, affordable)
         count = min(_LEVELS, max(len(self.budgets), affordable))
-        spaced = np.geomspace(self.most, max(self.least, self.costs[0]), count + 1)[1:]
-        lowest = self.budgets[0] if self.budgets else self.most
+        lowest = self.budgets[0]
+        spaced = np.geomspace(self.most, max(self.least, lowest), count + 1)[1:]
         levels = sorted({*self.budgets, *(int(s) for s in spaced if s > lowest)}, reverse=True)
         shares = max(1, min(SHARES, affordable // max(1, len(levels))))
         every = max(1, math.ceil(len(levels) / affordable))
         choices, chain = self.everything, [self.everything]
-        layouts: dict[int, dict[str, Choices]] = {}
+        found: list[tuple[Values, Choices]] = []
         running = RunningWorth(choices.size * self.kinds)
         worth: Values = np.zeros((*self.shape, self.kinds))
         for number, level in enumerate(levels):
@@ -127,55 +168,79 @@ class _Search(Moves):
             choices = self._of_window(self.kinds - 1, worth, level, order, choices)
             chain.append(choices)
             if level in self.budgets:
-                layouts[level] = {
-                    f"window {kind}": self._of_window(kind, worth, level, order)
-                    for kind in range(1, self.kinds - 1)
-                    if choices.size * self.costs[kind] < level
-                }
-                layouts[level][f"window {self.kinds - 1}"] = choices
-                if self.kinds > 2:
-                    layouts[level]["mixed"] = allotted(worth, self.costs, level, order=order)
-        return layouts
+                found.append((worth.copy(), choices))
+        found.reverse()
+        return [values for values, _ in found], [one for _, one in found]
 
     def _of_window(
         self,
         kind: int,
         worth: Values,
         budget: int,
-        order: Choices,
+        order: Order | None = None,
         widest: Choices | None = None,
     ) -> Choices:
         """The layout of a budget whose units have one window or are full, as those of `widest`."""
+        while worth[..., 0].size * self.costs[kind] > budget:
+            kind += 1
         kinds = np.array([0, kind])
         bound = None if widest is None else (widest > 0).astype(np.int64)
         values, costs = worth[..., kinds], self.costs[kinds]
         return kinds[allotted(values, costs, budget, order=order, widest=bound)]
 
-    def _start_gates(self) -> None:
-        """Learn values at layouts drawn on the scarcer budgets, where the budget pays for it."""
-        drawn = [b for b in self.budgets if b >= self.least + _FEWEST_FULL * self.costs[0]]
-        if self._fixed is not None or not drawn:
-            return
-        count = int(_GATES_SHARE * self.free / max(self.gradient_cost, 1e-9))
-        count = min(count, _MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
-        if count >= _FEWEST_GATES:
-            self.gates = np.zeros((*self.shape, self.kinds))
-            for number in range(count):
-                self._learn(drawn[number % min(len(drawn), _GATE_BUDGETS)])
+    @property
+    def _drawn(self) -> list[int]:
+        """Numbers of full units of the layouts that gates are learned at."""
+        each = self.costs[0] - self.costs[-1]
+        counts = [int((budget - self.least) / each) for budget in self.budgets]
+        return [count for count in counts if count >= _FEWEST_FULL][:_GATE_BUDGETS]
 
-    def _add(self, budget: int, choices: Choices, name: str) -> None:
+    def _gates_to_learn(self, gradients: int) -> int:
+        """How many of so many gradients gates get; none where these are too few for two starts."""
+        most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
+        count = min(most, round(_GATES_SHARE * gradients))
+        if self._fixed is not None or not self._drawn or count < _FEWEST_GATES:
+            return 0
+        return count
+
+    def _learned(self, gradients: int) -> Values | None:
+        """What choices are worth, learned at layouts drawn by it as `bosch.search.gates` does.
+
+        Numbers of full units and windows of the others take turns, the narrowest window first: all
+        budgets and windows share one order of units.
+        """
+        if not gradients:
+            return None
+        gates: Values = np.zeros((*self.shape, self.kinds))
+        counts = self._drawn
+        for step in range(gradients):
+            turn, number = divmod(step, len(counts))
+            kind = self.kinds - 1 - turn % (self.kinds - 1)
+            wanted = gates[..., 0] - gates[..., kind] + _NOISE * self._rng.gumbel(size=self.shape)
+            choices = np.where(largest(wanted.reshape(-1), counts[number]), 0, kind)
+            gates = gates + _STEP * scaled(self._gradient(choices.reshape(self.shape)))
+        return gates
+
+    def _add(self, number: int, choices: Choices, name: str) -> None:
         """The first layout of a budget, measured whole."""
+        self.unmeasured.discard(number)
         evaluation = self._evaluate(choices, "start", name)
         assert evaluation is not None
-        self.points.append(Point(budget, choices, evaluation, self._spent, np.zeros(self.shape)))
+        point = Point(self.budgets[number], choices, evaluation, self._spent, np.zeros(self.shape))
+        self.points[number] = point
+
+    def _wins(self, number: int, choices: Choices, name: str) -> bool:
+        """Whether a layout is better than that of a budget, where it can be measured."""
+        return self._affordable(choices) and self._measure(number, choices, name)
 
     def nest(self) -> None:
         """Give points outside the chain of the chosen one a nested mask of no lower score."""
         if not self.points:
             return
-        nearest = min(self.points, key=lambda point: abs(point.budget - self.chosen))
-        chain = self._chain(nearest.choices, [p for p in self.points if p is not nearest])
-        for number, point in enumerate(self.points):
+        points = [self.points[number] for number in sorted(self.points)]
+        nearest = min(points, key=lambda point: abs(point.budget - self.chosen))
+        chain = self._chain(nearest.choices, [p for p in points if p is not nearest])
+        for number, point in enumerate(points):
             if share_order([*chain, point.choices]):
                 continue
             choices = self._nested(number, chain)
@@ -198,16 +263,17 @@ class _Search(Moves):
             if slots_of(choices, self.costs) <= point.budget and share_order([*chain, choices]):
                 known.append((evaluation.rank, choices))
         best = max(known, key=lambda one: one[0], default=None)
-        if (best is None or best[0] < point.evaluation.rank) and self.free >= 1:
+        if best is None or best[0] < point.evaluation.rank:
             worth = self._worth_at.get(point.choices.tobytes(), (self._fixed, 0))[0]
             own = np.arange(self.kinds) == point.choices[..., None]
             worth = np.zeros(own.shape) if worth is None else worth
             worth = worth + own * (float(np.abs(worth).mean()) or 1.0)
             order = order_of(chain, worth)
             choices = allotted(worth, self.costs, point.budget, order=order)
-            measured = self._evaluate(choices, "swaps", "nested", is_enough)
-            if measured is not None and (best is None or measured.rank > best[0]):
-                best = measured.rank, choices
+            if self._affordable(choices):
+                measured = self._evaluate(choices, "swaps", "nested", is_enough)
+                if measured is not None and (best is None or measured.rank > best[0]):
+                    best = measured.rank, choices
         return best[1] if best is not None and is_enough(*best[0]) else None
 
     def result(self, anchors: Anchors) -> SearchResult:
@@ -217,11 +283,15 @@ class _Search(Moves):
             for slots, choices in ((self.least, self.nothing), (self.most, self.everything))
         ]
         points, best = [], -1.0
-        for point in [ends[0], *self.points]:
+        for point in [ends[0], *(self.points[number] for number in sorted(self.points))]:
             if point.evaluation.score >= best or point.budget == self.exact:
                 points.append(point)
             best = max(best, point.evaluation.score)
         points.append(ends[1])
+        by_slots: dict[float, Point] = {}
+        for point in sorted(points, key=lambda p: (p.evaluation.rank, p.budget == self.exact)):
+            by_slots[slots_of(point.choices, self.costs)] = point
+        points = list(by_slots.values())
         within = [point for point in points if point.budget <= self.chosen]
         own = [point for point in within if point.budget == self.exact]
         result = (own or sorted(within, key=lambda p: (p.evaluation.score, p.budget)))[-1]
@@ -251,3 +321,8 @@ class _Search(Moves):
             held_out=held_out,
             passes=point.passes,
         )
+
+
+def _sum_of(worth: Values, choices: Choices) -> float:
+    """What a layout is worth to first order."""
+    return float(np.take_along_axis(worth, choices[..., None], axis=2).sum())

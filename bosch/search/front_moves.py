@@ -9,11 +9,7 @@ import numpy as np
 
 from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
 from bosch.search.front_state import Point, State
-from bosch.search.gates import scaled
 
-# Gradients of one move that goes on learning gates, their step, and the noise of their draws.
-_MORE_GATES = 8
-_STEP, _NOISE = 0.5, 0.5
 # Masks in a row that bring a budget nothing before another one has its turn.
 _PATIENCE = 6
 _FRUITLESS = 40
@@ -45,7 +41,7 @@ class Moves(State):
 
     def improve(self) -> None:
         """Moves for one budget after the other until nothing is left to spend or to propose."""
-        self.reserved += _NESTING_SHARE * self.all_passes
+        self.for_nesting = _NESTING_SHARE * self.all_passes
         grown = _Move("grown", self._grown_move)
         moves = [
             _Move("exchange", self._exchange_move),
@@ -53,11 +49,11 @@ class Moves(State):
             grown,
             _Move("shrunk", self._shrunk_move),
             _Move("kick", self._kick),
-            *([_Move("gates", self._gates_move)] if self.gates is not None else []),
+            *([_Move("other start", self.other_start)] if self.other_start else []),
         ]
         fruitless = 0
         while self.points and self.free >= 1 and fruitless < _FRUITLESS * len(self.points):
-            number = min(range(len(self.points)), key=self._turn)
+            number = min(self.points, key=self._turn)
             move = max(moves, key=lambda m: m.promise)
             worse = self._no_better_than_smaller()
             if worse is not None:
@@ -77,7 +73,7 @@ class Moves(State):
             point.without_win = 0 if won else point.without_win + 1
             move.wins += won
             move.passes += max(before - self.left, 1.0)
-        self.reserved -= _NESTING_SHARE * self.all_passes
+        self.for_nesting = 0.0
 
     def _turn(self, number: int) -> tuple[int, float, float]:
         """Those that moves still improve come first, by what the next larger budget has more."""
@@ -201,7 +197,9 @@ class Moves(State):
         """The layout of the next scarcer budget, wider by its gradients, in one order with it."""
         below = self.points[number - 1]
         worth, budget = self._worth(below.choices), self.budgets[number]
-        order = order_of(self._chain(below.choices, self.points[: number - 1]), worth)
+        order = order_of(
+            self._chain(below.choices, [self.points[one] for one in range(number - 1)]), worth
+        )
         return allotted(worth, self.costs, budget, order=order, narrowest=below.choices)
 
     def _shrunk_move(self, number: int) -> Choices | None:
@@ -210,7 +208,12 @@ class Moves(State):
             return None
         above = self.points[number + 1]
         worth, budget = self._worth(above.choices), self.budgets[number]
-        order = order_of(self._chain(above.choices, self.points[number + 2 :]), worth)
+        order = order_of(
+            self._chain(
+                above.choices, [self.points[one] for one in range(number + 2, len(self.points))]
+            ),
+            worth,
+        )
         return allotted(worth, self.costs, budget, order=order, widest=above.choices)
 
     def _chain(self, choices: Choices, others: list[Point]) -> list[Choices]:
@@ -220,22 +223,3 @@ class Moves(State):
             if share_order([*chain, point.choices]):
                 chain.append(point.choices)
         return chain
-
-    def _gates_move(self, number: int) -> Choices | None:
-        """Gates learned further at a budget."""
-        budget = self.budgets[number]
-        if self.free < 1 + _MORE_GATES * self.gradient_cost:
-            return None
-        for _ in range(_MORE_GATES):
-            self._learn(budget)
-        assert self.gates is not None
-        return allotted(self.gates, self.costs, budget)
-
-    def _learn(self, budget: int) -> None:
-        """One step of ascent by the gradient at a layout drawn from the gates."""
-        assert self.gates is not None
-        noise = _NOISE * self._rng.gumbel(size=self.shape)
-        part = (self.costs - self.costs[-1]) / (self.costs[0] - self.costs[-1])
-        choices = allotted(self.gates + noise[..., None] * part, self.costs, budget)
-        gradient = self._gradient(choices)
-        self.gates = self.gates + _STEP * scaled(gradient)

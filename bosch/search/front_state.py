@@ -70,15 +70,17 @@ class State:
             else (0.0,)
         )
         self.held_out_cost = evaluator.held_out_passes
-        self.reserved = 2 * self.held_out_cost
+        self.for_nesting = 0.0
         self.gradients = self.evaluations = 0
-        self.points: list[Point] = []
-        self.gates: Values | None = None
+        self.points: dict[int, Point] = {}
+        self.kinds_tried = False
+        self.other_start: Callable[[int], Choices | None] | None = None
         self._rng = np.random.default_rng(0)
         self._worth_at: dict[bytes, tuple[Values, int]] = {}
         self._fixed: Values | None = None
         self._measured: dict[bytes, Evaluation] = {}
         self._tried: set[tuple[int, bytes]] = set()
+        self._cost_of: dict[bytes, float] = {}
         self._regrown: set[tuple[int, bytes]] = set()
         self._set_budgets(budgets)
         self.full = self._end(self.everything)
@@ -108,9 +110,10 @@ class State:
                 inside.remove(min(inside, key=lambda one: abs(math.log(one / self.chosen))))
             inside.append(self.chosen)
         inside.sort()
-        each = 1 + self.held_out_cost
-        affordable = max(1, int((self.left - self.reserved - 2 * self.gradient_cost) / each))
-        if len(inside) > affordable:
+        costs = [self._cost_of_first(one) for one in inside]
+        rest = self.left - self._for_ends - 2 * self.gradient_cost
+        affordable = max(1, int(rest / max([1e-9, *costs])))
+        if sum(costs) > rest and len(inside) > affordable:
             self.evaluator.note(
                 f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "
                 f"{len(inside)} points of the front"
@@ -121,7 +124,7 @@ class State:
             kept |= {others[i] for i in np.linspace(0, len(others) - 1, count).round().astype(int)}
             inside = sorted(kept)
         self.budgets = inside
-        self.reserved += len(inside) * each
+        self.unmeasured = {*range(len(inside))}
         self.evaluator.on_budget = self._is_chosen
         logger.info(
             "front: budgets of %s KV slots at %d tokens, %.0f passes to spend",
@@ -135,14 +138,41 @@ class State:
         return slots == self.chosen or below < slots <= self.chosen
 
     @property
+    def _for_ends(self) -> float:
+        """Passes over the held-out examples of the two ends."""
+        return self.held_out_cost * sum(map(self._cost, (self.nothing, self.everything)))
+
+    def _cost_of_first(self, budget: int) -> float:
+        """Passes for a budget's layout of the narrowest window, held-out examples included."""
+        full = int((budget - self.least) / (self.costs[0] - self.costs[-1]))
+        choices = self.nothing.copy()
+        choices.reshape(-1)[:full] = 0
+        return (1 + self.held_out_cost) * self._cost(choices)
+
+    def _cost(self, choices: Choices) -> float:
+        """Passes for a layout, without the held-out examples."""
+        key = choices.tobytes()
+        if key not in self._cost_of:
+            self._cost_of[key] = self.evaluator.cost_of_mask(self._mask(choices))
+        return self._cost_of[key]
+
+    @property
     def free(self) -> float:
         """Passes that are not reserved for masks and examples that must be measured.
 
-        A mask costs less than a pass with every head full, but no search measures more than two of
-        them for each pass of its budget.
+        No search measures more masks than it has passes.
         """
-        spare = 2 * self.all_passes - self.evaluations - len(self.budgets)
-        return min(self.left - self.reserved, spare)
+        reserved = self._for_ends + self.for_nesting
+        reserved += sum(self._cost_of_first(self.budgets[number]) for number in self.unmeasured)
+        reserved += self.held_out_cost * sum(
+            self._cost(point.choices) for point in self.points.values()
+        )
+        spare = self.all_passes - self.evaluations - len(self.unmeasured)
+        return min(self.left - reserved, spare)
+
+    def _affordable(self, choices: Choices) -> bool:
+        """Whether a layout can be measured, and the held-out examples if it wins."""
+        return self.free >= max(1.0, (1 + self.held_out_cost) * self._cost(choices))
 
     def find_values(self) -> None:
         """Values of single changes, for a scorer without gradients or a budget without any."""
@@ -218,7 +248,8 @@ class State:
     def _pays(self, choices: Choices) -> bool:
         """Whether one more mask can be paid, and the gradient at a layout that proposes it."""
         known = self._fixed is not None or choices.tobytes() in self._worth_at
-        return self.free >= 1 + (0.0 if known else self.gradient_cost)
+        gradient = 0.0 if known else self.gradient_cost
+        return self.free - gradient >= (1 + self.held_out_cost) * self._cost(choices)
 
     @property
     def _spent(self) -> float:
@@ -269,7 +300,7 @@ class State:
         def improved(score: float, log_likelihood: float) -> list[Point]:
             return [
                 other
-                for other in self.points
+                for other in self.points.values()
                 if slots <= other.budget
                 and (
                     other.beaten_by(score, log_likelihood)

@@ -119,8 +119,7 @@ def _bosch_plus(settings: SearchSettings, num_layers: int, num_heads: int) -> in
 
 
 def _front(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    # Masks cost less than passes with every head full, of which the budget is.
-    return ANCHORS + 2 * front_budget(settings, num_layers)
+    return ANCHORS + front_budget(settings, num_layers)
 
 
 def _b_single(settings: SearchSettings, num_layers: int, num_heads: int) -> int:

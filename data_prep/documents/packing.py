@@ -66,8 +66,10 @@ class DocumentStream:
 
 def mix(
     streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
-) -> Iterator[np.ndarray]:
+) -> Iterator[tuple[int, np.ndarray]]:
     """Documents in turn from the source that is furthest behind its share, `tokens` in all.
+
+    Each comes with its stream's place in `streams`.
 
     At every moment a source is less than one document ahead of its share. The last document is cut
     where the tokens end; its rest is taken off the stream's count.
@@ -84,39 +86,42 @@ def mix(
             document = document[: tokens - total]
         emitted[behind] += len(document)
         total += len(document)
-        yield document
+        yield behind, document
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One sequence: `input_ids` [sequence_length] int32, and the lengths of the documents in it.
+    """One sequence: `input_ids` [sequence_length] int32, and lengths and sources of its documents.
 
     A document that did not fit goes on in the next sequence, where its rest is a span of its own.
     """
 
     input_ids: np.ndarray
     document_lengths: list[int]
+    document_sources: list[int]
 
 
-def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Packed]:
-    """Sequences that hold every token of the documents in order.
+def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> Iterator[Packed]:
+    """Sequences that hold every token of the documents, each with its source's number, in order.
 
     Only what is left at the end and fills no sequence is not among them.
     """
     buffer = np.empty(sequence_length, np.int32)
     filled = 0
     lengths: list[int] = []
-    for document in documents:
+    sources: list[int] = []
+    for source, document in documents:
         start = 0
         while start < len(document):
             piece = document[start : start + sequence_length - filled]
             buffer[filled : filled + len(piece)] = piece
             lengths.append(len(piece))
+            sources.append(source)
             filled += len(piece)
             start += len(piece)
             if filled == sequence_length:
-                yield Packed(buffer.copy(), lengths)
-                filled, lengths = 0, []
+                yield Packed(buffer.copy(), lengths, sources)
+                filled, lengths, sources = 0, [], []
 
 
 def write_dataset(
@@ -124,8 +129,8 @@ def write_dataset(
 ) -> None:
     """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
-    Columns: `input_ids`, a list of `sequence_length` int32, and `document_lengths`, a list of int32
-    that sums to `sequence_length`.
+    Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
+    that sums to `sequence_length`; and `document_sources`, as many numbers of sources, int32.
     """
     from datasets import DatasetInfo, Features, Value
     from datasets import Sequence as ListOf
@@ -134,6 +139,7 @@ def write_dataset(
         {
             "input_ids": ListOf(Value("int32"), length=sequence_length),
             "document_lengths": ListOf(Value("int32")),
+            "document_sources": ListOf(Value("int32")),
         }
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,5 +178,10 @@ def _write_file(
                 row[:] = packed.input_ids
             values = pa.array(buffer[: len(batch)].reshape(-1))
             ids = pa.FixedSizeListArray.from_arrays(values, length)
-            spans = pa.array([p.document_lengths for p in batch], pa.list_(pa.int32()))
-            writer.write_batch(pa.RecordBatch.from_arrays([ids, spans], schema=schema))
+            spans = [
+                pa.array(column, pa.list_(pa.int32()))
+                for column in zip(
+                    *((p.document_lengths, p.document_sources) for p in batch), strict=True
+                )
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays([ids, *spans], schema=schema))

@@ -314,23 +314,36 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     row = 0
     try:
-        names = _open_parquet(path).schema_arrow.names
+        schema = _open_parquet(path).schema_arrow
         for name in fields:
-            if name not in names:
-                raise UserError(
-                    f"{path}: no column `{name}` (there is {printable(', '.join(names))})"
-                )
+            if name not in schema.names:
+                there = printable(", ".join(schema.names))
+                raise UserError(f"{path}: no column `{name}` (there is {there})")
+            if pa.types.is_nested(kind := schema.field(name).type):
+                raise UserError(f"{path}: column `{name}` is of type {printable(str(kind))}")
         file = _open_parquet(path, fields)
         for group in range(file.num_row_groups):
             rows = min(_rows_per_batch(file, group, name) for name in fields)
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=fields):
-                for index in range(batch.num_rows):
-                    yield {name: batch.column(name)[index].as_py() for name in fields}
+                columns = [_values(batch.column(name)) for name in fields]
+                for values in zip(*columns, strict=True):
+                    yield dict(zip(fields, values, strict=True))
                     row += 1
     except _PARQUET_FAULTS as error:
         raise UserError(
             f"{path}, after row {row}: damaged ({_reason(error)}); get the file again"
         ) from None
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; one that is repeated is made once. Raises ValueError for a huge one."""
+    if not isinstance(column, pa.DictionaryArray):
+        return list(column.to_pylist())
+    words = column.dictionary
+    if any(len(word.as_buffer() or b"") > MOST_RECORD_BYTES for word in words):
+        raise ValueError(_TOO_LARGE)
+    values = words.to_pylist()
+    return [None if at is None else values[at] for at in column.indices.to_pylist()]
 
 
 def _rows_per_batch(file: Any, group: int, field: str) -> int:

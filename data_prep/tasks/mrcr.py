@@ -6,14 +6,11 @@ a random string. Read from the data's public layout, Parquet or JSONL with the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bosch.errors import UserError
 from bosch.files import parse_json
-from data_prep.documents.records import read_rows
 
 FIELDS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 _MOST_NEEDLES = 1000
@@ -29,26 +26,8 @@ class MrcrSample(NamedTuple):
     characters: int
 
 
-def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:
-    """The samples of the files with no more characters than that, in order.
-
-    Raises:
-        UserError: a file or a row of it is not in the public layout.
-    """
-    for path in files:
-        for number, row in enumerate(read_rows(path, FIELDS)):
-            try:
-                if len(row["prompt"]) <= most_characters:
-                    yield _sample(row)
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-                raise UserError(
-                    f"{path}, row {number}: not in MRCR's layout ({reason}); its fields are "
-                    f"{', '.join(FIELDS)}"
-                ) from None
-
-
-def _sample(row: Mapping[str, Any]) -> MrcrSample:
+def sample_of(row: Mapping[str, Any]) -> MrcrSample:
+    """The sample of a row; raises KeyError, TypeError or ValueError where the row is none."""
     prompt, answer, prefix, needles = (row[name] for name in FIELDS)
     turns = [
         {"role": str(turn["role"]), "content": str(turn["content"])}
@@ -57,6 +36,7 @@ def _sample(row: Mapping[str, Any]) -> MrcrSample:
     # Without one of these every output would have the same score.
     if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
         raise ValueError("a conversation, its answer and the string before it must not be empty")
+    "".join([answer, prefix, *(turn["content"] for turn in turns)]).encode()  # no half a surrogate
     if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
     characters = sum(len(turn["content"]) for turn in turns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bosch.errors import UserError
-from data_prep.tasks.questions import read_data
+from bosch.files import load_user_json
 from data_prep.text import read_utf8
 
 _BASE_SEED = 42
+_MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred
 # Around the needle, as shares of the context, where no distractor stands.
 _FREE_ZONE = 0.2
 # Contexts below which a distractor has a fixed place, and characters by which it is found again.
@@ -124,9 +126,13 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
         UserError: the file is no needle set, or one of its experiments has no template and there is
             no default.
     """
-    experiments = read_data(path)
+    experiments = load_user_json(path, "get the set again")
     try:
-        return [test for experiment in experiments for test in _tests(experiment, default_template)]
+        found = (test for one in experiments for test in _tests(one, default_template))
+        tests = list(islice(found, _MOST_TESTS + 1))
+        if len(tests) > _MOST_TESTS:
+            raise ValueError(f"more than {_MOST_TESTS:,} questions")
+        return tests
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path}: not a needle set of NoLiMa: {reason}") from None
@@ -180,6 +186,7 @@ def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{what} of {name} must be texts that are not empty")
+    "".join(texts).encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
     return texts
 
 

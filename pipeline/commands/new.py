@@ -67,7 +67,6 @@ evaluate:
 
 runtime:
   output_root: runs            # results are in a folder of it that has this file's name
-  gradient_checkpointing: true
 """
 
 

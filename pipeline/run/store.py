@@ -301,7 +301,7 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 
 def _is_attempt(one: object) -> bool:
     times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
-    return all(type(time) in (int, float) and math.isfinite(time) for time in times)
+    return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -223,7 +223,7 @@ def answer_losses(model: nn.Module, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, records: list[dict[str, Any]], kind: int) -> float:
     """Share of the questions of one kind whose answer tokens are all the model's first choice."""
-    own = records[kind::KINDS]
+    own = [r for r in records if r["input_ids"][-r["answer_length"] - 1] == FIRST_QUESTION + kind]
     right = 0
     for record in own:
         ids, length = torch.tensor([record["input_ids"]]), record["answer_length"]

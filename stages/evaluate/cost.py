@@ -12,6 +12,7 @@ from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
 from stages.evaluate.stage import EvaluateConfig
+from stages.exchange import pass_values, whole_chunks
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
@@ -71,6 +72,8 @@ def _cost(
     rows_by_window = search.kv_heads(shape.kinds, recipe.model.dtype)
     shares = window_shares(rows_by_window) if is_hybrid else None
     passes, disk, facts = _presets(evaluate, shape, shares)
+    sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
+    jobs: tuple[int, ...] = (sharing,) if sharing > 1 else ()
     for section in evaluate.prompts.values():
         count = section.most_samples
         for length in section.lengths:
@@ -79,7 +82,9 @@ def _cost(
         disk += count * len(section.lengths) * _SAMPLE_BYTES
         facts.append(f"{section.title}: up to {count:,} samples at each length")
     if needle is None:
-        return Cost(models * passes, 1e6 + models * disk, facts, efficiency=efficiency)
+        return Cost(
+            models * passes, 1e6 + models * disk, facts, jobs or (1,), efficiency=efficiency
+        )
     each = needle.samples * len(needle.tasks)
     samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
     longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
@@ -87,17 +92,27 @@ def _cost(
     cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
     # A hybrid that is made from the original takes its weights over one by one.
     weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
-    activations = ActivationSizes.of(shape, number).plain_pass(rows * longest)
+    sizes = ActivationSizes.of(shape, number, sharing=sharing)
+    activations = sizes.plain_pass(rows * longest)
+    where = " in the first one" if sharing > 1 else ""
+    if sharing > 1:
+        full = [{None: shape.key_value_heads}] * shape.full_layers
+        split = whole_chunks(longest, sharing)
+        sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
+        facts.append(
+            f"each prompt split over {sharing} processes, which send each other "
+            f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
+        )
     facts = [
         *facts,
         f"{samples:,} samples{of_whom}",
         f"per process: {format_bytes(number * weights)} of weights, "
-        f"{format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}"
+        f"{format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}{where}"
         f"{_states_text(shape)}, about {format_bytes(activations)} in a pass",
     ]
     passes += sum(shape.forward_flops(each * length, length, shares) for length in needle.lengths)
     disk = models * (disk + samples * _SAMPLE_BYTES)
-    return Cost(models * passes, disk, facts, (samples,), efficiency=efficiency)
+    return Cost(models * passes, disk, facts, jobs or (samples,), efficiency=efficiency)
 
 
 def _presets(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,6 +19,7 @@ from transformers import (
 
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
+from stages.evaluate.shared_reading import SharedReading
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,19 @@ def generate(
     batch_size: int,
     *,
     stop_at_newline: bool = False,
+    shared: SharedReading | None = None,
 ) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it holds every answer it
-    looks for. With `stop_at_newline` it ends at a line's end too, after one token at least.
+    looks for. With `stop_at_newline` it ends at a line's end too, after one token at least. Where
+    processes read prompts together (`shared`) all of them get the texts.
     """
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        outputs = _generate_batch(model, tokenizer, batch, max_new_tokens, stop_at_newline)
+        outputs = _generate_batch(model, tokenizer, batch, max_new_tokens, stop_at_newline, shared)
         yield list(zip(batch, outputs, strict=True))
 
 
@@ -113,6 +117,7 @@ def _generate_batch(
     batch: Sequence[Question],
     max_new_tokens: int,
     stop_at_newline: bool,
+    shared: SharedReading | None,
 ) -> list[str]:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     length = max(len(question.prompt_ids) for question in batch)
@@ -131,16 +136,25 @@ def _generate_batch(
         pad_token_id=pad,
         use_cache=True,
     )
-    numbers = Numbers()
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        generation_config=settings,
-        logits_processor=LogitsProcessorList([numbers]),
-        stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
-    )
-    numbers.check()
-    return [decode(tokenizer, row[length:]) for row in output]
+    ids, mask = ids.to(model.device), mask.to(model.device)
+
+    def answer(cache: Cache | None = None) -> list[str]:
+        numbers = Numbers()
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([numbers]),
+            stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
+        )
+        numbers.check()
+        return [decode(tokenizer, row[length:]) for row in output]
+
+    if shared is None:
+        return answer()
+    cache = shared.cache(model, ids, mask)
+    return shared.of_first(lambda: answer(cache))
 
 
 def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> Any:

@@ -127,7 +127,7 @@ class HarnessSuite:
                 bar.update(len(records), note=subtask.task)
 
     def _open(self, model: Evaluated, subtask: Subtask) -> list[int]:
-        answered = self.answers.read(model, subtask).keys()
+        answered = self.answers.answered(model, subtask)
         indices = range(self.rank, self.samples(subtask), self.world)
         return [index for index in indices if index not in answered]
 

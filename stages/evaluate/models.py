@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
+from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import (
     metric_scores,
@@ -84,13 +86,19 @@ def evaluate_models(
     """
     state = process_state(config.runtime)
     own = work_dir / "answers"
-    folder = AnswerFolder(own, config.shared, state.process_index)
+    rank, shared = state.process_index, None
+    folder = AnswerFolder(own, config.shared, rank)
+    dealt: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
+    if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
+        shared = SharedReading()
+        folder = SharedAnswers(own, config.shared, rank, shared)
+        dealt = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites: list[Suite] = []
         chat, tables["prompts"] = _chat_template(config.section, load_tokenizer(tokenizer))
         if config.section.needle is not None:
-            needle = _needle_suite(config, tokenizer, calibration, chat, folder, own, state)
+            needle = _needle_suite(config, tokenizer, calibration, chat, own, dealt)
             suites.append(needle)
             tables["corpus"] = _corpus(config, needle.corpus)
         if config.section.harness is not None:
@@ -98,9 +106,7 @@ def evaluate_models(
                 HarnessSuite(
                     section=config.section.harness,
                     tokenizer=load_tokenizer(tokenizer),
-                    answers=folder,
-                    rank=state.process_index,
-                    world=state.num_processes,
+                    **dealt,
                     batch_size=config.runtime.eval_batch_size,
                     chat=chat,
                 )
@@ -111,9 +117,7 @@ def evaluate_models(
                 PositionSuite(
                     section=section,
                     tokenizer=load_tokenizer(tokenizer),
-                    answers=folder,
-                    rank=state.process_index,
-                    world=state.num_processes,
+                    **dealt,
                 )
             )
             tables.setdefault("corpus", {})["long documents"] = documents_identity(section.path)
@@ -126,9 +130,7 @@ def evaluate_models(
                     files=file_hashes(folder_of_data, prompts.files(folder_of_data)),
                     seed=config.seed,
                     tokenizer=load_tokenizer(tokenizer),
-                    answers=folder,
-                    rank=state.process_index,
-                    world=state.num_processes,
+                    **dealt,
                     batch_size=config.runtime.eval_batch_size,
                     chat=chat,
                 )
@@ -138,7 +140,7 @@ def evaluate_models(
         if state.is_main_process:
             remove(own / _FAULTS)
         state.wait_for_everyone()
-        _answer(config, models, suites, state, own / _FAULTS)
+        _answer(config, models, suites, state, own / _FAULTS, shared)
         state.wait_for_everyone()
         faults = _read_faults(own / _FAULTS, models)
         if state.is_main_process:
@@ -167,9 +169,8 @@ def _needle_suite(
     tokenizer: TokenizerSpec,
     calibration: CalibrationNeedles | None,
     chat: ChatTemplate | None,
-    folder: AnswerFolder,
     own: Path,
-    state: PartialState,
+    dealt: dict[str, Any],
 ) -> NeedleSuite:
     section = config.section.needle
     assert section is not None
@@ -181,9 +182,7 @@ def _needle_suite(
         corpus=Corpus(haystack_words(section.essay_dir), data_dir),
         calibration=calibration,
         folder=(config.shared or own) / "samples",
-        answers=folder,
-        rank=state.process_index,
-        world=state.num_processes,
+        **dealt,
         batch_size=config.runtime.eval_batch_size,
         chat=chat,
         card=Path(config.model.path, "README.md") if section.yarn else None,
@@ -219,6 +218,7 @@ def _answer(
     suites: Sequence[Suite],
     state: PartialState,
     faults: Path,
+    shared: SharedReading | None,
 ) -> None:
     """Answer this rank's samples for every model, less what has been answered before.
 
@@ -230,9 +230,11 @@ def _answer(
             if open_samples[model.name]:
                 logger.info("evaluating %s (%s)", model.name, model.model.path)
                 try:
-                    loaded = load_evaluated(
-                        config, model.model, state.device, model.mask, model.kv_budget
-                    )
+                    load = partial(
+                        load_evaluated,
+                        config, model.model, state.device, model.mask, model.kv_budget,
+                    )  # fmt: skip
+                    loaded = load() if shared is None else shared.load(load, config.runtime)
                     for suite in suites:
                         suite.run(model, loaded, bar)
                 except (UserError, ModelError) as error:

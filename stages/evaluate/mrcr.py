@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from bosch.errors import UserError
+from data_prep.documents.records import read_rows
 from data_prep.tasks import mrcr
 from data_prep.text import encode_answer
 from stages.evaluate.prompt_sections import MrcrEvaluation
@@ -25,7 +29,7 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
     """
     found, counts = [], Counter[tuple[int, int]]()
     most = _CHARACTERS_PER_TOKEN * max(section.lengths)
-    for sample in mrcr.read_samples(section.data_files, most):
+    for sample in read_samples(section.data_files, most):
         text = mrcr.plain_text(sample.turns)
         answer = len(encode_answer(tokenizer, sample.answer))
         tokens = len(encode_answer(tokenizer, text)) + answer
@@ -47,6 +51,25 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
                 )
             )
     return found
+
+
+def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[mrcr.MrcrSample]:
+    """The samples of the files with no more characters than that, in order.
+
+    Raises:
+        UserError: a file or a row of it is not in the public layout.
+    """
+    for path in files:
+        for number, row in enumerate(read_rows(path, mrcr.FIELDS)):
+            try:
+                if len(row["prompt"]) <= most_characters:
+                    yield mrcr.sample_of(row)
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise UserError(
+                    f"{path}, row {number}: not in MRCR's layout ({reason}); its fields are "
+                    f"{', '.join(mrcr.FIELDS)}"
+                ) from None
 
 
 def _turns(sample: mrcr.MrcrSample) -> Turns:

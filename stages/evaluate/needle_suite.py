@@ -19,6 +19,7 @@ from data_prep.tasks.tables import ANY_ANSWER
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
+from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import NeedleEvaluation, missing_ruler_file
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class NeedleSuite:
     batch_size: int
     chat: ChatTemplate | None = None
     card: Path | None = None  # of the original model
+    shared: SharedReading | None = None
     name: str = "needle"
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class NeedleSuite:
                 self._answer(model, subtask, questions, loaded, bar)
 
     def _open(self, model: Evaluated, subtask: Subtask) -> set[int]:
-        return set(self._indices) - self.answers.read(model, subtask).keys()
+        return set(self._indices) - self.answers.answered(model, subtask)
 
     def _answer(
         self,
@@ -113,7 +115,9 @@ class NeedleSuite:
     ) -> None:
         journal, any_answer = self.answers.journal(model, subtask), subtask.task in ANY_ANSWER
         new_tokens = self.section.new_tokens(subtask.task)
-        for batch in generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size):
+        for batch in generate(
+            loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared
+        ):
             records = []
             for question, output in batch:
                 score = string_match(output, question.answers, any_answer)

@@ -22,6 +22,7 @@ from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.scores import read_samples
+from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import PositionEvaluation
 from stages.versions import installed_versions
 
@@ -43,6 +44,7 @@ class PositionSuite:
     answers: AnswerFolder
     rank: int
     world: int
+    shared: SharedReading | None = None
     name: str = "positions"
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -88,14 +90,14 @@ class PositionSuite:
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         journal = self.answers.journal(model, self.subtasks[0])
         for index in self._open(model):
-            losses = token_losses(loaded, self._documents[index])
+            losses = token_losses(loaded, self._documents[index], self.shared)
             bounds = edges(self.section.length)
             bins = [float(losses[a - 1 : b - 1].mean()) for a, b in _pairs(bounds)]
             journal.append({"index": index, "loss": bins})
             bar.update(note="loss by position")
 
     def _open(self, model: Evaluated) -> list[int]:
-        answered = self.answers.read(model, self.subtasks[0]).keys()
+        answered = self.answers.answered(model, self.subtasks[0])
         return [i for i in range(self.rank, len(self._documents), self.world) if i not in answered]
 
     @property
@@ -107,9 +109,16 @@ class PositionSuite:
 
 
 @torch.inference_mode()
-def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
-    """Cross-entropy of every token but the first, nats [T - 1], by a prefill in chunks."""
+def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = None) -> np.ndarray:
+    """Cross-entropy of every token but the first, nats [T - 1], by a prefill in chunks.
+
+    Where all processes read together, in one pass.
+    """
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
+    if shared is not None:
+        all_losses = shared.token_losses(model, tokens)
+        check_numbers(all_losses)
+        return np.asarray(all_losses.cpu())
     cache, losses = None, []
     for start in range(0, tokens.shape[1] - 1, _CHUNK):
         chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]

@@ -16,6 +16,7 @@ from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup,
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.prompt_sections import PromptEvaluation
+from stages.evaluate.shared_reading import SharedReading
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
@@ -61,6 +62,7 @@ class PromptSuite:
     world: int
     batch_size: int
     chat: ChatTemplate | None = None
+    shared: SharedReading | None = None
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
     _samples: dict[Subtask, list[PromptSample]] = field(default_factory=dict)
@@ -106,12 +108,14 @@ class PromptSuite:
             samples, journal = self._samples[subtask], self.answers.journal(model, subtask)
             questions = [self._question(samples[i], i) for i in self._open(model, subtask)]
             new_tokens = max(sample.new_tokens for sample in samples)
-            for batch in generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size):
+            for batch in generate(
+                loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared
+            ):
                 journal.append(*(self._record(samples[q.index], q, text) for q, text in batch))
                 bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
 
     def _open(self, model: Evaluated, subtask: Subtask) -> Sequence[int]:
-        answered = self.answers.read(model, subtask).keys()
+        answered = self.answers.answered(model, subtask)
         mine = range(self.rank, len(self._samples[subtask]), self.world)
         return [index for index in mine if index not in answered]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bosch.backends import lacking
 from bosch.errors import UserError
 from bosch.model.yarn import original_positions, yarn_fault
 from bosch.search.methods import METHODS, MethodName
@@ -21,6 +22,7 @@ from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PresetName, benchmarks, task_settings
 from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation, PromptEvaluation
+from stages.exchange import split_faults
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.kv_budgets import KvBudgets, front_faults
@@ -310,6 +312,28 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate.positions is not None:
         length = evaluate.positions.length
         yield from position_faults(loaded, "evaluate.positions.length", length)
+    yield from _split(loaded, evaluate)
+
+
+def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
+    runtime, field = loaded.recipe.runtime, "runtime.evaluate_parallel"
+    if runtime.evaluate_parallel != "context":
+        return
+    yield from split_faults(loaded, field)
+    if evaluate.harness is not None:
+        yield (
+            f"{field}: context splits needle, positions, nolima and mrcr; evaluate.harness reads "
+            "its prompts in one process: set data, or leave it out (evaluate.presets too)"
+        )
+    rankings = [name for name in evaluate.rivals if METHODS[name].kind == "ranking"]
+    if rankings:
+        yield (
+            f"{field}: evaluate.rivals names {', '.join(rankings)}, which read the examples in one "
+            "process; set data, or leave them out"
+        )
+    requests = {"chunks": "runtime.evaluate_parallel = context splits them"}
+    for sentence in lacking(runtime.attention, requests):
+        yield f"runtime.attention: {sentence}"
 
 
 def _one_window(loaded: LoadedRecipe) -> Iterator[str]:

@@ -223,7 +223,7 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=4,
+    version=5,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from bosch.budget import LayerHeads
 from bosch.objective.batches import examples_by_round
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.exchange import pass_values, whole_chunks
 from stages.formats import format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe, Recipe
@@ -31,11 +33,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     batch = recipe.runtime.eval_batch_size
     batches = _batches_by_round(recipe)
     sharded = recipe.runtime.search_parallel == "tensor"
+    split = recipe.runtime.search_parallel == "context"
     number = BYTES[recipe.model.dtype]
     shards = processes if sharded else 1
     weights = number * shape.parameters / shards
     rows = min(batch, examples)
-    sizes = ActivationSizes.of(shape, number, shards)
+    sizes = ActivationSizes.of(shape, number, shards, processes if split else 1)
     passes = sizes.plain_pass(rows * length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # One by one onto the GPUs, from files that all processes share; in host memory for each else.
@@ -49,13 +52,16 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{format_flops(one)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
-        _reuse(recipe, sizes, examples if sharded else math.ceil(examples / processes)),
+        _reuse(recipe, sizes, examples if sharded or split else math.ceil(examples / processes)),
         f"host memory while loading: {format_bytes(host)} a node",
     ]
     facts += _budget(recipe, shape)
     jobs = _search_jobs(recipe, search.method)
     if sharded:
         facts.append(f"one model sharded over {processes} processes")
+        jobs = (processes,)
+    elif split:
+        facts.append(_exchanged(recipe, shape, processes))
         jobs = (processes,)
     elif jobs == batches:
         facts.append(
@@ -66,6 +72,24 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     efficiency = devices.efficiency or EFFICIENCY
     result = Cost(evaluations * one, 1e6, facts, jobs, efficiency=efficiency)
     return replace(result, facts=[*facts, _hours_of_methods(loaded, result, devices)])
+
+
+def _exchanged(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
+    """Bytes that the processes send each other for an example."""
+    search, number = recipe[SearchConfig], BYTES[recipe.model.dtype]
+    length = whole_chunks(recipe[PrepareConfig].calibration.length, processes)
+
+    def sent(row: LayerHeads) -> float:
+        return float(number * pass_values(shape, [row] * shape.full_layers, length))
+
+    full, heads = {None: shape.key_value_heads}, shape.key_value_heads
+    every = dict.fromkeys((None, *search.menu), heads)
+    return (
+        f"each example split over {processes} processes, which send each other "
+        f"{format_bytes(sent(dict.fromkeys(search.menu[-1:], heads)))} of it in a pass with every "
+        f"head sliding, {format_bytes(sent(full))} with every head full, and up to "
+        f"{format_bytes(3 * sent(every))} in a gradient"
+    )
 
 
 def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
@@ -133,11 +157,11 @@ def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> s
     """Most hours of every method, without reuse."""
     shape = shape_of(loaded)
     one = search.flops / _most_evaluations(loaded, shape, loaded.recipe[SearchConfig].method)
-    sharded = loaded.recipe.runtime.search_parallel == "tensor"
+    together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
     for method in METHODS:
         flops = one * _most_evaluations(loaded, shape, method)
-        jobs = search.jobs if sharded else _search_jobs(loaded.recipe, method)
+        jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
         of_method = replace(search, flops=flops, jobs=jobs)
         text = format_hours(of_method.hours(devices.name, devices.count))
         times.setdefault(text, []).append(method)

@@ -21,7 +21,8 @@ def join_process_group(
 ) -> Iterator[Ranks]:
     """Join the process group that torchrun's variables describe, if they do; leave it at the end.
 
-    With `parallel` "tensor" the processes hold the shards of one model. A rank waits for the others
+    With `parallel` "tensor" the processes hold the shards of one model, with "context" those of
+    each sequence. A rank waits for the others
     for `timeout_minutes`; that one has died is noticed much sooner, by torchrun.
 
     After a failure the group is left to the end of the process: parting from ranks that are gone
@@ -38,7 +39,7 @@ def join_process_group(
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     ranks = Ranks(dist.get_rank(), size, device)
-    if parallel == "tensor":
+    if parallel != "data":
         ranks = Ranks(device=device, shard=dist.get_rank(), shards=size)
     if not ranks.is_first:
         # All ranks run the same search: one of them tells about it.

@@ -7,24 +7,28 @@ from typing import Any
 
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.memory import reuse_room
+from bosch.ranks import Ranks
 from bosch.window import Windows
 from stages.context import Runtime
 
 
 def reuse_bytes(
-    runtime: Runtime, model: Any, windows: Windows, calibration: CalibrationSet, shards: int = 1
+    runtime: Runtime, model: Any, windows: Windows, calibration: CalibrationSet, ranks: Ranks
 ) -> int:
     """Bytes of `runtime.reuse_memory`, by default what this process has room for.
 
-    `shards` is the number of processes that share one model. Call it when the model is loaded.
+    Shards have as much as the one with the least. Call it when the model is loaded.
     """
     if isinstance(runtime.reuse_memory, int):
         return runtime.reuse_memory
-    return reuse_room(
+    split = runtime.search_parallel == "context"
+    room = reuse_room(
         model,
         windows,
         min(runtime.eval_batch_size, len(calibration)),
         calibration.max_length,
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        shards=shards,
+        shards=1 if split else ranks.shards,
+        sharing=ranks.shards if split else 1,
     )
+    return ranks.least(room)

@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search, set_sink_bias
@@ -70,9 +73,12 @@ def run(
         objective = _objective(config, inputs["prepare"], ranks)
         sink_bias = _sink_bias(config.section, objective, work_dir)
         backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
+        sharing = "parts" if config.runtime.search_parallel == "context" else "shards"
         context = replace(
             objective.context,
-            numerics=numerics(ranks.device, backend, batch, STAGE.version, shards=ranks.shards),
+            numerics=numerics(
+                ranks.device, backend, batch, STAGE.version, **{sharing: ranks.shards}
+            ),
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
         if sink_bias is not None and ranks.is_first:
@@ -177,10 +183,13 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    if ranks.shards > 1:
+    split = None
+    if ranks.shards > 1 and config.runtime.search_parallel == "tensor":
         model = load_sharded(config.model.path, ranks, **options)
     else:
         model = load_model(config.model.path, device=ranks.device, **options)
+    if ranks.shards > 1 and config.runtime.search_parallel == "context":
+        split = ContextParallel(dist.group.WORLD)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
     return Objective(
@@ -188,9 +197,10 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         calibration,
         section.menu,
         batch_size=config.runtime.eval_batch_size,
-        reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks.shards),
+        reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks),
         ranks=ranks,
         held_out=held_out,
+        split=split,
     )
 
 

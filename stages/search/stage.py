@@ -22,6 +22,7 @@ from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.recipe import LoadedRecipe, ModelInfo, Recipe
 from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
+from stages.search.parallel import parallel_faults
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -339,7 +340,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _menu(search)
     yield from _lengths(loaded)
     yield from _budget(loaded)
-    yield from _shards(loaded)
+    yield from parallel_faults(loaded, search)
     yield from _attention(loaded)
 
 
@@ -450,25 +451,11 @@ def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
         )
 
 
-def _shards(loaded: LoadedRecipe) -> Iterator[str]:
-    world = loaded.world
-    if loaded.recipe.runtime.search_parallel != "tensor":
-        return
-    if world.nodes > 1:
-        yield (
-            f"runtime.search_parallel: tensor shards the model over the processes of one node, "
-            f"NNODES asks for {world.nodes}"
-        )
-    elif world.size == 1:
-        yield (
-            "runtime.search_parallel: tensor needs several processes, there is one "
-            "(runtime.processes)"
-        )
-
-
 def _attention(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
     requests = {}
+    if recipe.runtime.search_parallel == "context":
+        requests["chunks"] = "runtime.search_parallel = context splits them"
     if sinks := recipe[SearchConfig].sinks:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
@@ -497,7 +484,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=12,
+    version=13,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bosch.budget import LayerHeads, window_shares
+from stages.context import Runtime
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
@@ -15,7 +16,7 @@ from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
 from stages.train.exchange import step_traffic
-from stages.train.fit import remedy, training_budget
+from stages.train.fit import Budget, remedy, training_budget
 from stages.train.footprint import trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
 from stages.train.stage import TrainConfig, batch_faults
@@ -29,10 +30,15 @@ EXPERTS_EFFICIENCY = 0.057
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Every step as the recipe has it, recomputation counted as work."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    train, runtime, search = recipe[TrainConfig], recipe.runtime, recipe[SearchConfig]
+    train, search = recipe[TrainConfig], recipe[SearchConfig]
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
     steps = train.optimizer_steps
     tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
+    runtime, budget = recipe.runtime, None
+    faults = list(batch_faults(train, runtime, length, processes))
+    if not faults:
+        budget = training_budget(loaded, shape, processes, devices.memory, on_gpu)
+        runtime = budget.runtime
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows))
         for slots, rows in _budget_rows(loaded).items()
@@ -67,7 +73,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         )
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
-    done = (4 / 3 if runtime.gradient_checkpointing else 1.0) * flops + teacher
+    recomputed = flops / 3
+    if runtime.checkpointing == "attention":  # all but the kernels, one by one 4 N T D
+        recomputed = 2.0 * shape.active_parameters * tokens
+    done = flops + recomputed * (runtime.checkpointing != "none") + teacher
     usual = EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY
     efficiency = devices.efficiency or usual
     facts.append(f"an MFU of {efficiency * (flops + teacher) / done:.2g} is assumed")
@@ -76,7 +85,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"at {efficiency:.2g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
-    facts += _memory_facts(loaded, devices)
+    if budget is None:
+        facts.append(f"does not run on {processes} processes: {faults[0]}")
+    else:
+        facts += _exchange_facts(loaded, runtime, processes)
+        facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
     return Cost(done, saved + restart, facts, jobs, efficiency)
 
@@ -109,9 +122,9 @@ def _slots_of(budget: int | float, points: Sequence[int], original: int) -> int:
     return max((slots for slots in points if slots <= budget * original), default=min(points))
 
 
-def _exchange_facts(loaded: LoadedRecipe, processes: int) -> Iterator[str]:
+def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:
     """What processes that share sequences send each other."""
-    recipe, shape, runtime = loaded.recipe, shape_of(loaded), loaded.recipe.runtime
+    recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
         return
@@ -128,26 +141,17 @@ def _exchange_facts(loaded: LoadedRecipe, processes: int) -> Iterator[str]:
     )
 
 
-def _memory_facts(loaded: LoadedRecipe, devices: Devices) -> Iterator[str]:
+def _memory_facts(loaded: LoadedRecipe, budget: Budget, devices: Devices) -> Iterator[str]:
     """Memory of a process in training by what holds it, and whether it fits."""
-    recipe, shape, processes = loaded.recipe, shape_of(loaded), devices.processes
-    faults = list(
-        batch_faults(
-            recipe[TrainConfig],
-            recipe.runtime,
-            recipe[PrepareConfig].sequence_length,
-            processes,
-        )
-    )
-    if faults:
-        yield f"does not run on {processes} processes: {faults[0]}"
-        return
-    yield from _exchange_facts(loaded, processes)
-    capacity, on_gpu = devices.memory, devices.on_gpu
-    budget = training_budget(loaded, shape, processes, capacity, on_gpu)
+    chosen = budget.runtime.checkpointing
+    if chosen != loaded.recipe.runtime.checkpointing:
+        yield f"runtime.checkpointing = auto is {chosen} with this memory"
     yield f"per process {budget.verdict}"
     if not budget.fits:
-        yield remedy(loaded, shape, processes, capacity, on_gpu)
+        yield remedy(loaded, shape_of(loaded), devices.processes, devices.memory, devices.on_gpu)
+    offloaded = budget.memory.offloaded * devices.local_processes
+    if offloaded:
+        yield f"host memory a node for the inputs of layers: {format_bytes(offloaded)}"
     breakdown = {
         **budget.memory.breakdown,
         "device and libraries": budget.overhead,

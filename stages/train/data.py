@@ -53,6 +53,15 @@ class PackedSequences:
     def __len__(self) -> int:
         return self._needed
 
+    def tokens_by_source(self, start: int, stop: int, count: int) -> np.ndarray:
+        """Tokens of each of `count` sources in the items [start, stop), [count] int64."""
+        columns = self._table.select_columns(["document_sources", "document_lengths"])
+        tokens = np.zeros(count, np.int64)
+        for index in self._order[start:stop].tolist():
+            row = columns[index]
+            np.add.at(tokens, row["document_sources"], row["document_lengths"])
+        return tokens
+
     def held_out(self, count: int) -> list[dict[str, Any]]:
         """Sequences that training does not read.
 

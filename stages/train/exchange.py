@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.context import Runtime
+from stages.exchange import pass_values
 from stages.train.stage import TrainConfig
 
 
@@ -28,23 +28,11 @@ def step_traffic(
     back; a teacher's heads, all full, go forth once. Documents change it by their sinks at most.
     """
     split = ContextSplit(length, runtime.context_parallel)
-    own = [{Window(size): shape.kinds.own_heads} for size in shape.kinds.windows.values()]
-    passes = 3 if runtime.gradient_checkpointing else 2
+    passes = 2 if runtime.checkpointing == "none" else 3
     number = 2 if train.mixed_precision == "bf16" else 4
-
-    def elements(rows: Sequence[LayerHeads]) -> int:
-        """Keys and values that a sequence's pass forward sends."""
-        widths = ((rows, shape.kinds.head_dim), (own, shape.kinds.own_head_dim))
-        return sum(
-            2 * width * count * split.traffic(window)
-            for some, width in widths
-            for row in some
-            for window, count in row.items()
-        )
-
-    sent = passes * elements(layers)
+    sent = passes * pass_values(shape, layers, split)
     if train.teacher != "none":
-        sent += elements([{None: shape.key_value_heads}] * shape.full_layers)
+        sent += pass_values(shape, [{None: shape.key_value_heads}] * shape.full_layers, split)
     return float(number * sent * (train.batch_tokens // length))
 
 

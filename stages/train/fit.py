@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bosch.budget import LayerHeads
 from bosch.errors import UserError
+from bosch.hardware import host_memory
 from bosch.model.families import split_fault
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
@@ -17,7 +19,7 @@ from stages.recipe import LoadedRecipe
 from stages.shape import shape_of
 from stages.train.footprint import TrainingMemory, training_memory
 from stages.train.schedule import make_schedule
-from stages.train.stage import TrainConfig, batch_faults
+from stages.train.stage import CHECKPOINTING, TrainConfig, batch_faults, checkpointing_faults
 
 # CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
 _DEVICE_OVERHEAD = 2.0 * 2**30
@@ -27,8 +29,9 @@ _FRAGMENTATION = 0.05
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each training process, and the bytes it may use."""
+    """Memory of each training process by its `runtime`, and the bytes it may use."""
 
+    runtime: Runtime
     memory: TrainingMemory
     capacity: float
     on_gpu: bool
@@ -52,12 +55,17 @@ class Budget:
         return self.need <= self.capacity
 
     @property
+    def is_safe(self) -> bool:
+        """Whether it fits with the margin."""
+        return self.need + self.margin <= self.capacity
+
+    @property
     def verdict(self) -> str:
         """Required and available bytes, and whether they fit."""
         total = f"{format_bytes(self.need + self.margin)} of {format_bytes(self.capacity)}"
         if not self.fits:
             return f"{total}: does not fit"
-        if self.need + self.margin > self.capacity:
+        if not self.is_safe:
             return f"{total}: may not fit, only the fragmentation margin is missing"
         return f"{total}: fits"
 
@@ -70,10 +78,12 @@ def training_budget(
     Raises UserError where the batch does not split over them.
     """
     recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
-    return _budget(recipe[TrainConfig], recipe.runtime, length, shape, processes, capacity, on_gpu)
+    return budget_of(
+        recipe[TrainConfig], recipe.runtime, length, shape, processes, capacity, on_gpu
+    )
 
 
-def _budget(
+def budget_of(
     train: TrainConfig,
     runtime: Runtime,
     length: int,
@@ -81,13 +91,27 @@ def _budget(
     processes: int,
     capacity: float,
     on_gpu: bool,
+    layers: Sequence[LayerHeads] = (),
 ) -> Budget:
+    """The memory of training, under `runtime.checkpointing = auto` with the first that fits.
+
+    `layers` as for `training_memory`. Raises UserError where the batch does not split.
+    """
     schedule = make_schedule(train, runtime, length, processes, on_gpu)
-    memory = training_memory(
-        shape, train, runtime, processes=processes, tokens=schedule.micro_batch_size * length,
-        accumulation=schedule.accumulation, length=length,
-    )  # fmt: skip
-    return Budget(memory, capacity, on_gpu)
+
+    def budget(checkpointing: str) -> Budget:
+        settled = runtime.model_copy(update={"checkpointing": checkpointing})
+        memory = training_memory(
+            shape, train, settled, processes=processes,
+            tokens=schedule.micro_batch_size * length, accumulation=schedule.accumulation,
+            length=length, layers=layers,
+        )  # fmt: skip
+        return Budget(settled, memory, capacity, on_gpu)
+
+    if runtime.checkpointing != "auto":
+        return budget(runtime.checkpointing)
+    ways = [budget(way) for way in CHECKPOINTING if not any(checkpointing_faults(runtime, way))]
+    return next((one for one in ways if one.is_safe), ways[-1])
 
 
 def remedy(
@@ -100,7 +124,7 @@ def remedy(
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
         if any(batch_faults(train, runtime, length, count)):
             continue
-        if _budget(train, runtime, length, shape, count, capacity, on_gpu).fits:
+        if budget_of(train, runtime, length, shape, count, capacity, on_gpu).fits:
             return f"it fits with {' and '.join(names)}"
     return (
         "no sharding, checkpointing, context parallelism or number of processes makes it fit; "
@@ -116,12 +140,14 @@ def _alternatives(
     `splits`: sequences of this model can be split over processes.
     """
     changes: dict[str, dict[str, object]] = {}
-    if not runtime.gradient_checkpointing:
-        changes["runtime.gradient_checkpointing=true"] = {"gradient_checkpointing": True}
+    if runtime.checkpointing not in ("auto", "full"):
+        changes["runtime.checkpointing=full"] = {"checkpointing": "full"}
     if runtime.micro_batch_size != 1:
         changes["runtime.micro_batch_size=1"] = {"micro_batch_size": 1}
     if runtime.sharding == "none":
         changes["runtime.sharding=fsdp"] = {"sharding": "fsdp"}
+    if not runtime.offload_activations:
+        changes["runtime.offload_activations=true"] = {"offload_activations": True}
     sharing = [runtime.context_parallel]
     if splits and runtime.sharding != "deepspeed" and not runtime.compile:
         sharing += [n for n in (2, 4, 8, 16, 32) if n > runtime.context_parallel]
@@ -132,6 +158,8 @@ def _alternatives(
                 update = {key: value for name in chosen for key, value in changes[name].items()}
                 changed = runtime.model_copy(update={**update, "context_parallel": split})
                 if changed.sharding != "none" and count < 2:
+                    continue
+                if any(checkpointing_faults(changed, changed.checkpointing)):
                     continue
                 names = list(chosen)
                 if split != runtime.context_parallel:
@@ -154,6 +182,14 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
         return
     shape, on_gpu, count = shape_of(loaded), loaded.world.gpus > 0, loaded.world.size
     budget = training_budget(loaded, shape, count, capacity, on_gpu)
+    offloaded = budget.memory.offloaded * loaded.world.processes_per_node
+    host = host_memory() if offloaded else 0.0
+    if offloaded > host:
+        raise UserError(
+            f"{loaded.file}: runtime.offload_activations = true puts {format_bytes(offloaded)} of "
+            f"layers' inputs into host memory, of {format_bytes(host)} there; set false, or "
+            "runtime.context_parallel higher"
+        )
     if not budget.fits:
         raise UserError(
             f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "

@@ -18,6 +18,7 @@ from stages.train.memory import (
     distillation_bytes,
     gathered_bytes,
     gradient_bytes,
+    kept_attention_bytes,
     layer_input_bytes,
     liger_loss_bytes,
     loss_bytes,
@@ -49,6 +50,7 @@ class TrainingMemory:
     teacher: float
     exchanged: float
     accumulates: bool
+    offloaded: float = 0.0  # in host memory
 
     @property
     def peak(self) -> float:
@@ -119,12 +121,20 @@ def training_memory(
     saved = tokens * _saved_by_a_layer(shape, number, residual, mlp, train.liger, frozen)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
-    if runtime.gradient_checkpointing:
-        layer_inputs: float = layer_input_bytes(shape.layers, tokens, shape.hidden, residual)
-        keys = sum(exchanged)
-    else:
+    offloaded, keys = 0.0, sum(exchanged)
+    if runtime.checkpointing == "none":
         layer_inputs, saved = shape.layers * (saved + exchanged[0]), 0.0
         keys = exchanged[1]
+    else:
+        assert runtime.checkpointing != "auto"
+        layer_inputs = layer_input_bytes(shape.layers, tokens, shape.hidden, residual)
+        if runtime.offload_activations:  # of all but the layer that is recomputed
+            layer_inputs, offloaded = layer_inputs / shape.layers, layer_inputs
+        if runtime.checkpointing == "attention":
+            heads = shape.query_size // shape.kinds.head_dim
+            widths = shape.full_layers * shape.query_size
+            widths += len(shape.kinds.windows) * shape.own_query_size
+            layer_inputs += kept_attention_bytes(shape.layers * heads, widths, tokens, number)
     if sharded:
         gathered: float = gathered_bytes(
             shape.layer_parameters, shape.hidden, shape.vocabulary, number
@@ -166,6 +176,7 @@ def training_memory(
         teacher=teacher,
         exchanged=keys,
         accumulates=accumulation > 1,
+        offloaded=offloaded,
     )
 
 

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +58,7 @@ class Loop:
     model: Any
     optimizer: Any
     data: PackedSequences
+    sources: Sequence[str]  # names of prepare's, in the order of their numbers
     collate: Callable[[Sequence[dict[str, Any]]], Batch]
     schedule: Schedule
     train: TrainConfig
@@ -76,6 +79,8 @@ class Loop:
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
         self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
+        self._source_tokens = np.zeros(len(self.sources), np.int64)
+        self._counted = 0  # sequences whose tokens are among these
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
@@ -147,12 +152,23 @@ class Loop:
         terms = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
-                loss = self.loss_of(batch, predicted)
+                with self.saved_on_host():
+                    loss = self.loss_of(batch, predicted)
                 self.accelerator.backward(loss * terms)
             total += loss.detach()
         # What checkpointing recomputes is attention by the layout of that moment.
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
         return float(self.accelerator.gather(total).sum())
+
+    def saved_on_host(self) -> AbstractContextManager[Any]:
+        """Keep what autograd saves in host memory, where the recipe says so.
+
+        Of layers that are recomputed that is their inputs; transformers' own way pins memory, which
+        takes a GPU.
+        """
+        if not self.runtime.offload_activations:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.accelerator.device.type == "cuda")
 
     def loss_of(self, batch: Batch, predicted: int) -> Tensor:
         """The loss of a micro-batch over the tokens that the whole step predicts."""
@@ -234,9 +250,20 @@ class Loop:
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self._mfu(seconds),
                 memory=peak_memory(),
+                source_tokens=self._composition(),
                 data_seconds=round(spent.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
             )
+
+    def _composition(self) -> dict[str, int] | None:
+        """Tokens of each source up to this step's end; after a restart those before count again."""
+        stop = self.step * self.schedule.sequences
+        if not self.sources:
+            return None
+        counts = self.data.tokens_by_source(self._counted, stop, len(self.sources))
+        self._source_tokens += counts
+        self._counted = stop
+        return dict(zip(self.sources, self._source_tokens.tolist(), strict=True))
 
     def _mfu(self, seconds: float) -> float | None:
         """The share of the GPUs' peak in a step of so many seconds; None where it is not known."""

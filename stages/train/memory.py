@@ -50,6 +50,14 @@ def layer_input_bytes(layers: int, tokens: int, hidden: int, element_bytes: int)
     return layers * tokens * hidden * element_bytes
 
 
+def kept_attention_bytes(heads: int, width: int, tokens: int, element_bytes: int) -> int:
+    """What attention kernels give that is not computed again: outputs, and log-sum-exps in float32.
+
+    `heads` are the query heads of all layers, `width` that of their outputs together.
+    """
+    return tokens * (width * element_bytes + heads * _FLOAT32)
+
+
 def loss_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
     """The chunked loss: a chunk's logits and two copies, gradients of states and of the head.
 

@@ -173,10 +173,12 @@ class MetricsLog:
 
 
 def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by name, those of a list counted from 0."""
+    """A record's numbers by name, those of a list counted from 0, of a dict by their keys."""
     for name, value in record.items():
         if isinstance(value, list):
             yield from ((f"{name}/{index}", one) for index, one in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((f"{name}/{key}", one) for key, one in value.items())
         elif value is not None:
             yield name, value
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bosch.attention import fastest_backend
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import HYBRID_PREFIX, logit_needs
@@ -23,6 +26,8 @@ from stages.train.trainable import first_adapters, restrict_training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_GROUPED = "grouped_mm"  # transformers' name of it
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,7 @@ def load_for_training(
         device=device if runtime.sharding == "none" else None,
         weights=runtime.sharding != "fsdp",
     )
+    use_grouped_experts(loaded)
     if train.liger:
         apply_liger(loaded)
     restrict_training(loaded, train)
@@ -68,13 +74,31 @@ def load_for_training(
     )
     if context_parallel is not None:
         context_parallel.install(loaded)
-    if runtime.gradient_checkpointing:
-        recompute_activations(loaded)
+    if runtime.checkpointing in ("attention", "full"):
+        keeps = runtime.checkpointing == "attention"
+        recompute_activations(loaded, BACKENDS[resolve_backend(backend)].kernel if keeps else "")
     if runtime.compile:  # one by one: layers of one form share a graph, and FSDP stays outside
         _room_for_graphs(loaded.config)
         for layer in loaded.get_decoder().layers:
             layer.compile()
     return loaded
+
+
+def use_grouped_experts(model: Any) -> None:
+    """Compute all experts of a layer in one grouped product, whatever config.json says.
+
+    Raises:
+        RunError: transformers would compute them in another way.
+    """
+    if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
+        return
+    model.set_experts_implementation(_GROUPED)
+    used = getattr(model.config, "_experts_implementation", None)
+    if used != _GROUPED:
+        raise RunError(
+            f"transformers computes the experts of {type(model).__name__} by {used}, not by "
+            f"{_GROUPED}, which training needs"
+        )
 
 
 def _room_for_graphs(config: Any) -> None:
@@ -91,12 +115,19 @@ def _room_for_graphs(config: Any) -> None:
     )
 
 
-def recompute_activations(model: Any) -> None:
-    """Recompute them layer by layer in the backward pass."""
+def recompute_activations(model: Any, kept: str = "") -> None:
+    """Recompute layers in the backward pass, but for what operations called `kept` gave."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kept:
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_kept = kept in str(operation)
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     # Its name since transformers 5.23, and before.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    next(getattr(model, name) for name in names if hasattr(model, name))(options)
 
 
 def attention_backend(
@@ -112,6 +143,7 @@ def attention_backend(
         dropout=getattr(config, "attention_dropout", None) or 0.0,
         logits=logit_needs(config),
         chunks=runtime.context_parallel > 1,
+        kept=runtime.checkpointing == "attention",
     )
     logger.info("attention in training: %s", name)
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import warnings
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bosch.errors import RunError, UserError
+from bosch.hardware import host_memory
 from bosch.model.context_parallel import ContextParallel
 from stages.context import Runtime
 from stages.train.schedule import Schedule
@@ -71,6 +73,15 @@ def check_sharding_possible(runtime: Runtime) -> None:
         )
 
 
+def check_offloading_possible(runtime: Runtime) -> None:
+    """Raise UserError where activations are in host memory as they are."""
+    if runtime.offload_activations and not torch.cuda.is_available():
+        raise UserError(
+            "runtime.offload_activations = true needs a GPU, and none is visible: activations are "
+            "in host memory as they are; set it to false"
+        )
+
+
 def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -> Accelerator:
     """Join the process group, and say how a model is spread over it and in which precision."""
     forget()
@@ -101,6 +112,25 @@ def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -
             DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
         ],
     )
+
+
+def least_memory(device: torch.device) -> float:
+    """Bytes that each process may hold, the same number on all: of a GPU, or its share of the host.
+
+    Infinite where the host's memory cannot be read.
+    """
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        try:
+            memory = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        except RunError:
+            memory = math.inf
+    if world_size() > 1:
+        least = torch.tensor(memory, dtype=torch.float64, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        memory = least.item()
+    return memory
 
 
 def _fsdp_plugin(train: TrainConfig) -> FullyShardedDataParallelPlugin:

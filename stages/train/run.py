@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,21 @@ from bosch.ranks import limit_collectives, partners_alive
 from stages.context import StageConfig
 from stages.kv_budgets import named_budgets
 from stages.materialize.stage import MODEL, MaterializeConfig
-from stages.prepare.stage import PACKED_DATA
+from stages.prepare.stage import PACKED_DATA, PrepareConfig
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
-from stages.train.footprint import training_memory
+from stages.train.fit import budget_of
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, check_wandb, step_flops
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
 from stages.train.parallel import (
+    check_offloading_possible,
     check_sharding_possible,
     check_sharding_runs,
     layout,
+    least_memory,
     leave,
     make_accelerator,
     make_context_parallel,
@@ -72,6 +75,7 @@ def run(
 
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
     check_sharding_possible(config.runtime)
+    check_offloading_possible(config.runtime)
     check_wandb(config.runtime)
     restarts = RestartPoints(work_dir, config.section)
     newest = restarts.newest()
@@ -108,10 +112,10 @@ def build_loop(
     restarts: RestartPoints,
 ) -> Loop:
     """Data, model and optimizer in a loop that is ready to start, or to go on where it ended."""
-    train, runtime = config.section, config.runtime
+    train = config.section
     data = PackedSequences(inputs["prepare"] / PACKED_DATA)
     schedule = make_schedule(
-        train, runtime, data.sequence_length, world_size(), torch.cuda.is_available()
+        train, config.runtime, data.sequence_length, world_size(), torch.cuda.is_available()
     )
     data.arrange(schedule, config.seed)
     model_dir = inputs["materialize"] / MODEL
@@ -121,23 +125,27 @@ def build_loop(
     if train.budgets is not None:
         budgets = BudgetDraw(named_budgets(model_config, train.budgets), config.seed)
     flops = step_flops(model_config, schedule, distilled=train.teacher != "none")
-    planned = training_memory(
-        DecoderShape.of(model_config),
+    shape = DecoderShape.of(model_config)
+    accelerator = make_accelerator(train, config.runtime, schedule)
+    budget = budget_of(
         train,
-        runtime,
-        processes=world_size(),
-        tokens=schedule.micro_batch_size * schedule.sequence_length,
-        accumulation=schedule.accumulation,
-        length=schedule.sequence_length,
-        layers=heads_by_window(model_config),
+        config.runtime,
+        schedule.sequence_length,
+        shape,
+        world_size(),
+        least_memory(accelerator.device),
+        torch.cuda.is_available(),
+        heads_by_window(model_config),
     )
+    runtime, planned = budget.runtime, budget.memory
+    logger.info("activations that are recomputed: %s", runtime.checkpointing)
+    config = replace(config, runtime=runtime)
     collate_rows = collate_documents if train.document_masking else collate
     held_out = None
     if runtime.heldout_every_steps is not None:
         rows = data.held_out(runtime.heldout_sequences)
         batches = [collate_rows([row]) for row in rows]
         held_out = HeldOutWatch(batches, runtime.heldout_every_steps, runtime.context_parallel)
-    accelerator = make_accelerator(train, runtime, schedule)
     if accelerator.is_main_process:
         remove(work_dir / TrainingSummary.FILE)
         restarts.clean()
@@ -146,7 +154,7 @@ def build_loop(
         restarts.rehearse(runtime.timeout_minutes)
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator)
-    log = None
+    log, prepare = None, config.upstream.get("prepare")
     if accelerator.is_main_process:
         done = restart_step(point) if point else 0
         log = MetricsLog(work_dir, schedule, done, runtime.wandb_project)
@@ -155,6 +163,7 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
+        sources=[s.name for s in prepare.sources] if isinstance(prepare, PrepareConfig) else [],
         collate=collate_rows,
         schedule=schedule,
         train=train,

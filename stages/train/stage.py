@@ -135,6 +135,7 @@ class TrainConfig(Section):
         return steps
 
 
+CHECKPOINTING = ("none", "attention", "full")  # what is recomputed, less memory and more work
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
@@ -185,6 +186,7 @@ class TrainingStep(Record):
     time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
     token, `heldout_by_position` by quarter of the sequence. `router_entropy` in nats is a mean over
     tokens and layers; `expert_load` is that of the busiest expert over its layer's mean.
+    `source_tokens` are those of each source of prepare so far.
     """
 
     step: int
@@ -206,6 +208,7 @@ class TrainingStep(Record):
     heldout_by_position: list[float] | None = None
     router_entropy: float | None = None
     expert_load: float | None = None
+    source_tokens: dict[str, int] | None = None
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:
@@ -231,6 +234,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _teacher(train, recipe.runtime)
     yield from front_faults(loaded, "train.budgets", train.budgets is not None)
     yield from _attention(loaded, train)
+    yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
     yield from _split(loaded)
 
 
@@ -355,6 +359,19 @@ def _split(loaded: LoadedRecipe) -> Iterator[str]:
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None
     if fault is not None:
         yield f"runtime.context_parallel: the model cannot be split: {fault}; set 1"
+
+
+def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
+    """Why activations cannot be recomputed in a way of `CHECKPOINTING`, or in that of auto."""
+    if way == "none" and runtime.offload_activations:
+        yield (
+            "runtime.offload_activations: what goes to host memory are the inputs of layers that "
+            "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
+        )
+    if way == "attention":
+        asked = {"kept": "runtime.checkpointing = attention keeps its outputs"}
+        for sentence in lacking(runtime.attention, asked):
+            yield f"runtime.attention: {sentence}, or runtime.checkpointing = full"
 
 
 def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:

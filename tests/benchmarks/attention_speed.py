@@ -82,6 +82,20 @@ def training_ratio(repeats: int = 3) -> float:
     return seconds["hybrid"] / seconds["full"]
 
 
+def groups_ratio(repeats: int = 4) -> float:
+    """Three groups of heads over two with the same score entries: windows of half and one and a
+    half times `WINDOW` in place of `WINDOW`."""
+    tensors, sliding = _tensors(LENGTH), (KV_HEADS - FULL) // 2
+    narrow, wide = Window(WINDOW // 2), Window(WINDOW + WINDOW // 2)
+    three = HeadLayout.deploy({None: FULL, wide: sliding, narrow: sliding})
+    works: dict[str, Work] = {
+        "two": lambda: hybrid_attention(*tensors, _deploy()),
+        "three": lambda: hybrid_attention(*tensors, three),
+    }
+    seconds = _least(works, repeats)
+    return seconds["three"] / seconds["two"]
+
+
 def sliding_exponent(repeats: int = 3) -> float:
     """Exponent b of the cost T^b of a layer of sliding heads, fitted over `LENGTHS`."""
     layout = full_first(0, KV_HEADS, Window(WINDOW))

@@ -101,7 +101,7 @@ def make_packed(prepared: Path, seed: int, steps: int) -> Path:
     if not prepared.exists():
         first = 100_000 * (seed + 1)  # far from the steps that made the model
         rows = (row for step in range(steps) for row in training_batch(first + step)[0])
-        packed = (Packed(row.numpy().astype(np.int32), [LENGTH]) for row in rows)
+        packed = (Packed(row.numpy().astype(np.int32), [LENGTH], [0]) for row in rows)
         write_dataset(prepared / PACKED_DATA, packed, steps * BATCH, LENGTH)
     return prepared
 

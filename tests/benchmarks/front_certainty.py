@@ -11,8 +11,11 @@ budget, as a share of that of the exact front. 1 is exact.
                  search at a fixed window can exceed it
     by layer     the best layout whose layers are uniform
     ranking      full units by what each costs alone, beside the window that is best for all budgets
+    MoA          the allotment by eight gradients at the original model, as a rule after MoA
+                 (arXiv 2406.14909), whose elastic spans come from first-order effects
     gates        learned gates, a search for each budget and window; all its searches of a window
-                 together may spend what the front may. The best window counts
+                 together may spend what the front may, each at least the four passes that a search
+                 takes, so that they spend more. The best window counts
     bosch_plus   the same with bosch_plus
     front        one search; its passes stand behind it
 """
@@ -35,6 +38,7 @@ from bosch.objective.evaluation_log import (
     EvaluationLog,
     GateGradient,
 )
+from bosch.search.allotment import allotted
 from bosch.search.evaluator import CanWin, Evaluator, SlotBudgets
 from bosch.search.methods import front_budget
 from bosch.search.runs import find_mask, run_method
@@ -112,6 +116,10 @@ def measured(name: str, seed: int, kappa: int) -> dict[str, float]:
             for kind in kinds
         ),
     }
+    costs = np.array([TOKENS, *[window.held(TOKENS) for window in scorer.windows]], dtype=float)
+    original = HeadMask.all_full(*SHAPE)
+    effects = np.mean([scorer.window_gradient(original, i, 8).values for i in range(8)], axis=0)
+    results["MoA"] = of(allotted(effects, costs, budget) for budget in budgets)
     each = max(1, round(front_budget(settings, SHAPE[0]) / len(budgets) * 10 / SHAPE[0]))
     for method, label in (("learned_gates", "gates"), ("bosch_plus", "bosch_plus")):
         results[label] = max(

@@ -109,7 +109,7 @@ def main(small: bool) -> None:
             "mixed_precision": "bf16" if on_gpu else "no", "liger": on_gpu,
         }  # fmt: skip
         runtime: dict[str, Any] = {
-            "gradient_checkpointing": True, "micro_batch_size": 1, "save_every_steps": 1000,
+            "checkpointing": "full", "micro_batch_size": 1, "save_every_steps": 1000,
         }  # fmt: skip
         tables: list[str] = []
         profile_one_step(tables)

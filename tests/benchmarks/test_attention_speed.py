@@ -26,6 +26,10 @@ def test_forward_and_both_modes() -> None:
     assert ratios["search"] <= 1.10 * ratios["deploy"]
 
 
+def test_a_third_group_of_heads() -> None:
+    assert attention_speed.groups_ratio() <= 1.1
+
+
 def test_forward_and_backward() -> None:
     assert attention_speed.training_ratio() <= 0.45
 

@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
         "total_tokens": STEPS * BATCH * LENGTH, "batch_tokens": BATCH * LENGTH,
         "checkpoint_tokens": [], "mixed_precision": "no",
     }  # fmt: skip
-    runtime = {"context_parallel": ranks, "gradient_checkpointing": True, "micro_batch_size": 1}
+    runtime = {"context_parallel": ranks, "checkpointing": "full", "micro_batch_size": 1}
     print(f"\n{'sliding heads':>13} {'bytes a step':>13} {'formula':>9} {'of all full':>11}"
           f" {'largest difference of losses':>29}")  # fmt: skip
     of_full = 0.0

@@ -32,6 +32,7 @@ from tests.training_case import stage_config
 pytestmark = pytest.mark.slow
 
 VOCABULARY, STEPS, WARM = 2048, 14, 3
+SAVED_STEPS, EVERY = 41, 10
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
@@ -45,17 +46,17 @@ def write_case(folder: Path, length: int, window: int, sliding: int) -> Path:
     base = Qwen3ForCausalLM(Qwen3Config(**SIZES, bos_token_id=None, eos_token_id=0))
     mask = HeadMask.from_swa_kv_heads([list(range(sliding))] * 4, 4)
     materialize(base, mask, Window(window)).save_pretrained(folder / "materialize" / "model")
-    rows = np.random.default_rng(0).integers(0, VOCABULARY, (STEPS, length)).astype(np.int32)
+    rows = np.random.default_rng(0).integers(0, VOCABULARY, (SAVED_STEPS, length)).astype(np.int32)
     Dataset.from_dict(
-        {"input_ids": list(rows), "document_lengths": [[length]] * STEPS}
+        {"input_ids": list(rows), "document_lengths": [[length]] * SAVED_STEPS}
     ).save_to_disk(str(folder / "prepare" / "train"))
     return folder
 
 
-def config_of(length: int) -> StageConfig[TrainConfig]:
+def config_of(length: int, steps: int = STEPS, every: int = 1000) -> StageConfig[TrainConfig]:
     return stage_config(
-        train={"total_tokens": STEPS * length, "batch_tokens": length, "checkpoint_tokens": []},
-        runtime={"micro_batch_size": 1, "save_every_steps": 1000},
+        train={"total_tokens": steps * length, "batch_tokens": length, "checkpoint_tokens": []},
+        runtime={"micro_batch_size": 1, "save_every_steps": every},
     )
 
 
@@ -103,6 +104,41 @@ def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
     ours, bare = (statistics.median(taken[WARM:]) for taken in seconds)
     print(f"a step: {ours:.3f} s, of a bare loop {bare:.3f} s, ratio {ours / bare:.3f}")
     assert ours <= 1.03 * bare
+
+
+def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
+    """One per ten steps: what the thread that trains spends on them, of what it spends on all.
+
+    They are written by other threads; time that it waits for those would show in the second number.
+    """
+    length = 1024
+    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length, 41, EVERY)
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    inputs = {name: case / name for name in ("prepare", "materialize")}
+    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section))
+    save, saved = loop.save, []
+    clocks = (time.thread_time, time.perf_counter)
+
+    def timed_save(decision: Any) -> None:
+        before = [clock() for clock in clocks]
+        save(decision)
+        if decision.restart_point:
+            saved.append([clock() - start for clock, start in zip(clocks, before, strict=True)])
+
+    loop.save = timed_save  # type: ignore[method-assign]
+    before = [clock() for clock in clocks]
+    loop.run()
+    whole = [clock() - start for clock, start in zip(clocks, before, strict=True)]
+    steps = SAVED_STEPS / EVERY
+    shares = [
+        [one / (total / steps) for one in of]
+        for of, total in zip(zip(*saved, strict=True), whole, strict=True)
+    ]
+    for name, values in zip(("processor time", "time"), shares, strict=True):
+        print(f"a restart point of ten steps, {name}: {[f'{v:.2%}' for v in values]}")
+    assert len(saved) == SAVED_STEPS // EVERY
+    assert statistics.median(shares[0]) <= 0.02
 
 
 def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path: Path) -> None:

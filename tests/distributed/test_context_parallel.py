@@ -49,7 +49,7 @@ def test_training_on_split_sequences_is_that_of_one_process(
     }
     train_here(case, tmp_path / "one", **changes)
     changes["runtime"] |= {
-        "context_parallel": split, "sharding": sharding, "gradient_checkpointing": True,
+        "context_parallel": split, "sharding": sharding, "checkpointing": "full",
     }  # fmt: skip
     done = train_in_processes(case, tmp_path / "many", ranks, **changes)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,9 @@ from tests.rank_processes import run_order
 from tests.search_case import WINDOW, order, write_inputs
 
 SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
+FRONT = SearchConfig(
+    method="front", windows=[4, WINDOW], budget={"ratio": 0.5, "context": 40}, budget_per_layer=30
+)
 _KILLED_AT = 9
 
 
@@ -63,12 +66,22 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
     assert len(keys) == len(set(keys)) == summaries[0]["evaluations"]
 
 
-def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monkeypatch):
-    """Its gradients, its swaps and the ends of evaluations that lose."""
+@pytest.mark.parametrize(
+    ("section", "result"),
+    [
+        (SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW), "head_mask.json"),
+        (FRONT, "front.json"),
+    ],
+    ids=["bosch_plus", "front"],
+)
+def test_a_search_by_gradients_on_two_ranks_finds_what_one_finds(
+    section, result, tmp_path, one_thread, monkeypatch
+):
+    """Gradients, swaps, the ends of evaluations that lose, and examples held out."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     base, prepared = write_inputs(tmp_path)
     config = StageConfig(
-        section=SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW),
+        section=section,
         model=ModelConfig(path=str(base), dtype="float32"),
         seed=5,
         runtime=Runtime(eval_batch_size=2),
@@ -79,8 +92,8 @@ def test_bosch_plus_on_two_ranks_finds_what_one_finds(tmp_path, one_thread, monk
     inputs = {"prepare": prepared}
     search.run(config, inputs, folders[0])
     assert run_order(order(config, inputs, folders[1], "stages.search.run:run"), 2) == 0
-    masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in folders]
-    assert masks[0] == masks[1]
+    results = [json.loads((folder / result).read_text()) for folder in folders]
+    assert results[0] == results[1]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     for name in ("trace", "notes", "best_score", "best_log_likelihood", "evaluations", "gradients"):
         assert summaries[0][name] == summaries[1][name]

@@ -49,7 +49,7 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
             tmp_path / str(accumulation),
             train={"total_tokens": 256, "checkpoint_tokens": [], "mixed_precision": "bf16"},
             runtime={
-                "sharding": "fsdp", "micro_batch_size": micro, "gradient_checkpointing": True,
+                "sharding": "fsdp", "micro_batch_size": micro, "checkpointing": "full",
             },
         )  # fmt: skip
         for rank in ranks:

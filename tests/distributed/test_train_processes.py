@@ -54,6 +54,22 @@ def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path, sharding:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
 
 
+def test_two_processes_lose_no_bit_to_recomputing_and_the_host(case: Path, tmp_path: Path) -> None:
+    train = {"total_tokens": 3 * 128, "checkpoint_tokens": []}
+    ways: dict[str, dict[str, Any]] = {
+        "none": {"checkpointing": "none"},
+        "attention": {"checkpointing": "attention", "offload_activations": True},
+    }
+    for way, runtime in ways.items():
+        done = train_in_processes(
+            case, tmp_path / way, 2, module="tests.offloaded_training", train=train,
+            runtime={"sharding": "fsdp", **runtime},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "attention") == metrics(tmp_path / "none")
+    assert int((tmp_path / "attention" / "offloaded.1").read_text())
+
+
 def _copy_without_optimizer(point: Path, name: str) -> None:
     """A restart point whose files are as its record says, and cannot be loaded."""
     copy = shutil.copytree(point, point.with_name(name))
@@ -123,7 +139,7 @@ def test_two_processes_train_the_same_budgets_as_one(
     front = nested_front(2, 2, [Window(12), Window(4)], points=3, context=32)
     case = make_case(tmp_path / "case", front=front)
     train = {"total_tokens": 6 * 128, "checkpoint_tokens": [], "budgets": "all"}
-    runtime = {"micro_batch_size": 1, "gradient_checkpointing": True, **changes}
+    runtime = {"micro_batch_size": 1, "checkpointing": "full", **changes}
     done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime=runtime)
     assert done.returncode == 0, done.stderr
     train_here(case, tmp_path / "one", train=train)

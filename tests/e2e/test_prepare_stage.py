@@ -69,7 +69,9 @@ def test_outputs(model, corpus, tmp_path):
     assert mine["share"] + statistics["sources"]["made"]["share"] == pytest.approx(1)
     assert 0.5 < mine["share"] < 0.85
     train = load_from_disk(str(out / "train"))
-    assert len(train) == 47 and set(train.column_names) == {"input_ids", "document_lengths"}
+    assert len(train) == 47 and set(train.column_names) == {
+        "input_ids", "document_lengths", "document_sources"
+    }  # fmt: skip
     assert all(sum(lengths) == 64 for lengths in train["document_lengths"])
     assert not (out / "tokens").exists()
     assert (out / "tokenizer" / "tokenizer.json").exists()

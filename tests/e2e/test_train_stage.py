@@ -15,18 +15,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import bosch  # noqa: F401
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
+from bosch.model.loading import load_config
+from bosch.objective.decoder_shape import DecoderShape
+from stages.context import Runtime
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
+from stages.train.footprint import training_memory
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
+from tests.offloaded_training import train_offloaded
 from tests.training_case import (
     SEQUENCE_LENGTH,
     TRAIN,
@@ -265,7 +271,7 @@ def test_finished_work_is_not_done_again(
     assert files(undisturbed) == before
 
 
-def test_accumulation_checkpointing_and_compiling_do_not_change_the_losses(
+def test_accumulation_and_compiling_do_not_change_the_losses(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled by a backend that traces and differentiates, and generates no code."""
@@ -281,13 +287,60 @@ def test_accumulation_checkpointing_and_compiling_do_not_change_the_losses(
     for name, runtime in {
         "one_pass": {"micro_batch_size": 4},
         "four_passes": {"micro_batch_size": 1},
-        "recomputed": {"gradient_checkpointing": True},
-        "compiled": {"compile": True, "gradient_checkpointing": True},
+        "compiled": {"compile": True, "checkpointing": "full"},
     }.items():
         train_here(case, tmp_path / name, runtime=runtime)
         losses = [record["loss"] for record in metrics(tmp_path / name)]
         assert losses == pytest.approx(expected, rel=2e-4), name
     assert compiled == ["Qwen3DecoderLayer"] * 2
+
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class _KernelCalls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is _KERNEL
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_recomputed_or_on_the_host_changes_no_bit(case: Path, tmp_path: Path) -> None:
+    """Attention's kernels run again where whole layers are recomputed, and only there.
+
+    On the host are the inputs [N, C] of both layers, as planned, and what is outside of them.
+    """
+    train = {"total_tokens": 2 * 128, "checkpoint_tokens": []}
+    calls, offloaded = {}, {}
+    for way in ("none", "attention", "full"):
+        for offload in (False, True):
+            runtime = {"checkpointing": way, "offload_activations": offload}
+            folder = tmp_path / f"{way}-{offload}"
+            with _KernelCalls() as counted:
+                offloaded[way, offload] = train_offloaded(
+                    case, folder, train=train, runtime=runtime
+                )
+            calls[way, offload] = counted.count
+            assert metrics(folder) == metrics(tmp_path / "none-False"), (way, offload)
+    for offload in (False, True):
+        assert calls["attention", offload] == calls["none", offload] > 0
+        assert calls["full", offload] == 2 * calls["none", offload]
+    config = load_config(str(case / "materialize" / "model"))
+    planned = training_memory(
+        DecoderShape.of(config), TrainConfig(**TRAIN),
+        Runtime(checkpointing="full", offload_activations=True), processes=1,
+        tokens=4 * SEQUENCE_LENGTH, accumulation=1,
+    )  # fmt: skip
+    outside = offloaded["full", True] - planned.offloaded
+    assert 0 <= outside < offloaded["none", True] / 4
+    assert not any(count for (_, offload), count in offloaded.items() if not offload)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_activations_that_are_on_the_host_are_not_moved_there(case: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="offload_activations = true needs a GPU"):
+        train_here(case, tmp_path, runtime={"offload_activations": True})
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:

@@ -16,4 +16,4 @@ def attention(
     return eager.eager_attention(query, key, value, layout, context, transform, dropout)
 
 
-register("plain", BackendEntry(f"{__name__}:attention", "softmax", 20, lacks=("sinks",)))
+register("plain", BackendEntry(f"{__name__}:attention", "softmax", 20, lacks=("sinks", "kept")))

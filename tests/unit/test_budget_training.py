@@ -119,7 +119,7 @@ def test_a_resumed_run_draws_the_same(
 
 
 @pytest.mark.parametrize(
-    "runtime", [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"gradient_checkpointing": True}]
+    "runtime", [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"checkpointing": "full"}]
 )
 def test_accumulation_and_checkpointing_change_no_budget(
     case: Path, shared: Path, tmp_path: Path, runtime: dict[str, Any]
@@ -129,7 +129,7 @@ def test_accumulation_and_checkpointing_change_no_budget(
         assert record["kv_budget"] == expected["kv_budget"]
         assert record["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    if "gradient_checkpointing" in runtime:
+    if "checkpointing" in runtime:
         assert same(weights(tmp_path), weights(shared))
 
 

@@ -275,7 +275,9 @@ def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> N
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape = DecoderShape.of(model.config)
     assert trained_parameters(shape, config) == trained
-    memory = training_memory(shape, config, Runtime(), processes=1, tokens=64, accumulation=1)
+    memory = training_memory(
+        shape, config, Runtime(checkpointing="full"), processes=1, tokens=64, accumulation=1
+    )
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
 
 
@@ -283,8 +285,8 @@ def test_the_plan_has_the_teachers_memory(case: Path) -> None:
     shape = DecoderShape.of(Qwen3Config(**SIZES))
     plain, taught = (
         training_memory(
-            shape, TrainConfig(teacher=teacher), Runtime(sharding="fsdp"), processes=4, tokens=64,
-            accumulation=1,
+            shape, TrainConfig(teacher=teacher), Runtime(sharding="fsdp", checkpointing="full"),
+            processes=4, tokens=64, accumulation=1,
         )
         for teacher in ("none", "original")
     )  # fmt: skip

@@ -168,6 +168,7 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("one_plus_one", 0.5, 100, 2 + 2800),
         ("annealing", 0.5, 4, 2 + 112),
         ("learned_gates", 0.5, 100, 2 + 280),
+        ("front", 0.5, 100, 2 + 420),
         ("single_ablation", 0.5, 100, 2 + 224 + 1),
         ("layer_ablation", 0.5, 100, 2 + 28 + 1),
         ("layer_restoration", 0.5, 100, 2 + 28 + 1),

@@ -20,6 +20,7 @@ from pipeline.cli import main
 from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
+from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -268,10 +269,15 @@ def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "processes", "names"),
     [
-        (["runtime.gradient_checkpointing=false"], 16, "runtime.gradient_checkpointing=true"),
+        (["runtime.checkpointing=none"], 16, "runtime.checkpointing=full"),
         (["runtime.micro_batch_size=4"], 16, "runtime.micro_batch_size=1"),
         (["runtime.sharding=none"], 16, "runtime.sharding=fsdp"),
-        ([], 4, "runtime.context_parallel="),
+        ([], 4, "runtime.offload_activations=true"),
+        (
+            ["runtime.offload_activations=true", "train.teacher=original"],
+            4,
+            "runtime.context_parallel=",
+        ),
         ([], 2, "processes instead of 2"),
     ],
 )
@@ -283,15 +289,68 @@ def test_what_does_not_fit_is_said_with_the_setting_that_helps(
     assert names in text
 
 
+@pytest.mark.parametrize(
+    ("memory", "length", "chosen"), [(80, 32, "full"), (80, 16, "attention"), (800, 32, "none")]
+)
+def test_the_first_way_of_checkpointing_that_fits_is_chosen(
+    memory: int, length: int, chosen: str
+) -> None:
+    """And it fits with the margin, which the one before would not."""
+    ways = {}
+    for way in ("auto", "none", "attention", "full"):
+        loaded = _paper(
+            "qwen3_14b", f"runtime.checkpointing={way}", f"prepare.sequence_length={length}k"
+        )
+        ways[way] = training_budget(loaded, shape_of(loaded), 16, memory * 2.0**30, True)
+    assert ways["auto"].runtime.checkpointing == chosen and ways["auto"].is_safe
+    peaks = [ways[way].memory.peak for way in ("none", "attention", "full")]
+    assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
+    names = list(ways)
+    assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
+
+
+def test_offloaded_inputs_are_in_the_hosts_memory_by_plan() -> None:
+    override = "runtime.checkpointing=full"
+    loaded = _paper("qwen3_14b", override, "runtime.offload_activations=true")
+    kept, moved = (
+        training_budget(one, shape_of(one), 16, 80 * 2.0**30, True).memory
+        for one in (_paper("qwen3_14b", override), loaded)
+    )
+    inputs = 2 * 32 * 1024 * 5120 * 2  # of a layer: two sequences in bf16
+    assert moved.offloaded == kept.layer_inputs == 40 * inputs
+    assert kept.peak - moved.peak == 39 * inputs
+    text = "\n".join(plan_lines(loaded, "a800x16"))
+    assert "host memory a node for the inputs of layers: 200 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["runtime.gradient_checkpointing=true"], "is now checkpointing: true is full"),
+        (
+            ["runtime.checkpointing=none", "runtime.offload_activations=true"],
+            "set full, attention or auto",
+        ),
+        (
+            ["runtime.checkpointing=attention", "runtime.attention=flex"],
+            "runtime.checkpointing = full",
+        ),
+    ],
+)
+def test_ways_of_checkpointing_that_do_not_exist_are_refused(
+    overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        _paper("qwen3_8b", *overrides)
+
+
 def test_a_remedy_fits(tmp_path: Path) -> None:
-    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false")
+    loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
     shape, capacity = shape_of(loaded), 80 * 2.0**30
     sentence = remedy(loaded, shape, 16, capacity, True)
     settings = [word for word in sentence.split() if word.startswith("runtime.")]
     assert settings
-    better = _paper(
-        "qwen3_14b", "runtime.sharding=none", "runtime.gradient_checkpointing=false", *settings
-    )
+    better = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none", *settings)
     assert not training_budget(loaded, shape, 16, capacity, True).fits
     assert training_budget(better, shape, 16, capacity, True).fits
     assert "no sharding" in remedy(loaded, shape, 16, 2.0**20, True)
@@ -387,6 +446,26 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     assert loaded.info is not None
     search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("holds 50% of it" in fact for fact in search.facts)
+
+
+def test_the_plan_says_what_split_sequences_send(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    split = ["runtime.search_parallel=context", "runtime.evaluate_parallel=context"]
+    loaded = load_recipe(case.file, split, env={"NPROC_PER_NODE": "2"})
+    assert loaded.info is not None
+    costs, shape = plan_costs(loaded, plan_devices(loaded)), shape_of(loaded)
+    # A full head is sent the other process's half: together one sequence of keys and values.
+    token = 2 * 2 * shape.full_layers * shape.key_value_size
+    length = loaded.recipe.prepare.calibration.length
+    sent = format_bytes(token * (length + -length % 4))
+    assert any(f"{sent} with every head full" in fact for fact in costs["search"].facts)
+    longest = max(loaded.recipe.evaluate.needle.lengths)
+    sent = format_bytes(token * (longest + -longest % 4))
+    assert any(f"{sent} of one of {longest:,}" in fact for fact in costs["original"].facts)
+    alone = load_recipe(case.file, env={"NPROC_PER_NODE": "2"})
+    of_one = plan_costs(alone, plan_devices(alone))
+    assert costs["search"].speedup(2) == 2
+    assert not any("send each other" in fact for cost in of_one.values() for fact in cost.facts)
 
 
 def test_the_search_of_the_14b_recipe_takes_at_most_20_minutes_on_8_h100() -> None:

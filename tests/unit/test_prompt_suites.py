@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_tasks import preset_gaps
+from stages.evaluate.mrcr import read_samples as read_mrcr
 from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSuite
 from stages.evaluate.scores import Scores, read_samples
@@ -109,6 +111,13 @@ def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
         ),
         ({"tests": {"T1": {"input_args": [1]}}}, "input_args of T1"),
         ({"questions": {"onehop": 1}}, "question and needle of T1"),
+        (
+            {
+                "questions": {f"kind {number}": "Who?" for number in range(400)},
+                "tests": {f"T{number}": {"input_args": []} for number in range(400)},
+            },
+            "more than 100,000 questions",
+        ),
         ({"questions": None}, "not a needle set of NoLiMa"),
         ({"tests": {"T1": {}}}, "not a needle set of NoLiMa: lacks 'input_args'"),
     ],
@@ -225,11 +234,12 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
         ({"prompt": "[]"}, r"row 1: .*must not be empty"),
         ({"answer": ""}, r"row 1: .*must not be empty"),
         ({"random_string_to_prepend": ""}, r"row 1: .*must not be empty"),
+        ({"answer": "\ud800"}, r"row 1: not in MRCR's layout \('utf-8' codec can't encode"),
         ({"n_needles": 10**30}, r"row 1: .*n_needles is 1000"),
     ):
         path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
         with pytest.raises(UserError, match=sentence):
-            list(mrcr.read_samples([path], 1000))
+            list(read_mrcr([path], 1000))
     for text, sentence in (
         ('{"prompt": ', r"a\.jsonl, line 1: not a complete JSON record"),
         ("[1]\n", r"a\.jsonl, line 1: expected a JSON object, not a list"),
@@ -237,23 +247,39 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=sentence):
-            list(mrcr.read_samples([path], 1000))
+            list(read_mrcr([path], 1000))
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match="is a pipe"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
-    assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    assert [one.needles for one in read_mrcr([path], 1000)] == [2, 2, 2, 2, 4, 4]
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
+    lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
+    parquet.write_table(pa.Table.from_pylist(lists), path)
+    with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):
+        list(read_mrcr([path], 1000))
     parquet.write_table(pa.table({"prompt": ["[]"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet: no column `answer`"):
-        list(mrcr.read_samples([path], 1000))
+        list(read_mrcr([path], 1000))
+
+
+def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
+    """Two kilobytes that would be 400 GB of text, one after another."""
+    rows, path = 20_000, tmp_path / "a.parquet"
+    columns = {name: pa.array([conversations()[0][name]] * rows) for name in mrcr.FIELDS}
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * 20_000_000])
+    parquet.write_table(pa.table({**columns, "prompt": long}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    started = time.process_time()
+    assert not list(read_mrcr([path], 1000))
+    assert time.process_time() - started < 20
 
 
 def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -> None:

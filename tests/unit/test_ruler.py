@@ -10,6 +10,7 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -18,7 +19,7 @@ from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import ruler
-from data_prep.tasks.needles import string_match
+from data_prep.tasks.needles import Draft, string_match
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
@@ -79,6 +80,31 @@ def test_short_samples_fit(task, length, tokenizer, data):
         # Those of the question stand in it; the task is not solved in its own prompt.
         assert len(sample.draft.answers) == _answers(task)
         assert sample.draft.text.endswith(sample.draft.prefix)
+
+
+class _Counted(ruler.RulerTask):
+    """Drafts of as many tokens as their size."""
+
+    step, smallest = 8, 3
+
+    def draw(self, index, size):
+        return Draft("x" * size, "", [], [])
+
+
+@pytest.mark.parametrize(
+    ("first", "length", "sizes"),
+    [
+        (6, 8, [6]),
+        (24, 12, [24, 16, 8]),
+        (8, 6, [*[8] * 200, 4]),
+        (8, 5, [*[8] * 200, *[4] * 200, 3]),
+    ],
+)
+def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes):
+    counter = SimpleNamespace(tokens=len, ids=list)
+    generator = _Counted(Corpus([]), 0, length, 2, counter)
+    generator.size = first
+    assert generator.sample(0).sizes == sizes
 
 
 def _answers(task):

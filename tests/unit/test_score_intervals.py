@@ -78,6 +78,9 @@ def test_models_that_agree_everywhere_are_not_said_to_be_equal() -> None:
     assert compare([[1.0, 0.0]], [[0.0, 0.0]]).ratio is None
     with pytest.raises(ValueError, match="different samples"):
         compare([[1.0]], [[1.0, 0.0]])
+    for scores in ([], [[]], [[1.0], []], [[float("nan")]]):
+        with pytest.raises(ValueError, match=r"no samples, or scores that are not finite"):
+            compare(scores, scores)
 
 
 def test_visible_loss_is_seen_in_four_cases_of_five() -> None:

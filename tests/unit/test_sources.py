@@ -15,6 +15,7 @@ from data_prep.documents import sources
 from data_prep.documents.retrieval import retrieval_document
 from data_prep.documents.source_files import check_source
 from data_prep.documents.sources import Source, list_parts, read_part
+from data_prep.text import TextFile
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -343,3 +344,17 @@ def test_a_damaged_index_is_no_source(tmp_path, index):
     (tmp_path / "index.json").write_bytes(index)
     with pytest.raises(UserError, match="not an index of MDS shards"):
         check_source("prepare", "mds", str(tmp_path))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 1000])
+def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
+    """A character may lie across two pieces, and a fault is named by its byte in the file."""
+    monkeypatch.setattr("data_prep.text._PIECE_BYTES", piece)
+    path, text = tmp_path / "a.txt", "ein Käfer, 甲虫 und 🪲\n" * 3
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert "".join(TextFile(path).pieces()) == text
+    whole = path.read_bytes()
+    for content, place in ((whole + b"\xff", len(whole)), (whole[:-2], len(whole) - 5)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"not UTF-8 at byte {place} "):
+            list(TextFile(path).pieces())

@@ -29,11 +29,10 @@ def test_only_what_code_does_counts() -> None:
 
 def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     now = stage_code.current()
-    module = "stages.train.schedule"
+    module = "stages.prepare.run"
     recorded = {**now, "modules": {**now["modules"], module: "other"}}
-    stages = ("train", "train_rival")
-    assert stage_code.behind(recorded, now) == {stage: [module] for stage in stages}
-    raised = {**now, "versions": {**now["versions"], **dict.fromkeys(stages, 99)}}
+    assert stage_code.behind(recorded, now) == {"prepare": [module]}
+    raised = {**now, "versions": {**now["versions"], "prepare": 99}}
     assert stage_code.behind(recorded, raised) == {}
 
 

@@ -131,7 +131,12 @@ def test_a_plan_counts_what_ligers_loss_holds() -> None:
     shape = DecoderShape.of(small_model().config)
     plain, fused = (
         training_memory(
-            shape, TrainConfig(liger=liger), Runtime(), processes=1, tokens=64, accumulation=1
+            shape,
+            TrainConfig(liger=liger),
+            Runtime(checkpointing="full"),
+            processes=1,
+            tokens=64,
+            accumulation=1,
         ).loss
         for liger in (False, True)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from data_prep.documents.packing import Packed, write_dataset
 from stages.context import Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
-from stages.train.metrics import MetricsLog
+from stages.train.loop import Loop
+from stages.train.metrics import MetricsLog, _numbers
 from stages.train.model import (
     apply_liger,
     check_liger_runs,
     load_for_training,
     saved_dtype,
     saved_weights,
+    use_grouped_experts,
 )
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import TrainConfig
@@ -80,6 +85,59 @@ def test_positions_start_again_with_every_document() -> None:
     plain = collate([row, row])
     assert set(plain) == {"input_ids", "labels"} and plain["input_ids"].dtype == torch.int64
     assert torch.equal(plain["labels"], plain["input_ids"])
+
+
+def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_path: Path) -> None:
+    """Counted again from the start after a restart; the boards get a number for each source."""
+    rng = np.random.default_rng(0)
+    rows = [
+        Packed(np.zeros(SEQUENCE_LENGTH, np.int32), [cut, SEQUENCE_LENGTH - cut], [0, int(two)])
+        for cut, two in zip(
+            rng.integers(1, SEQUENCE_LENGTH, 12), rng.integers(0, 2, 12), strict=True
+        )
+    ]
+    write_dataset(tmp_path, rows, len(rows), SEQUENCE_LENGTH)
+    data = PackedSequences(tmp_path)
+    data.arrange(schedule(3), 1)
+
+    def composition(steps: list[int]) -> Any:
+        loop = SimpleNamespace(
+            data=data, sources=["a", "b"], schedule=schedule(3), _counted=0,
+            _source_tokens=np.zeros(2, np.int64),
+        )  # fmt: skip
+        for loop.step in steps:
+            counts = Loop._composition(loop)  # type: ignore[arg-type]
+        return counts
+
+    read = [rows[i] for i in data._order[:8]]
+    second = sum(
+        length
+        for row in read
+        for length, source in zip(row.document_lengths, row.document_sources, strict=True)
+        if source
+    )
+    expected = {"a": 8 * SEQUENCE_LENGTH - second, "b": second}
+    assert second and composition([1, 2]) == composition([2]) == expected
+    assert dict(_numbers({"source_tokens": expected})) == {
+        "source_tokens/a": expected["a"], "source_tokens/b": second
+    }  # fmt: skip
+
+
+def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -> None:
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
+            moe_intermediate_size=8, experts_implementation="eager",
+        )
+    )  # fmt: skip
+    assert model.config._experts_implementation == "eager"
+    use_grouped_experts(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    model.set_experts_implementation = lambda name: None
+    with pytest.raises(RunError, match="by eager, not by grouped_mm"):
+        use_grouped_experts(model)
 
 
 def write_metrics(folder: Path, steps: int) -> Path:

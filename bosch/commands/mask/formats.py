@@ -163,7 +163,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _size(settings: dict[str, Any], name: str, path: Path, least: int) -> int:
     value = settings.get(name)
     if type(value) is not int or value < least:
-        raise UserError(f"{path}: {name} must be an integer of at least {least}, found {value!r}")
+        raise UserError(
+            f"{path}: {name} must be an integer of at least {least}, found {value!r:.60}"
+        )
     return value
 
 

@@ -29,6 +29,7 @@ from bosch.model.search_mode import mask_shape, prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
+from bosch.ranks import Ranks
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
@@ -213,7 +214,7 @@ class StudiedModel:
             examples,
             window,
             batch_size=runtime.eval_batch_size,
-            reuse_bytes=reuse_bytes(runtime, self.model, window, examples),
+            reuse_bytes=reuse_bytes(runtime, self.model, window, examples, Ranks()),
         )
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:

@@ -1,0 +1,126 @@
+"""Prompts that all processes read together, where one cannot hold them; the first one generates.
+
+While a prompt is read each process holds a part of its tokens. What later tokens see of it is then
+the first one's cache, as it would be of one process; the others wait for the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bosch.errors import UserError
+from bosch.journal import Journal
+from bosch.model.cache import HybridCache
+from bosch.model.context_parallel import ContextParallel
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.answers import answer_logits
+from stages.context import Runtime
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
+
+T = TypeVar("T")
+# Tokens whose logits over the vocabulary are held at once.
+_CHUNK = 1024
+
+
+class SharedReading:
+    """All processes of the run, of which each calls the same methods with the same arguments."""
+
+    def __init__(self) -> None:
+        self._split = ContextParallel(dist.group.WORLD)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process generates, and writes the answers."""
+        return self._split.messages.rank == 0
+
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Do some work without messages in every process: the results of all.
+
+        Raises in all of them what it raised in the first one in which it did.
+        """
+        outcome: tuple[T | None, Exception | None]
+        try:
+            outcome = work(), None
+        except (UserError, ModelError) as error:
+            outcome = None, error
+        outcomes: list[Any] = [None] * self._split.ranks
+        dist.all_gather_object(outcomes, outcome)
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """What the first process makes, in all of them."""
+        result = self.everywhere(lambda: work() if self.is_first else None)[0]
+        assert result is not None
+        return result
+
+    def load(self, load: Callable[[], Any], runtime: Runtime) -> Any:
+        """A model that every process loads; an original is one whose heads are all full.
+
+        Raises ModelError where it changes logits in a way that `token_losses` does not know.
+        """
+        loaded: list[Any] = []
+        self.everywhere(lambda: loaded.append(load()))
+        (model,) = loaded
+        if not hasattr(model.config, "hybrid_attention"):
+            prepare_for_search(model, runtime.attention)
+        self.everywhere(lambda: _check_output_head(model))
+        return model
+
+    def cache(self, model: Any, ids: Tensor, mask: Tensor) -> HybridCache | None:
+        """Read prompts [B, T] but their last tokens: the first one's cache, as `read` has it."""
+        return self._split.read(model, ids[:, :-1], mask[:, :-1])
+
+    @torch.inference_mode()
+    def token_losses(self, model: Any, tokens: Tensor) -> Tensor:
+        """Cross-entropy of every token of [1, T] but the first, nats [T - 1]."""
+        split, inputs, targets = self._split, tokens[:, :-1], tokens[:, 1:]
+        with split.installed(model):
+            output = model.get_decoder()(**split.inputs(inputs), use_cache=False)
+        states, own_targets = output.last_hidden_state[0], split.own(split.whole_chunks(targets))[0]
+        losses = [
+            nn.functional.cross_entropy(answer_logits(model, some), of_some, reduction="none")
+            for some, of_some in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)
+        ]
+        return split.whole(torch.cat(losses)[None])[0, : targets.shape[1]]
+
+
+@torch.inference_mode()
+def _check_output_head(model: Any) -> None:
+    ids = torch.arange(1, 17, device=model.device)[None]
+    states = model.get_decoder()(ids, use_cache=False).last_hidden_state
+    own, ours = model(ids, use_cache=False).logits[0].float(), answer_logits(model, states[0])
+    if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ModelError(
+            "it changes its logits after the output head in a way that shared reading does not "
+            "know; set runtime.evaluate_parallel: data"
+        )
+
+
+@dataclass(frozen=True)
+class SharedAnswers(AnswerFolder):
+    """Answers that the first process writes; all go by what it has read."""
+
+    reading: SharedReading
+
+    def journal(self, model: Evaluated, subtask: Subtask) -> Journal:
+        journal = super().journal(model, subtask)
+        return journal if self.reading.is_first else _Unwritten(journal.path)
+
+    def answered(self, model: Evaluated, subtask: Subtask) -> set[int]:
+        return self.reading.of_first(lambda: set(self.read(model, subtask)))
+
+
+class _Unwritten(Journal):
+    """One that another process writes."""
+
+    def append(self, *entries: Any) -> None:
+        """Nothing."""
