@@ -437,7 +437,8 @@ def test_every_score_is_a_line_of_the_csv(case: Case) -> None:
     share = (10 * 512 + 6 * 31) / (16 * 512)
     [bme] = [line for line in lines if line["method"] == "bme"]
     assert float(bme["cache_generate"]) == pytest.approx(share)
-    assert share < float(bme["cache_vllm"]) < 1
+    # Tokens in flight are as many as the prompt: vLLM holds more than of the original.
+    assert float(bme["cache_vllm"]) > 1
     assert f"{share:.1%}" in (result.folder / "compare.md").read_text()
     [original] = [line for line in lines if line["models"] == "original"]
     assert (original["method"], original["score"]) == ("original", "97.0")

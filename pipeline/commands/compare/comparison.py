@@ -145,7 +145,7 @@ class Result:
     trained_tokens: int | None
     cache: Mapping[str, float] = field(default_factory=dict)
     missing: Sequence[str] = ()
-    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict)
+    samples: Mapping[tuple[Models, str], SampleScores] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
