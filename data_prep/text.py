@@ -13,7 +13,7 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import load_json, open_regular
 
-_PIECE_BYTES = 2**17
+PIECE_BYTES = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
 
@@ -58,7 +58,7 @@ class TextFile:
         done = 0
         try:
             with open_regular(self.path) as file:
-                while block := file.read(_PIECE_BYTES):
+                while block := file.read(PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     yield _decode(decoder, block, self.path, done - pending)
                     done += len(block)

@@ -80,6 +80,22 @@ class PackedSequences:
         return self._table[int(self._order[index])]
 
 
+class SourceTokens:
+    """How many tokens of each source training has read, by the sources' names."""
+
+    def __init__(self, data: PackedSequences, names: Sequence[str]) -> None:
+        self._data, self._names = data, names
+        self._tokens = np.zeros(len(names), np.int64)
+        self._counted = 0  # sequences whose tokens are among these
+
+    def until(self, stop: int) -> dict[str, int]:
+        """Tokens of the first `stop` sequences; after a restart all of them are counted anew."""
+        if self._names:
+            self._tokens += self._data.tokens_by_source(self._counted, stop, len(self._names))
+        self._counted = stop
+        return dict(zip(self._names, self._tokens.tolist(), strict=True))
+
+
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Plain causal language modelling: input_ids and labels [B, T]; the model shifts the labels."""
     input_ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]).astype(np.int64))

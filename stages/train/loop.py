@@ -31,7 +31,7 @@ from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import PackedSequences
+from stages.train.data import PackedSequences, SourceTokens
 from stages.train.decisions import Decision, RestartTimer, SpikeRule, step_patience
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
@@ -58,7 +58,7 @@ class Loop:
     model: Any
     optimizer: Any
     data: PackedSequences
-    sources: Sequence[str]  # names of prepare's, in the order of their numbers
+    sources: SourceTokens
     collate: Callable[[Sequence[dict[str, Any]]], Batch]
     schedule: Schedule
     train: TrainConfig
@@ -79,8 +79,6 @@ class Loop:
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
         self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
-        self._source_tokens = np.zeros(len(self.sources), np.int64)
-        self._counted = 0  # sequences whose tokens are among these
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
@@ -250,20 +248,10 @@ class Loop:
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self._mfu(seconds),
                 memory=peak_memory(),
-                source_tokens=self._composition(),
+                source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
                 data_seconds=round(spent.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
             )
-
-    def _composition(self) -> dict[str, int] | None:
-        """Tokens of each source up to this step's end; after a restart those before count again."""
-        stop = self.step * self.schedule.sequences
-        if not self.sources:
-            return None
-        counts = self.data.tokens_by_source(self._counted, stop, len(self.sources))
-        self._source_tokens += counts
-        self._counted = stop
-        return dict(zip(self.sources, self._source_tokens.tolist(), strict=True))
 
     def _mfu(self, seconds: float) -> float | None:
         """The share of the GPUs' peak in a step of so many seconds; None where it is not known."""

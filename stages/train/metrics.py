@@ -140,7 +140,7 @@ class MetricsLog:
         self._journal.append(record)
         drawn = {
             f"train/{name}": float(value)
-            for name, value in _numbers(record)
+            for name, value in numbers(record)
             if name not in ("step", "tokens", "seconds")
         }
         for board in self._boards:
@@ -172,7 +172,7 @@ class MetricsLog:
             board.close()
 
 
-def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """A record's numbers by name, those of a list counted from 0, of a dict by their keys."""
     for name, value in record.items():
         if isinstance(value, list):

@@ -26,7 +26,7 @@ from stages.materialize.stage import MODEL, MaterializeConfig
 from stages.prepare.stage import PACKED_DATA, PrepareConfig
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import PackedSequences, collate, collate_documents
+from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.fit import budget_of
 from stages.train.loop import Loop
@@ -163,7 +163,9 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
-        sources=[s.name for s in prepare.sources] if isinstance(prepare, PrepareConfig) else [],
+        sources=SourceTokens(
+            data, [s.name for s in prepare.sources] if isinstance(prepare, PrepareConfig) else []
+        ),
         collate=collate_rows,
         schedule=schedule,
         train=train,

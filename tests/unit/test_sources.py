@@ -349,7 +349,7 @@ def test_a_damaged_index_is_no_source(tmp_path, index):
 @pytest.mark.parametrize("piece", [1, 2, 5, 1000])
 def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
     """A character may lie across two pieces, and a fault is named by its byte in the file."""
-    monkeypatch.setattr("data_prep.text._PIECE_BYTES", piece)
+    monkeypatch.setattr("data_prep.text.PIECE_BYTES", piece)
     path, text = tmp_path / "a.txt", "ein Käfer, 甲虫 und 🪲\n" * 3
     path.write_bytes(text.encode("utf-8-sig"))
     assert "".join(TextFile(path).pieces()) == text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ from stages.context import Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import PackedSequences, collate, collate_documents
-from stages.train.loop import Loop
-from stages.train.metrics import MetricsLog, _numbers
+from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
+from stages.train.metrics import MetricsLog, numbers
 from stages.train.model import (
     apply_liger,
     check_liger_runs,
@@ -100,15 +98,6 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     data = PackedSequences(tmp_path)
     data.arrange(schedule(3), 1)
 
-    def composition(steps: list[int]) -> Any:
-        loop = SimpleNamespace(
-            data=data, sources=["a", "b"], schedule=schedule(3), _counted=0,
-            _source_tokens=np.zeros(2, np.int64),
-        )  # fmt: skip
-        for loop.step in steps:
-            counts = Loop._composition(loop)  # type: ignore[arg-type]
-        return counts
-
     read = [rows[i] for i in data._order[:8]]
     second = sum(
         length
@@ -117,8 +106,10 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
         if source
     )
     expected = {"a": 8 * SEQUENCE_LENGTH - second, "b": second}
-    assert second and composition([1, 2]) == composition([2]) == expected
-    assert dict(_numbers({"source_tokens": expected})) == {
+    in_steps = SourceTokens(data, ["a", "b"])
+    assert second and in_steps.until(4) != in_steps.until(8) == expected
+    assert SourceTokens(data, ["a", "b"]).until(8) == expected
+    assert dict(numbers({"source_tokens": expected})) == {
         "source_tokens/a": expected["a"], "source_tokens/b": second
     }  # fmt: skip
 
