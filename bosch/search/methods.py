@@ -234,6 +234,11 @@ METHODS: dict[str, Method] = {
         "gates learned by gradient at an exact ratio (arXiv 2410.10819, 2606.18056)",
         frozenset({"budget_per_layer", "seed"}), _bosch_plus, in_paper=False, gradients=True,
     ),
+    "one_gradient": Method(
+        "One gradient", "one by one", "bosch.search.rivals:one_gradient",
+        "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
+        frozenset({"strict"}), _one_gradient, in_paper=False, gradients=True,
+    ),
     "single_ablation": Method(
         "One head", "one by one", "bosch.search.rivals:single_ablation",
         "ranks heads by the score without each alone (arXiv 2602.11374)",
@@ -248,11 +253,6 @@ METHODS: dict[str, Method] = {
         "One full layer", "one by one", "bosch.search.rivals:layer_restoration",
         "ranks layers by the log-likelihood with each alone full (after arXiv 2512.20569)",
         frozenset({"strict"}), _every_layer, in_paper=False,
-    ),
-    "one_gradient": Method(
-        "One gradient", "one by one", "bosch.search.rivals:one_gradient",
-        "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
-        frozenset({"strict"}), _one_gradient, in_paper=False, gradients=True,
     ),
     "rand": _rule("RAND", "rand", "full layers at random places", "seed"),
     "bme": _rule("BME", "bme", "full layers at the beginning, in the middle and at the end"),

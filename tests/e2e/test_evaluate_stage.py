@@ -207,8 +207,8 @@ def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
     """A second attempt asks only what is missing and ends with the same scores."""
     real, batches = needle_suite.generate, []
 
-    def failing(*args):
-        for batch in real(*args):
+    def failing(*args, **kwargs):
+        for batch in real(*args, **kwargs):
             if len(batches) == 5:
                 raise KeyboardInterrupt
             batches.append(len(batch))
@@ -222,9 +222,9 @@ def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
     torn.write_bytes(torn.read_bytes()[:-20])
     questions = []
 
-    def counting(*args):
+    def counting(*args, **kwargs):
         questions.append(len(args[2]))
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(needle_suite, "generate", counting)
     evaluate.run(config, _inputs(stages), tmp_path)

@@ -293,9 +293,10 @@ def test_a_losing_evaluation_may_not_end_early_where_the_scorer_cannot():
 
 
 def test_it_tells_its_start_every_gradient_every_better_mask_and_what_is_left(caplog):
-    caplog.set_level("INFO", logger="bosch.search.bosch_plus")
+    name = "bosch.search.bosch_plus"
+    caplog.set_level("INFO", logger=name)
     result, evaluator = exact(Layered(6, 8, 2, noise=0.05), 0.75)
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == name]
     assert "12 of 48 units stay full, 60 passes to spend" in lines[0]
     assert sum("gradient" in line for line in lines) >= evaluator.costs()["gradients"]
     better = [line for line in lines if "best mask so far" in line]

@@ -110,16 +110,17 @@ def test_models_that_cannot_be_split(changes: dict[str, Any], reason: str | None
 
 
 def test_a_plan_says_what_is_sent_and_what_would_fit() -> None:
-    def plan(*overrides: str) -> str:
+    def plan(*overrides: str, hardware: str = "h100x16") -> str:
         loaded = load_recipe(
             ROOT / "recipes" / "qwen3_14b_r075.yaml",
             ["model.path=" + str(ROOT / "recipes/shapes/qwen3_14b_yarn4"),
              "prepare.sequence_length=128k", "runtime.micro_batch_size=1", *overrides],
             fetch=False, input_files=False, model_files=False, env={},
         )  # fmt: skip
-        return "\n".join(plan_lines(loaded, "h100x16"))
+        return "\n".join(plan_lines(loaded, hardware))
 
-    assert "it fits with runtime.context_parallel=2" in plan()
+    assert "it fits with runtime.offload_activations=true\n" in plan()
+    assert "offload_activations=true and runtime.context_parallel=2" in plan(hardware="l40sx16")
     text = plan("runtime.context_parallel=8")
     assert "16,384 tokens of a sequence on each of 8 processes, which send 110 GiB each" in text
     assert "26% of what the original's heads would" in text and ": fits" in text

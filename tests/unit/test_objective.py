@@ -137,7 +137,6 @@ def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
 def test_attention_of_both_kinds_is_computed_once(monkeypatch):
     """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
     model, calibration = searchable()
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=1 << 30)
     calls = []
     attention = incremental_forward.hybrid_attention
 
@@ -146,6 +145,7 @@ def test_attention_of_both_kinds_is_computed_once(monkeypatch):
         return attention(*args, **kwargs)
 
     monkeypatch.setattr(incremental_forward, "hybrid_attention", counted)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=1 << 30)
     mask = FULL
     for head in range(KV_HEADS):
         row = mask.is_full[0].copy()
@@ -466,17 +466,17 @@ def blended_likelihood(objective, mask, place, shares):
     """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
     blend, layers, likelihoods = gate_gradients.blended_attention, [], []
 
-    def moved(gates, layouts, backend):
+    def moved(gates, layouts, backend, attention):
         layers.append(backend)
         if (len(layers) - 1) % LAYERS == place[0]:
             gates = gates.detach().clone()
             for choice, share in shares.items():
                 if choice < gates.shape[1]:  # the narrowest has what the others leave
                     gates[place[1], choice] += share
-        return blend(gates, layouts, backend)
+        return blend(gates, layouts, backend, attention)
 
     def recorded(likelihood, gates):
-        likelihoods.append(float(likelihood))
+        likelihoods.append(float(likelihood.detach()))
         return (torch.zeros_like(gates),)
 
     with pytest.MonkeyPatch.context() as patch:

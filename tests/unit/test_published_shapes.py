@@ -64,9 +64,9 @@ def test_a_model_of_any_size_is_sized_without_its_memory() -> None:
 
 # What `plan` says of the shipped recipes on 8 H100: a pass of the search, training, its memory.
 PLANS = {
-    "llama3p1_8b_r075": ("49.5 PFLOP each", "176 EFLOP", "per process 55.7 GiB"),
-    "qwen3_1p7b_r075": ("15.1 PFLOP each", "45.5 EFLOP", "per process 37.7 GiB"),
-    "qwen3_8b_r075": ("52 PFLOP each", "180 EFLOP", "per process 57.2 GiB"),
+    "llama3p1_8b_r075": ("49.5 PFLOP each", "169 EFLOP", "per process 72.8 GiB"),
+    "qwen3_1p7b_r075": ("15.1 PFLOP each", "42.8 EFLOP", "per process 52.6 GiB"),
+    "qwen3_8b_r075": ("52 PFLOP each", "173 EFLOP", "per process 76.4 GiB"),
     "qwen3_14b_r075": ("86.8 PFLOP each", "320 EFLOP", "per process 84.2 GiB"),
     "qwen3_30b_a3b_r075": ("39.8 PFLOP each", "99 EFLOP", "per process 96.4 GiB"),
 }
