@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import yaml
 from bosch.errors import UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.worker import execute
+from stages.recipe import World
 from stages.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +36,17 @@ def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
         )
         for stage in STAGES
     )
+
+
+def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Run a stage in this process, in the place of the runner's workers."""
+    return execute(order)
+
+
+def runner(case: Case, *overrides: str, **choice: Any) -> Runner:
+    """A runner of a case's recipe whose stages take no time."""
+    loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
+    return Runner(loaded, Choice(**choice), in_process)
 
 
 def write_safetensors(path: Path, value: int = 0) -> None:

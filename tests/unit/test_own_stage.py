@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,16 +13,11 @@ from pipeline.commands.plan.command import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner
-from pipeline.run.worker import execute
-from stages.recipe import LoadedRecipe, World
+from stages.recipe import LoadedRecipe
 from tests import own_stage
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import Case, fake_table, in_process
 
 TABLE = in_order([*fake_table(), own_stage.STAGE])
-
-
-def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-    return execute(order)
 
 
 @pytest.fixture

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.recipe.load import load_recipe
-from pipeline.run.runner import Choice, Runner
-from pipeline.run.worker import execute
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
 from stages.evaluate.scores import named_rival, rival_name
-from stages.recipe import World
 from stages.rival.stage import RivalConfig
 from stages.train.stage import TrainConfig
 from stages.train_rival import run as train_rival
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import Case, fake_table, runner
 
 TABLE = fake_table()
 CPU = Devices("cpu", 2, 1, 1, 1e12)
-
-
-def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-    return execute(order)
 
 
 @pytest.fixture
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
-
-
-def runner(case: Case, *overrides: str) -> Runner:
-    return Runner(load_recipe(case.file, overrides, env={}, stages=TABLE), Choice(), in_process)
 
 
 def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:

@@ -29,14 +29,10 @@ from pipeline.run.status import differences
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.recipe import World
-from tests.pipeline_case import Case, fake_table, write_safetensors
+from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
 
 # The recipe asks for no measurement and no rival.
 NAMES = [s.name for s in STAGES if s.name not in ("measure", "rival", "train_rival")]
-
-
-def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-    return execute(order)
 
 
 @pytest.fixture
@@ -44,11 +40,6 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
-
-
-def runner(case: Case, *overrides: str, **choice: Any) -> Runner:
-    loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
-    return Runner(loaded, Choice(**choice), in_process)
 
 
 def states(case: Case, *overrides: str, **choice: Any) -> dict[str, str]:
