@@ -14,9 +14,8 @@ from stages.evaluate.scores import named_rival, rival_name
 from stages.rival.stage import RivalConfig
 from stages.train.stage import TrainConfig
 from stages.train_rival import run as train_rival
-from tests.pipeline_case import Case, fake_table, runner
+from tests.pipeline_case import Case, runner
 
-TABLE = fake_table()
 CPU = Devices("cpu", 2, 1, 1, 1e12)
 
 
