@@ -57,9 +57,11 @@ _CODE_NAMES = {
     "_experts_implementation": _EXPERTS,
     "_experts_implementation_internal": _EXPERTS,
 }
-# Fields that no model needs and that lead elsewhere: to kernels, or to other files than are hashed.
+# Fields that no model needs and that lead elsewhere: to kernels, to other files than are hashed, or
+# to ways of decoding whose code transformers takes from the hub.
 _REFUSED = (
     "kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files", "gguf_file",
+    "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
 # Computed by kernels from the hub, where the package is there; loaded in the model's dtype instead.

@@ -66,6 +66,7 @@ def case(tmp_path: Path) -> Case:
         (lambda c: c.change_config(experts_implementation="sonicmoe"), "would load code"),
         (lambda c: c.change_config(quantization_config={"quant_method": "eetq"}), "by 'eetq'"),
         (lambda c: c.change_config(transformers_weights="b.safetensors"), "other code or files"),
+        (lambda c: write_generation(c, penalty_alpha=0.6), "penalty_alpha = 0.6 would load other"),
         (
             lambda c: (c.model / "tokenizer_config.json").write_text(
                 '{"fast_tokenizer_files": ["tokenizer.4.0.json"]}'
@@ -97,6 +98,10 @@ def nested(depth: int) -> list[Any]:
 def write_header(case: Case, header: bytes) -> None:
     length = len(header).to_bytes(8, "little")
     (case.model / "model.safetensors").write_bytes(length + header)
+
+
+def write_generation(case: Case, **settings: Any) -> None:
+    (case.model / "generation_config.json").write_text(json.dumps(settings))
 
 
 def write_names(case: Case, count: int) -> None:
