@@ -80,24 +80,25 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """All that the layer holds."""
         return (tensor for group in self.groups for tensor in group.tensors.values())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor."""
         for group in self.groups:
             group.change(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
+        self.change(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+        self.change(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda states: states[indices])
+        self.change(lambda states: states[indices])
 
     def offload(self) -> None:
-        self._map(lambda states: states.to("cpu", non_blocking=True))
+        self.change(lambda states: states.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self._map(lambda states: states.to(self.device, non_blocking=True))
+        self.change(lambda states: states.to(self.device, non_blocking=True))
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise as `crop` does, and change nothing."""
@@ -342,6 +343,23 @@ class SplitCache(Cache):
                     "a new cache"
                 )
         super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Hold every row so many times, one after the other."""
+        self._change_rows(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Hold these rows alone, in this order."""
+        self._change_rows(lambda states: states[indices])
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all that the layers hold; transformers has this for attention alone."""
+        for layer in self.layers:
+            if isinstance(layer, SplitCacheLayer):
+                layer.change(change)
+            for name in ("conv_states", "recurrent_states"):
+                held = getattr(layer, name, {})
+                held |= {n: change(states) for n, states in held.items() if states is not None}
 
     @property
     def num_bytes(self) -> int:

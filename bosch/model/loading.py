@@ -47,9 +47,12 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
             )
             if file is not None:
                 check_faults(model_file_fault(Path(file)))
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
+        if getattr(config, "is_encoder_decoder", False):
+            raise UserError(f"{path}: is an encoder and a decoder; expected a decoder alone")
+        return config
     except _UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot read the model's configuration: {reason}") from error

@@ -246,6 +246,9 @@ def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(tmp_path: 
     path.write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(UserError, match=r"of another shape than config\.json's, .*embed_tokens"):
         load_model(tmp_path)
+    path.write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    with pytest.raises(UserError, match="expected a decoder alone"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["org/kernel", "flash_attention_2"])
