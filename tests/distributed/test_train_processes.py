@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +220,8 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
 
     The limit is the recipe's, or once the time of a step is known, a multiple of that.
     """
-    for slow, minutes in (("step", 5 / 60), ("late step", 15), ("save", 5 / 60)):
+
+    def train(slow: str, minutes: float) -> subprocess.CompletedProcess[str]:
         changes: dict[str, Any] = {
             "train": {
                 "total_tokens": 1280 if slow == "late step" else 512,
@@ -227,7 +230,12 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
             "runtime": {"collective_timeout_minutes": minutes, "save_every_steps": 3},
         }
         arguments = [str(case), str(tmp_path / slow), json.dumps(changes)]
-        done = run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
+        return run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
+
+    cases = {"step": 5 / 60, "late step": 15, "save": 5 / 60}
+    with ThreadPoolExecutor(len(cases)) as pool:  # most of the time they wait
+        runs = dict(zip(cases, pool.map(train, cases, cases.values()), strict=True))
+    for slow, done in runs.items():
         if slow != "save":
             assert "LostRankError: process 1 of this run does not answer" in done.stderr
             assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
