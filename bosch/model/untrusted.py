@@ -21,14 +21,22 @@ from bosch.weight_files import INDEX
 # Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
 # names of all tensors,
 TOKENIZER_FILE = "tokenizer.json"
-_LARGE = (TOKENIZER_FILE, "vocab.json", "tekken.json", INDEX)
+VOCABULARIES = (
+    TOKENIZER_FILE, "vocab.json", "tekken.json", "vocab-src.json", "vocab-tgt.json", "emoji.json",
+    "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
+)  # fmt: skip
+_LARGE = (*VOCABULARIES, INDEX)
 # these only settings.
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "normalizer.json", "chat_template.json", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
-_NO_JSON = ("*.model", "*.spm", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt", "vocab.bpe")
+# and these are no JSON.
+TOKENIZER_TEXTS = (
+    "*.model", "*.spm", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "merges.txt",
+    "vocab.txt", "vocab.bpe", "bpe.codes", "prophetnet.tokenizer",
+)  # fmt: skip
 # Florence 2 has 1,000; transformers compares each with all others: 32 s for 50,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MOST_SPECIAL_TOKENS = 10_000
@@ -47,7 +55,9 @@ _CODE_NAMES = {
     "_experts_implementation_internal": _EXPERTS,
 }
 # Fields that no model needs and that lead elsewhere: to kernels, or to other files than are hashed.
-_REFUSED = ("kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files")
+_REFUSED = (
+    "kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files", "gguf_file",
+)  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
 # Computed by kernels from the hub, where the package is there; loaded in the model's dtype instead.
 DEQUANTISED = ("fp8", "mxfp4")
@@ -59,7 +69,7 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
     for name in (*_LARGE, *CONFIG_FILES):
         if name not in read_already and os.path.lexists(directory / name):
             yield from model_file_fault(directory / name)
-    for pattern in _NO_JSON:
+    for pattern in TOKENIZER_TEXTS:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.stat().st_size > JSON_LIMITS.most_bytes:
                 yield f"{path} is longer than {JSON_LIMITS.most_bytes:,} bytes"

@@ -70,6 +70,10 @@ def case(tmp_path: Path) -> Case:
             ),
             "other code or files",
         ),
+        (
+            lambda c: (c.model / "tokenizer_config.json").write_text('{"gguf_file": "/a.gguf"}'),
+            "other code or files",
+        ),
     ],
 )
 def test_damaged_models_are_refused(
