@@ -30,8 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 """
 # Has imported what takes longest of all that transformers needs; forks for each piece of code.
 _SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
+gc.freeze()
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()

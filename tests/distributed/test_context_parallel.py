@@ -13,7 +13,7 @@ from tests.training_case import make_case, metrics, train_here, train_in_process
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_split_attention_is_that_of_one_process(ranks: int) -> None:
-    done = run_module("tests.split_attention", ["flex"] if ranks == 2 else [], ranks)
+    done = run_module("tests.split_attention", [], ranks)
     assert done.returncode == 0, done.stdout
     assert all(f"rank {rank} agrees" in done.stdout for rank in range(ranks))
 
