@@ -40,7 +40,7 @@ _CONTEXT.set_forkserver_preload(
         "transformers.models.qwen3.modeling_qwen3",
         "torch.utils.tensorboard",
         "deepspeed.runtime.zero.muon.muon_optimizer",
-    ]  # fmt: skip
+    ]
 )
 _CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 _STARTING = threading.Lock()
