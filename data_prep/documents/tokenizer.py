@@ -56,6 +56,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
         is_fast = tokenizer.is_fast  # which some classes lack, that hold two tokenizers
+        tokenizer("a")
     except Exception as error:
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")

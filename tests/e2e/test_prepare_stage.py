@@ -215,6 +215,11 @@ def test_missing_tokenizer(tmp_path, corpus):
         ("tokenizer_config.json", "", r"tokenizer_config\.json cannot be read as JSON"),
         ("tokenizer_config.json", '{"tokenizer_class": "RagTokenizer"}', "no tokenizer could be"),
         (
+            "tokenizer_config.json",
+            '{"model_max_length": "x"}',
+            "no tokenizer could be loaded .*'>'",
+        ),
+        (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',
             "damaged: no tokenizer could be loaded .*'rms_norm_eps' expected float",
