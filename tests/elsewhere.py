@@ -57,10 +57,11 @@ for line in sys.stdin:
 
 
 # What takes longest of all that transformers needs, and of what loads a model by it.
-_NEEDED = (
-    "import accelerate, contextlib, scipy.optimize, torch, torch._dynamo, torch.distributed.tensor\n"
-    "with contextlib.suppress(ImportError): import torchao.quantization"
-)
+_NEEDED = """
+import accelerate, contextlib, scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
+with contextlib.suppress(ImportError):
+    import torchao.quantization
+"""
 _LOADS = "from transformers import AutoModelForCausalLM, Qwen3ForCausalLM"
 
 
@@ -102,9 +103,7 @@ def run_elsewhere(code: str, cwd: Path, *, cache: Path, blocked: bool = True) ->
 
     transformers is imported before.
     """
-    place = (
-        f"from transformers import dynamic_module_utils as a; a.HF_MODULES_CACHE = {str(cache)!r}\n"
-    )
+    place = f"import transformers.dynamic_module_utils as a\na.HF_MODULES_CACHE = {str(cache)!r}\n"
     code = place + _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
     run_python(code, cwd, bosch=not blocked, imports=_LOADS)
     return [json.loads(line) for line in (cwd / "report.jsonl").read_text().splitlines()]
