@@ -33,26 +33,7 @@ _PRELOAD = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")
-<<<<<<< HEAD
-_CONTEXT.set_forkserver_preload(
-    [
-        "stages.prepare.run",
-        "stages.search.run",
-        "stages.materialize.run",
-        "stages.train.run",
-        "stages.train.watch",
-        "stages.evaluate.run",
-        "stages.report.run",
-        "tests.training_case",
-        # What training imports when it begins.
-        "transformers.models.qwen3.modeling_qwen3",
-        "torch.utils.tensorboard",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-    ]
-)
-=======
 _CONTEXT.set_forkserver_preload(_PRELOAD)
->>>>>>> slim
 _CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 _STARTING = threading.Lock()
 _SECONDS, _SECONDS_AFTER_A_LOSS = 600.0, 60.0

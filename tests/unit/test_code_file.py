@@ -169,19 +169,10 @@ def test_a_family_s_own_class_never_runs_full_attention_instead(tmp_path: Path) 
         hybrid_config_class(FAMILIES[name])(**content).save_pretrained(tmp_path / name)
     (tmp_path / "families.json").write_text(json.dumps(families))
     cache = tmp_path / "cache"
-<<<<<<< HEAD
-    plain = run_elsewhere(_BY_CLASS, tmp_path, cache=cache)
-    assert plain == [[name, True] for name in families for _ in range(4)]
-    few = dict(list(families.items())[:4])
-    (tmp_path / "families.json").write_text(json.dumps(few))
-    both = run_elsewhere("import bosch\n" + _BY_CLASS, tmp_path, cache=cache, blocked=False)
-    assert both == [[name, True] for name in few for _ in range(4)] * 2
-=======
     code = _BY_CLASS.replace("FILE", f"{SAMPLE[0]}/modeling_hybrid.py")
     bosch_comes = f"del sys.meta_path[0]; sys.path.insert(0, {str(ROOT)!r})\nimport bosch\n"
     result = run_elsewhere(code + bosch_comes + code, tmp_path, cache=cache)
     assert result == [[name, True] for name in families for _ in range(4)] * 2
->>>>>>> slim
 
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 3])
