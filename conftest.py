@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ def _default_signal_handlers() -> Iterator[None]:
     yield
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """No garbage collection reads what the tests have imported, which stays to the end."""
+    gc.freeze()
 
 
 def _gpu_present() -> bool:

@@ -28,10 +28,11 @@ sys.meta_path.insert(0, Blocker())
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 """
-# Has imported what takes longest of all that transformers needs; forks for each piece of code.
+# Forks for each piece of code.
 _SERVER = """
-import json, os, sys, traceback
-import scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
+import gc, json, os, sys, traceback
+{imports}
+gc.freeze()
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()
@@ -55,10 +56,19 @@ for line in sys.stdin:
 """
 
 
+# What takes longest of all that transformers needs, and of what loads a model by it.
+_NEEDED = """
+import accelerate, contextlib, scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
+with contextlib.suppress(ImportError):
+    import torchao.quantization
+"""
+_LOADS = "from transformers import AutoModelForCausalLM, Qwen3ForCausalLM"
+
+
 @once
-def _server() -> subprocess.Popen[str]:
+def _server(imports: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _SERVER],
+        [sys.executable, "-P", "-c", _SERVER.replace("{imports}", imports)],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -66,12 +76,14 @@ def _server() -> subprocess.Popen[str]:
     )
 
 
-def run_python(code: str, cwd: Path = ROOT, bosch: bool = True, **environment: str) -> str:
+def run_python(
+    code: str, cwd: Path = ROOT, bosch: bool = True, imports: str = _NEEDED, **environment: str
+) -> str:
     """What a Python that has imported neither transformers nor bosch prints; it must not fail.
 
     `bosch`: whether the checkout is in its path.
     """
-    server = _server()
+    server = _server(imports)
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
@@ -87,7 +99,11 @@ def run_python(code: str, cwd: Path = ROOT, bosch: bool = True, **environment: s
 
 
 def run_elsewhere(code: str, cwd: Path, *, cache: Path, blocked: bool = True) -> list[Any]:
-    """Run `code` in the directory `cwd`; what it calls `report` with. `blocked`: without bosch."""
-    code = _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
-    run_python(code, cwd, bosch=not blocked, HF_MODULES_CACHE=str(cache))
+    """Run `code` in the directory `cwd`; what it calls `report` with. `blocked`: without bosch.
+
+    transformers is imported before.
+    """
+    place = f"import transformers.dynamic_module_utils as a\na.HF_MODULES_CACHE = {str(cache)!r}\n"
+    code = place + _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
+    run_python(code, cwd, bosch=not blocked, imports=_LOADS)
     return [json.loads(line) for line in (cwd / "report.jsonl").read_text().splitlines()]

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any
 import yaml
 
 from bosch.errors import UserError
+from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
+from pipeline.run import launch
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.recipe import World
 from stages.stage import Stage
+from tests.rank_processes import Forked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,25 +129,40 @@ class Case:
         return {**env, "FAKE_MARK": str(self.folder), **extra}
 
     def command(self, *arguments: str, distributed: bool = False) -> list[str]:
-        code = (
-            "import sys; from pipeline.cli import main; from pipeline.run import launch;"
-            "from tests.pipeline_case import fake_table; launch.GRACE_SECONDS = 2;"
-            f"sys.exit(main(sys.argv[1:], fake_table({distributed})))"
-        )
-        name, *rest = arguments
-        return [sys.executable, "-c", code, name, str(self.file), *rest]
+        """The command line on the fake stages, in a new Python."""
+        return [sys.executable, "-m", __name__, *self._arguments(arguments, distributed)]
 
-    def call(
-        self, *arguments: str, distributed: bool = False, **extra: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run the command line on the fake stages."""
+    def call(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run that to its end."""
         return subprocess.run(
-            self.command(*arguments, distributed=distributed),
+            self.command(*arguments),
             env=self.environment(**extra),
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=120,
         )
+
+    def start(self, *arguments: str, distributed: bool = False, **extra: str) -> Forked:
+        """The same in a process that is forked from one which has imported it, as are its stages.
+
+        Under torchrun, each process of a stage is a new Python.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        extra["FAKE_MARK"] = str(self.folder)
+        return Forked(self._arguments(arguments, distributed), folder / "output", __name__, **extra)
+
+    def fork(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
+        """Run that to its end."""
+        return self.start(*arguments, **extra).done()
+
+    def _arguments(self, arguments: tuple[str, ...], distributed: bool) -> list[str]:
+        name, *rest = arguments
+        return [str(int(distributed)), name, str(self.file), *rest]
+
+    def make(self, until: str) -> None:
+        """Run the stages up to one in this process."""
+        runner(self, until=until).run()
 
     def output(self, stage: str) -> Path:
         return self.runs / "tiny" / stage
@@ -151,3 +170,8 @@ class Case:
     def calls(self, stage: str, rank: int = 0) -> int:
         """How often a stage's published output was worked on."""
         return (self.output(stage) / f"calls.{rank}.txt").read_text().count("called")
+
+
+if __name__ == "__main__":
+    launch.GRACE_SECONDS = 2
+    sys.exit(main(sys.argv[2:], fake_table(sys.argv[1] == "1")))

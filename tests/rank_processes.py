@@ -5,6 +5,8 @@ A new Python spends most of a small training on imports; a forked one starts at 
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -22,11 +25,17 @@ from typing import Any
 from pipeline.run import launch
 
 ROOT = Path(__file__).resolve().parents[1]
+_PRELOAD = [
+    "stages.prepare.run", "stages.search.run", "stages.materialize.run", "stages.train.run",
+    "stages.train.watch", "stages.evaluate.run", "stages.report.run", "tests.training_case",
+    # What training imports when it begins.
+    "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["stages.train.run", "stages.train.watch", "stages.search.run", "tests.training_case"]
-)
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 _CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+_STARTING = threading.Lock()
 _SECONDS, _SECONDS_AFTER_A_LOSS = 600.0, 60.0
 
 
@@ -41,6 +50,7 @@ def run_module(
 
     A rank whose partner died has a minute to end by itself. `per_node`: ranks of one node.
     """
+    _start_server()
     environments = [{**os.environ, **_CPU_ALONE, **(environment or {})} for _ in range(ranks)]
     store = None
     if ranks > 1:
@@ -55,7 +65,6 @@ def run_module(
                 "LOCAL_WORLD_SIZE": str(node), "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
             }  # fmt: skip
-    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         processes = [
@@ -84,21 +93,50 @@ def run_order(
         return done.returncode
 
 
-def start_pipeline(arguments: list[str], output: Path) -> Any:
-    """The command line in a process group of its own, and its stages forked from it."""
-    _start_server()
-    environment = {**os.environ, **_CPU_ALONE}
-    process = _CONTEXT.Process(target=_run_pipeline, args=(arguments, environment, str(output)))
-    process.start()
-    return process
+class Forked:
+    """The command line in a process group of its own, and its stages forked from it.
+
+    What it prints is in `output`, its errors in a file of that name and `.errors`.
+    """
+
+    def __init__(
+        self, arguments: list[str], output: Path, module: str = "pipeline", **environment: str
+    ) -> None:
+        _start_server()
+        inherited = {key: v for key, v in os.environ.items() if not key.startswith("FAKE_")}
+        environment = {**inherited, **_CPU_ALONE, **environment}
+        self._files = [output, output.with_name(f"{output.name}.errors")]
+        files = [str(file) for file in self._files]
+        self._process = _CONTEXT.Process(
+            target=_run_pipeline, args=(module, arguments, environment, *files)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def done(self, seconds: float | None = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, which is asserted, and return its status and what it has printed."""
+        status = self.wait(seconds)
+        assert status is not None
+        return subprocess.CompletedProcess([], status, *(f.read_text() for f in self._files))
+
+    def wait(self, seconds: float | None = 120) -> int | None:
+        """Its status, a negative one after a signal; None where it runs for longer."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
 
 
-def _run_pipeline(arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _run_pipeline(
+    module: str, arguments: list[str], environment: dict[str, str], output: str, errors: str
+) -> None:
     os.setsid()
     launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=_ForkedStage, TimeoutExpired=subprocess.TimeoutExpired
     )
-    _run("pipeline", arguments, environment, output)
+    _run(module, arguments, environment, output, errors)
 
 
 class _ForkedStage:
@@ -139,6 +177,13 @@ class _ForkedStage:
 
 
 def _start_server() -> None:
+    """In the thread that asks first: the environment is another meanwhile."""
+    with _STARTING:
+        _start_once()
+
+
+@functools.cache
+def _start_once() -> None:
     before = dict(os.environ)
     os.environ.update(_CPU_ALONE)
     try:
@@ -148,10 +193,17 @@ def _start_server() -> None:
         os.environ.update(before)
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+def _run(
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    output: str,
+    errors: str | None = None,
+) -> None:
+    gc.freeze()  # what the server has imported is read by no collection, which would copy it
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if errors else descriptor, 2)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)

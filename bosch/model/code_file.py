@@ -79,15 +79,21 @@ def code_file(family: Family) -> str:
 
     Raises RuntimeError when the modules cannot stand in one file: a fault of bosch itself.
     """
-    imports: dict[str, set[str]] = defaultdict(set)
-    defined = {"code_file"}
-    bodies = [_body(name, imports, defined) for name in MODULES]
     head = _HEAD.format(model=family.base_model_class, version=VERSION)
     tail = _TAIL.format(
         config=family.config_class, model=family.model_class, decoder=family.decoder_class,
         model_type=family.model_type,
     )  # fmt: skip
-    return head + _import_lines(imports) + "\n\n" + "\n\n\n".join(bodies) + "\n" + tail
+    return head + _joined(MODULES) + "\n" + tail
+
+
+@functools.cache
+def _joined(modules: tuple[str, ...]) -> str:
+    """Imports and bodies of the modules, which the files of all families share."""
+    imports: dict[str, set[str]] = defaultdict(set)
+    defined = {"code_file"}
+    bodies = [_body(name, imports, defined) for name in modules]
+    return _import_lines(imports) + "\n\n" + "\n\n\n".join(bodies)
 
 
 def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:

@@ -126,10 +126,6 @@ def remedy(
             continue
         if budget_of(train, runtime, length, shape, count, capacity, on_gpu).fits:
             return f"it fits with {' and '.join(names)}"
-    smaller = train.model_copy(update={"optimizer": "adamw_8bit"})
-    runtime = loaded.recipe.runtime
-    if budget_of(smaller, runtime, length, shape, processes, capacity, on_gpu).fits:
-        return "it fits with train.optimizer=adamw_8bit, which changes the weights"
     return (
         "no sharding, checkpointing, context parallelism or number of processes makes it fit; "
         "shorten sequences"

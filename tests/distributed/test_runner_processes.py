@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_command_line import gone, wait_for
-from tests.pipeline_case import Case
+from tests.pipeline_case import ROOT, Case
 
 
 @pytest.fixture
@@ -32,9 +32,10 @@ _OF_ANOTHER_LAUNCHER = {
 
 def test_two_processes_of_one_stage(case: Case) -> None:
     """Stages know only the processes that they were started on."""
-    done = case.call(
-        "run", "runtime.processes=2", "--until", "train", distributed=True, **_OF_ANOTHER_LAUNCHER
-    )
+    case.make("original")
+    command = case.command("run", "runtime.processes=2", "--until", "train", distributed=True)
+    environment = case.environment(**_OF_ANOTHER_LAUNCHER)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
     output = json.loads((case.output("train") / "output.json").read_text())
@@ -47,14 +48,11 @@ def test_two_processes_of_one_stage(case: Case) -> None:
 
 @pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1), ("kill", 76)])
 def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
-    done = case.call(
-        "run",
-        "runtime.processes=2",
-        "--until",
-        "train",
-        distributed=True,
+    case.make("original")
+    done = case.fork(
+        "run", "runtime.processes=2", "--until", "train", distributed=True,
         FAKE_FAIL=f"train={kind}",
-    )
+    )  # fmt: skip
     assert done.returncode == status
     assert "Traceback" not in done.stderr
     reason = "process [01] was ended .signal 9, SIGKILL." if kind == "kill" else ""
@@ -67,53 +65,44 @@ def test_two_nodes_share_one_run(case: Case) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     nodes = [
-        subprocess.Popen(
-            case.command("run", distributed=True),
-            env=case.environment(
-                NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        case.start(
+            "run", distributed=True, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
         )
         for rank in (0, 1)
-    ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    ]  # fmt: skip
+    done = [node.done() for node in nodes]
+    assert [node.returncode for node in done] == [0, 0], done
     assert case.calls("train", rank=0) == case.calls("train", rank=1) == 1
     assert case.calls("search") == 1
-    assert "stage search runs" not in outputs[1]
+    assert "stage search runs" not in done[1].stdout
 
 
 def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
-    run = subprocess.Popen(
-        case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
-        env=case.environment(FAKE_SLEEP="train=60"),
-        stdout=subprocess.DEVNULL,
+    case.make("original")
+    run = case.start(
+        "run", "runtime.processes=2", "--until", "train", distributed=True, FAKE_SLEEP="train=60"
     )
     pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
-    run.kill()
+    run.send_signal(signal.SIGKILL)
     run.wait()
     assert all(gone(pid) for pid in pids)
 
 
 def test_a_frozen_process_is_lost_whatever_the_others_do(case: Case) -> None:
     """Here they are in no collective: one sleeps, the other was stopped."""
-    run = subprocess.Popen(
-        case.command(
-            "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",
-            "--until", "train", distributed=True,
-        ),
-        env=case.environment(FAKE_SLEEP="train=60"),
-        stderr=subprocess.PIPE,
-        text=True,
+    case.make("original")
+    run = case.start(
+        "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",
+        "--until", "train", distributed=True, FAKE_SLEEP="train=60",
     )  # fmt: skip
     pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
     os.kill(pids[0], signal.SIGSTOP)
     assert gone(pids[1])
     os.kill(pids[0], signal.SIGKILL)  # as torchrun does after 30 seconds
-    message = run.communicate(timeout=60)[1].strip().splitlines()
-    assert run.returncode == 76, message
+    done = run.done()
+    message = done.stderr.strip().splitlines()
+    assert done.returncode == 76, message
     assert message[-1] == (
         "error: train: process 0 of this run has given no sign of life for 0.05 minutes "
         "(runtime.collective_timeout_minutes); the same command goes on from here"

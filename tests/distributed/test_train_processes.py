@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,19 +220,23 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
 
     The limit is the recipe's, or once the time of a step is known, a multiple of that.
     """
-    for slow, minutes in (("step", 5 / 60), ("late step", 15), ("save", 5 / 60)):
+    limits = {"step": 5 / 60, "late step": 15, "save": 5 / 60}
+
+    def train(slow: str) -> subprocess.CompletedProcess[str]:
         changes: dict[str, Any] = {
             "train": {
                 "total_tokens": 1280 if slow == "late step" else 512,
                 "checkpoint_tokens": [],
             },
-            "runtime": {"collective_timeout_minutes": minutes, "save_every_steps": 3},
+            "runtime": {"collective_timeout_minutes": limits[slow], "save_every_steps": 3},
         }
         arguments = [str(case), str(tmp_path / slow), json.dumps(changes)]
-        done = run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
-        if slow != "save":
-            assert "LostRankError: process 1 of this run does not answer" in done.stderr
-            assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
-        else:
-            assert done.returncode == 0, done.stderr
-            assert len(losses(tmp_path / slow)) == 4
+        return run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
+
+    with ThreadPoolExecutor() as pool:  # they wait for most of their time
+        step, late_step, save = pool.map(train, limits)
+    for done in (step, late_step):
+        assert "LostRankError: process 1 of this run does not answer" in done.stderr
+        assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
+    assert save.returncode == 0, save.stderr
+    assert len(losses(tmp_path / "save")) == 4

@@ -74,11 +74,11 @@ def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:
     """Every time, so that a script sees it; the results are there."""
     missing = '{"harness": {"gsm8k": "its data could not be read"}}'
     for environment in ({"FAKE_MISSING": missing}, {}):
-        done = case.call("run", **environment)
+        done = case.fork("run", **environment)
         assert done.returncode == 1
         assert "harness: gsm8k has no score: its data could not be read" in done.stdout
     assert "nothing to do" in done.stdout
-    assert case.call("run", "--until", "train").returncode == 0
+    assert case.fork("run", "--until", "train").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:
     ],
 )
 def test_failures_are_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
-    done = case.call("run", FAKE_FAIL=f"search={kind}")
+    done = case.fork("run", FAKE_FAIL=f"search={kind}")
     assert done.returncode == status
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "search       failed (" in case.call("status").stdout
+    assert "search       failed (" in case.fork("status").stdout
 
 
 def test_an_unexpected_error_leaves_its_traceback_in_a_file(case: Case) -> None:
-    done = case.call("run", FAKE_FAIL="search=bug")
+    done = case.fork("run", FAKE_FAIL="search=bug")
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     log = done.stderr.strip().rpartition("the traceback is in ")[2]
@@ -107,18 +107,18 @@ def test_an_unexpected_error_leaves_its_traceback_in_a_file(case: Case) -> None:
 
 
 def test_a_failure_is_told_by_a_process_that_is_stopped_meanwhile(case: Case) -> None:
-    done = case.call("run", FAKE_FAIL="search=stopped")
+    done = case.fork("run", FAKE_FAIL="search=stopped")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: search: unexpected _StoppedWhileToldError: boom; the traceback")
 
 
 def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
-    done = case.call("run", "search.swa_ration=1", "train.batch_tokens=0")
+    done = case.fork("run", "search.swa_ration=1", "train.batch_tokens=0")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {case.file}: 2 faults\n  search.swa_ration: unknown key")
-    assert case.call("run", "--until", "nowhere").returncode == 2
-    assert case.call("wrong").returncode == 2
+    assert case.fork("run", "--until", "nowhere").returncode == 2
+    assert case.fork("wrong").returncode == 2
     plain = subprocess.run(
         [sys.executable, "-m", "pipeline", "status", "no/such.yaml"],
         cwd=ROOT,
@@ -176,15 +176,15 @@ def test_kill_and_the_same_command_again(case: Case) -> None:
         case.command("run"), env=case.environment(FAKE_SLEEP="search=60"), stdout=subprocess.DEVNULL
     )
     worker = int(wait_for(case.folder / "search.0"))
-    assert f"running (pid {run.pid} on " in case.call("status").stdout
-    second = case.call("run")
+    assert f"running (pid {run.pid} on " in case.fork("status").stdout
+    second = case.fork("run")
     assert second.returncode == 1
     assert f"is being made by pid {run.pid}" in second.stderr
     run.kill()
     run.wait()
     assert gone(worker), "the stage's process outlived its runner"
-    assert "search       to run (never made; resumes what was begun)" in case.call("status").stdout
-    done = case.call("run")
+    assert "search       to run (never made; resumes what was begun)" in case.fork("status").stdout
+    done = case.fork("run")
     assert done.returncode == 0, done.stderr
     assert case.calls("search") == 2
     assert case.calls("prepare") == 1
@@ -194,38 +194,29 @@ def test_kill_and_the_same_command_again(case: Case) -> None:
     ("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
 )
 def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status: int) -> None:
-    run = subprocess.Popen(
-        case.command("run"),
-        env=case.environment(FAKE_SLEEP="search=60"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = case.start("run", FAKE_SLEEP="search=60")
     worker = int(wait_for(case.folder / "search.0"))
     run.send_signal(signum)
-    _, stderr = run.communicate(timeout=30)
-    assert run.returncode == status
-    assert stderr.strip().splitlines()[-1].endswith("the same command goes on from here")
+    done = run.done()
+    assert done.returncode == status
+    assert done.stderr.strip().splitlines()[-1].endswith("the same command goes on from here")
     assert gone(worker)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(("signum", "processes"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
 def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
     case: Case, signum: signal.Signals, processes: int
 ) -> None:
-    run = subprocess.Popen(
-        case.command("run", f"runtime.processes={processes}", distributed=True),
-        env=case.environment(FAKE_SLEEP="train=60", FAKE_SAVE="train"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    case.make("original")
+    run = case.start(
+        "run", f"runtime.processes={processes}", distributed=True,
+        FAKE_SLEEP="train=60", FAKE_SAVE="train",
+    )  # fmt: skip
     workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in range(processes)]
     run.send_signal(signum)
-    _, stderr = run.communicate(timeout=120)
-    assert run.returncode == REQUEUE_STATUS, stderr
-    assert "train: stopped, its work is saved; the same command goes on from here" in stderr
+    done = run.done()
+    assert done.returncode == REQUEUE_STATUS, done.stderr
+    assert "train: stopped, its work is saved; the same command goes on from here" in done.stderr
     assert all(gone(worker) for worker in workers)
 
 
@@ -284,17 +275,13 @@ exit $highest""",
 
 
 def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
-    run = subprocess.Popen(
-        case.command("run"),
-        env=case.environment(FAKE_SLEEP="search=60", FAKE_HELPER="search"),
-        stdout=subprocess.DEVNULL,
-    )
+    run = case.start("run", FAKE_SLEEP="search=60", FAKE_HELPER="search")
     wait_for(case.folder / "search.0")
     helper = int(wait_for(case.folder / "helper"))
-    run.kill()
+    run.send_signal(signal.SIGKILL)
     run.wait()
     assert not gone(helper, seconds=0.5), "nothing to test: the helper ended by itself"
-    assert case.call("run").returncode == 0
+    assert case.fork("run").returncode == 0
     assert gone(helper)
 
 
@@ -302,15 +289,13 @@ def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
 def test_kills_at_random_moments_end_with_the_same_output(case: Case) -> None:
     rng = random.Random(0)
     for _ in range(5):
-        run = subprocess.Popen(
-            case.command("run"), env=case.environment(), stdout=subprocess.DEVNULL
-        )
-        time.sleep(rng.uniform(0.2, 1.6))
-        run.kill()
-        run.wait()
-    done = case.call("run")
+        run = case.start("run")
+        if run.wait(rng.uniform(0.02, 0.5)) is None:
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+    done = case.fork("run")
     assert done.returncode == 0, done.stderr
-    assert case.call("status").stdout.count("cached") == 7
+    assert case.fork("status").stdout.count("cached") == 7
     assert not any((case.runs / "damaged").glob("*/*"))
 
 

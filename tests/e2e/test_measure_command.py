@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import main
-from tests.pipeline_case import ROOT
+from tests.rank_processes import Forked
 from tests.tiny_data import save_tiny_model
 
 # What a run of the tiny model takes beside its attention, and what eager attention over 6,144
@@ -28,13 +25,12 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
     for name in model.iterdir():
         if name.name != "config.json":
             name.unlink()  # with random weights nothing else is needed
-    command = [sys.executable, "-m", "pipeline", "measure", str(model), "--random-weights"]
+    command = ["measure", str(model), "--random-weights"]
     command += ["--lengths", "6k", "--ratios", "0.5", "--windows", "32", "--decode-tokens", "2"]
     command += ["--dtype", "float32", "--original-attention", "eager", "--memory-limit", LIMIT]
     command += ["--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "out")]
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # stacks count as memory, too
-    env = {**os.environ, **threads}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    # Stacks count as memory, too. Each measurement is made in a new Python.
+    done = Forked(command, tmp_path / "printed", OPENBLAS_NUM_THREADS="1").done(600)
     assert done.returncode == 0, done.stderr
     assert "no memory" in done.stdout
     report = json.loads((tmp_path / "out" / "efficiency.json").read_text())

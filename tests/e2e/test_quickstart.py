@@ -29,7 +29,7 @@ from data_prep.documents.calibration import forced_records
 from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
 from tests.notebook import NOTEBOOK, run_notebook
-from tests.rank_processes import start_pipeline
+from tests.rank_processes import Forked
 
 RECIPE = "recipes/quickstart.yaml"
 SMALL = [
@@ -89,8 +89,11 @@ def results(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command that a user types, and from the search on the same in forked processes."""
     root = tmp_path_factory.mktemp("undisturbed")
-    finish(root)
+    finish(root, "--until", "search")
+    done = Forked(["run", RECIPE, *SMALL, f"runtime.output_root={root}"], root / "log").done(600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return root
 
 
@@ -131,14 +134,13 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
     arguments = ["run", RECIPE, *SMALL, f"runtime.output_root={tmp_path}"]
     rng = random.Random(20)
     for seconds in [*(rng.uniform(4, 20) for _ in range(2)), None]:
-        run = start_pipeline(arguments, tmp_path / "log")
-        run.join(seconds)
-        if run.exitcode is None:
-            os.killpg(run.pid, signal.SIGKILL)
-            run.join()
-        else:
+        run = Forked(arguments, tmp_path / "log")
+        if run.wait(seconds) is not None:
             break  # finished, perhaps before the next kill
-    assert run.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    done = run.done()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert results(tmp_path) == results(undisturbed)
 
 

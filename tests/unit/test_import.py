@@ -80,13 +80,11 @@ def test_bosch_first_then_anything_of_transformers(name: str) -> None:
 def test_a_config_is_unpickled_in_a_process_that_has_made_none() -> None:
     """An engine hands a model's configuration to its processes."""
     pack = (
-        "import pickle, sys\n"
+        "import pickle\n"
         "from bosch.model.configuration import hybrid_config_class\n"
         "from bosch.model.families import FAMILIES\n"
         "config = hybrid_config_class(FAMILIES['qwen3'])(hybrid_attention={'window_size': 5})\n"
-        "sys.stdout.buffer.write(pickle.dumps(config))"
+        "print(pickle.dumps(config))"
     )
-    packed = subprocess.run([sys.executable, "-c", pack], capture_output=True, check=True).stdout
-    unpack = "import pickle, sys; print(pickle.load(sys.stdin.buffer).hybrid_attention)"
-    shown = subprocess.run([sys.executable, "-c", unpack], input=packed, capture_output=True)
-    assert shown.stdout.decode().strip() == "{'window_size': 5}", shown.stderr.decode()
+    unpack = f"import pickle; print(pickle.loads({run_python(pack).strip()}).hybrid_attention)"
+    assert run_python(unpack).strip() == "{'window_size': 5}"

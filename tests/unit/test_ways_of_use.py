@@ -164,7 +164,10 @@ def test_a_prefix_computed_once_is_used_by_many(hybrid: Any) -> None:
             assert torch.equal(output, _greedy(hybrid, text))
 
 
-def test_a_compiled_model_computes_the_same(hybrid: Any) -> None:
+def test_a_compiled_model_computes_the_same() -> None:
+    hybrid = materialize(
+        small_model(num_hidden_layers=2), random_mask(layers=2), Window(WINDOW, SINKS)
+    )
     ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     compiled = torch.compile(hybrid, backend="aot_eager")
     positions = torch.arange(LENGTH)[None]
