@@ -123,10 +123,10 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
             if at:
                 file.seek(at - 1)
                 at -= 1
-                while block := file.readline(MOST_RECORD_BYTES):
-                    at += len(block)
-                    if block.endswith(b"\n"):
-                        break
+                line = file.readline(MOST_RECORD_BYTES + 1)  # the end of the part before's last
+                if len(line) > MOST_RECORD_BYTES:
+                    raise _record_fault(path, at, _TOO_LARGE)
+                at += len(line)
             while at < stop or is_compressed(path):
                 line = file.readline(MOST_RECORD_BYTES + 1)
                 if not line:

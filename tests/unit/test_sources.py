@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bosch.errors import UserError
-from data_prep.documents import sources
+from data_prep.documents import records, sources
 from data_prep.documents.retrieval import retrieval_document
 from data_prep.documents.source_files import check_source
 from data_prep.documents.sources import Source, list_parts, read_part
@@ -358,3 +358,12 @@ def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"not UTF-8 at byte {place} "):
             list(TextFile(path).pieces())
+
+
+def test_no_part_reads_a_huge_record_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_RECORD_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 1000)
+    for start in (0, 50, 500):
+        with pytest.raises(UserError, match="line 1: a record of more than"):
+            next(records.read_jsonl(path, start, 1000, "text", records.Filters()))
