@@ -233,11 +233,15 @@ def _refuse(path: str | os.PathLike[str]) -> NoReturn:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """SHA-256 of a file's bytes. Raises OSError, with the file's name."""
     digest = hashlib.sha256()
     with open_regular(path, buffering=0) as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
+        try:
+            while block := file.read(_CHUNK):
+                digest.update(block)
+        except OSError as error:
+            error.filename = str(path)
+            raise
     return digest.hexdigest()
 
 

@@ -2,8 +2,8 @@
 # Makes an engine's own environment with its CPU build and this project in it: what
 # `launch/test.sh vllm` and `launch/test.sh mlx` need.
 #
-#   launch/setup_engine.sh vllm    .venv-vllm: about ten minutes and 3.5 GB
-#   launch/setup_engine.sh mlx     .venv-mlx: about two minutes and 1.5 GB
+#   launch/setup_engine.sh vllm    .venv-vllm: about two minutes and 3.5 GB
+#   launch/setup_engine.sh mlx     .venv-mlx: about one minute and 1.5 GB
 #
 # On a machine with CUDA: pip install ".[vllm]" instead; on one with Apple's chip: ".[mlx]".
 set -euo pipefail

@@ -40,9 +40,9 @@ if [ -z "$versions" ]; then
     mypy=$!
     trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
 fi
-# One test file a core. In the order of pyproject's testpaths: by number of tests, files of few slow
-# ones would run last and alone.
-check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+# Three test files on two cores: ranks and runs wait for each other a third of the time. In the order
+# of pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
+check "$bin/python" -m pytest -q -n "$((($(nproc) * 3 + 1) / 2))" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 if [ -n "$types" ]; then
     echo "== $bin/mypy"
     wait "$mypy" || failed=1

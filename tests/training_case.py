@@ -51,7 +51,11 @@ DEEPSPEED = pytest.param(
 
 
 def make_case(
-    directory: Path, dtype: str = "float32", front: Front | None = None, sink_bias: bool = False
+    directory: Path,
+    dtype: str = "float32",
+    front: Front | None = None,
+    sink_bias: bool = False,
+    hidden_size: int = 32,
 ) -> Path:
     """Write `prepare/train` (learnable token cycles) and `materialize/model` below `directory`.
 
@@ -76,9 +80,9 @@ def make_case(
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        tie_word_embeddings=True, max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     model_dir = directory / "materialize" / "model"
     base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))

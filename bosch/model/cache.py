@@ -99,6 +99,10 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def prefetch(self) -> None:
         self._map(lambda states: states.to(self.device, non_blocking=True))
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise as `crop` does, and change nothing."""
+        raise NotImplementedError
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages held, counted once."""
@@ -200,17 +204,9 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         Raises ValueError for a positive number, and RuntimeError when sliding heads have forgotten
         tokens they would need again (`activate_past_recording` before the pass keeps them).
         """
-        if tokens_to_remove > 0:
-            raise ValueError("crop takes the negative number of tokens to remove")
+        self.check_crop(tokens_to_remove)
         remove = -tokens_to_remove
         left = max(0, self.length - remove)
-        for cached in self.groups:
-            window, held = cached.group.window, max(0, cached.keys.shape[2] - remove)
-            if window is not None and remove and held < min(left, window.past):
-                raise RuntimeError(
-                    "the cache of a sliding head no longer holds the tokens before the cut: call "
-                    "activate_past_recording() before the tokens to be removed are added"
-                )
         for cached in self.groups:
             held, window = max(0, cached.keys.shape[2] - remove), cached.group.window
             cached.keys, cached.values = cached.keys[:, :, :held], cached.values[:, :, :held]
@@ -219,6 +215,18 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 cached.sink_keys = cached.sink_values = None
         self.length = left
         self._evict()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise as `crop` does, and change nothing."""
+        check_removed(tokens_to_remove)
+        left = max(0, self.length + tokens_to_remove)
+        for cached in self.groups:
+            window, held = cached.group.window, max(0, cached.keys.shape[2] + tokens_to_remove)
+            if window is not None and tokens_to_remove and held < min(left, window.past):
+                raise RuntimeError(
+                    "the cache of a sliding head no longer holds the tokens before the cut: call "
+                    "activate_past_recording() before the tokens to be removed are added"
+                )
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
         """Rows that begin with `padding` [B] empty slots and hold this one sequence from there on.
@@ -243,6 +251,12 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self._clear()
+
+
+def check_removed(tokens_to_remove: int) -> None:
+    """Raise ValueError for a number of tokens that `crop` does not take."""
+    if tokens_to_remove > 0:
+        raise ValueError("crop takes the negative number of tokens to remove")
 
 
 def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
@@ -286,7 +300,7 @@ def with_states(kind: type[SplitCacheLayer]) -> Any:
         "lazy_initialization": lazy_initialization,
         "get_max_length": kind.get_max_length,
         "is_compileable": kind.is_compileable,
-        **{name: of_both(name) for name in both},
+        **{name: of_both(name) for name in both if hasattr(kind, name)},
     }
     return type(f"{kind.__name__}WithStates", (LinearAttentionLayer, kind), body)
 
@@ -302,7 +316,40 @@ def cache_layer(
     return with_states(kind)(states, layout, *args) if states else kind(layout, *args)
 
 
-class HybridCache(Cache):
+class SplitCache(Cache):
+    """Cache whose layers are those of a hybrid model."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens, in all layers or, where one raises, none.
+
+        Raises as the layers do, and RuntimeError where recurrent states hold some that would stay.
+        """
+        check_removed(tokens_to_remove)
+        if 0 < self.get_seq_length() <= -tokens_to_remove:
+            self.reset()
+            return
+        layers: Iterable[Any] = self.layers
+        for layer in layers:
+            if isinstance(layer, SplitCacheLayer):
+                layer.check_crop(tokens_to_remove)
+            if not isinstance(layer, LinearAttentionLayer):
+                continue
+            if not layer.record_past:
+                layer.crop(tokens_to_remove)  # says so, and changes nothing
+            if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+                raise RuntimeError(
+                    "tokens cannot be taken back from recurrent states: pass the text again with "
+                    "a new cache"
+                )
+        super().crop(tokens_to_remove)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and other states held by all layers."""
+        return held_bytes(self)
+
+
+class HybridCache(SplitCache):
     """Cache of a hybrid model, one `HybridCacheLayer` for each layer with attention.
 
     A sliding KV head holds at most W - 1 + S entries after a pass, a full one all. Works with
@@ -340,11 +387,6 @@ class HybridCache(Cache):
     def max_cache_len(self) -> int:
         """No limit, -1: transformers' name before 5.20, which PEFT's prefix tuning still reads."""
         return -1
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held by all layers."""
-        return held_bytes(self)
 
 
 def keeps_every_token(cache: Cache) -> bool:

@@ -199,7 +199,7 @@ _UNREADABLE = (
 _DAMAGE = (
     "OSError", "SafetensorError", "FileNotFoundError", "ValueError", "RuntimeError",
     "TypeError", "AttributeError", "KeyError", "IndexError", "ZeroDivisionError", "OverflowError",
-    "AssertionError",
+    "AssertionError", "ImportError",
 )  # fmt: skip
 
 

@@ -15,11 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedGroup, CachedStates, HeadLayout, gather_sinks
-from bosch.model.cache import GroupCache, SplitCacheLayer, cache_layer, held_bytes
+from bosch.model.cache import (
+    GroupCache,
+    SplitCache,
+    SplitCacheLayer,
+    cache_layer,
+    check_removed,
+)
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 
@@ -170,8 +175,11 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         Raises ValueError for a positive number, and RuntimeError once the ring has gone round and
         some tokens would stay: it has lost those that sliding heads would see again.
         """
-        if tokens_to_remove > 0:
-            raise ValueError("crop takes the negative number of tokens to remove")
+        self.check_crop(tokens_to_remove)
+        self.length.sub_(min(-tokens_to_remove, int(self.length)))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        check_removed(tokens_to_remove)
         length = int(self.length)
         some_stay = 0 < -tokens_to_remove < length
         ring = min((window.size for window in self.layout.windows), default=length)
@@ -180,7 +188,6 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 f"tokens cannot be taken back: of {length} the static cache's sliding heads hold "
                 f"the last {ring}; use the dynamic cache"
             )
-        self.length.sub_(min(-tokens_to_remove, length))
 
     def reset(self) -> None:
         self.length.zero_()
@@ -190,7 +197,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
 
-class StaticHybridCache(Cache):
+class StaticHybridCache(SplitCache):
     """Cache of a hybrid model with room for `max_cache_len` tokens and no more, allocated once.
 
     A full KV head has `max_cache_len` entries, a sliding one W + S, or as many where that is more.
@@ -221,8 +228,3 @@ class StaticHybridCache(Cache):
     def max_cache_len(self) -> int:
         """Tokens there is room for, by transformers' name before 5.20."""
         return int(self.get_max_length())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of keys, values and other states held by all layers."""
-        return held_bytes(self)

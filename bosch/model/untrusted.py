@@ -21,17 +21,28 @@ from bosch.weight_files import INDEX
 # Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
 # names of all tensors,
 TOKENIZER_FILE = "tokenizer.json"
-_LARGE = (TOKENIZER_FILE, "vocab.json", "tekken.json", INDEX)
+VOCABULARIES = (
+    TOKENIZER_FILE, "vocab.json", "tekken.json", "vocab-src.json", "vocab-tgt.json", "emoji.json",
+    "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
+)  # fmt: skip
+_LARGE = (*VOCABULARIES, INDEX)
 # these only settings.
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "normalizer.json", "chat_template.json", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
-_NO_JSON = ("*.model", "*.spm", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt", "vocab.bpe")
+# and these are no JSON.
+TOKENIZER_TEXTS = (
+    "*.model", "*.spm", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "merges.txt",
+    "vocab.txt", "vocab.bpe", "bpe.codes", "prophetnet.tokenizer",
+)  # fmt: skip
 # Florence 2 has 1,000; transformers compares each with all others: 32 s for 50,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MOST_SPECIAL_TOKENS = 10_000
+# How the names of fields end of which transformers makes a list so long.
+_COUNTS = ("layers", "n_layer", "blocks", "num_labels", "first_k_dense_replace", "kernel_size")
+_MOST_LABELS = 100_000
 _ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
     "flash_attention_4",
@@ -46,8 +57,12 @@ _CODE_NAMES = {
     "_experts_implementation": _EXPERTS,
     "_experts_implementation_internal": _EXPERTS,
 }
-# Fields that no model needs and that lead elsewhere: to kernels, or to other files than are hashed.
-_REFUSED = ("kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files")
+# Fields that no model needs and that lead elsewhere: to kernels, to other files than are hashed, or
+# to ways of decoding whose code transformers takes from the hub.
+_REFUSED = (
+    "kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files", "gguf_file",
+    "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
+)  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
 # Computed by kernels from the hub, where the package is there; loaded in the model's dtype instead.
 DEQUANTISED = ("fp8", "mxfp4")
@@ -59,7 +74,7 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
     for name in (*_LARGE, *CONFIG_FILES):
         if name not in read_already and os.path.lexists(directory / name):
             yield from model_file_fault(directory / name)
-    for pattern in _NO_JSON:
+    for pattern in TOKENIZER_TEXTS:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.stat().st_size > JSON_LIMITS.most_bytes:
                 yield f"{path} is longer than {JSON_LIMITS.most_bytes:,} bytes"
@@ -76,23 +91,27 @@ def model_file_fault(path: Path) -> Iterator[str]:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         yield f"{path} cannot be read as JSON ({reason}); get the model again"
         return
-    # transformers makes a list of them.
-    for fault in itertools.islice(itertools.chain(code_faults(content), _layers(content)), 1):
-        yield f"{path}: {fault}"
+    yield from (f"{path}: {fault}" for fault in config_faults(content))
     for name in _SPECIAL_TOKENS if isinstance(content, dict) else ():
         tokens = content.get(name)
         if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
             yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"
 
 
-def _layers(content: Any) -> Iterator[str]:
-    """A sentence for each count of layers, at any depth, that no model has."""
+def config_faults(content: Any) -> Iterator[str]:
+    """The first sentence, if any, for what no configuration may hold."""
+    yield from itertools.islice(itertools.chain(_code_faults(content), _counts(content)), 1)
+
+
+def _counts(content: Any) -> Iterator[str]:
+    """A sentence for each count of layers or labels, at any depth, that no model has."""
     if isinstance(content, Mapping):
         for name, value in content.items():
-            is_count = name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-            if is_count and isinstance(value, int | float) and not value <= MOST_LAYERS:
+            is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
+            most = _MOST_LABELS if name == "num_labels" else MOST_LAYERS
+            if is_count and not value <= most:
                 yield f"{name} = {value!r:.60}; that is no model"
-            yield from _layers(value)
+            yield from _counts(value)
 
 
 def check_faults(faults: Iterator[str]) -> None:
@@ -102,11 +121,11 @@ def check_faults(faults: Iterator[str]) -> None:
         raise UserError(fault)
 
 
-def code_faults(content: Any, place: str = "") -> Iterator[str]:
+def _code_faults(content: Any, place: str = "") -> Iterator[str]:
     """A sentence for each field of a configuration, at any depth, that chooses code or weights."""
     if isinstance(content, list):
         for index, value in enumerate(content):
-            yield from code_faults(value, f"{place}{index}.")
+            yield from _code_faults(value, f"{place}{index}.")
     if not isinstance(content, Mapping):
         return
     for name, value in content.items():
@@ -124,7 +143,7 @@ def code_faults(content: Any, place: str = "") -> Iterator[str]:
                 f"{path}: weights quantised by {kind!r:.60} are not read; take the model's plain "
                 f"weights, or those of {', '.join(sorted(_QUANTISERS))}"
             )
-        yield from code_faults(value, f"{place}{name:.60}.")
+        yield from _code_faults(value, f"{place}{name:.60}.")
 
 
 def _is_known(quantisation: Any) -> bool:

@@ -198,7 +198,16 @@ class EvaluationLog:
     def _read_journal(self) -> None:
         if self._journal is None:
             return
-        strangers = self._journal.read_new_as(self._take).count(False)
+        whole: list[dict[str, Any]] = []
+
+        def take(entry: dict[str, Any]) -> bool:
+            is_own = self._take(entry)
+            whole.append(entry)
+            return is_own
+
+        strangers = self._journal.read_new_as(take).count(False)
+        if self._journal.damaged:  # the search publishes the file, which others read as JSON lines
+            self._journal.replace(whole)
         if strangers:
             logger.warning(
                 "%s: %d evaluations are of another model, calibration set or window: not used",

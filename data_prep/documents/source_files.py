@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, open_regular
+from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 from data_prep.documents.mds_index import INDEX, read_index
 
 _PARQUET_MAGIC = b"PAR1"
@@ -111,29 +112,21 @@ def _check_parquet(where: str, file: Path) -> None:
         raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
+# Files of a model directory that its tokenizer is made of.
+_TOKENIZER_PATTERNS = (
+    *VOCABULARIES,
+    *TOKENIZER_TEXTS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.bpe",
-    "tekken.json",
     "normalizer.json",
     "chat_template.json",
-    "chat_template.jinja",
+    "tokenization_*.py",
 )
-# Of those whose names are the model's own.
-_TOKENIZER_PATTERNS = ("*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
     """Names of the files in a directory that a tokenizer is read from, in order."""
-    patterns = (*TOKENIZER_FILES, *_TOKENIZER_PATTERNS)
-    files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    return sorted(path.name for path in files if not path.name.startswith("."))
+    paths = (path for pattern in _TOKENIZER_PATTERNS for path in directory.glob(pattern))
+    files = {path for path in paths if path.is_file() and not path.name.startswith(".")}
+    return sorted(path.relative_to(directory).as_posix() for path in files)

@@ -55,12 +55,14 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
+        is_fast = tokenizer.is_fast  # which some classes lack, that hold two tokenizers
+        tokenizer("a")
     except Exception as error:
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
-    if tokenizer.is_fast:  # also one that was converted from another form
+    if is_fast:  # also one that was converted from another form
         backend = tokenizer.backend_tokenizer
         parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
         check_growth(spec.path, {k: json.loads(v.__getstate__()) for k, v in parts.items() if v})

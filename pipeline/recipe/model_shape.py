@@ -12,7 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_user_json
-from bosch.model.untrusted import code_faults, model_file_faults
+from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.documents.source_files import tokenizer_files
 from stages.inputs import is_hub_name
@@ -144,7 +144,7 @@ def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
     content = _read_json(path)
-    for fault in code_faults(content):
+    for fault in config_faults(content):
         raise UserError(f"model.path: {path}: {fault}")
     if not isinstance(content.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")

@@ -240,7 +240,9 @@ class Store:
         """Lead <root>/<recipe>/<stage> to an output; stages outside `stages` lose their links."""
         folder = self.root / recipe
         target = self.published(stage, key)
-        if not (folder / stage).is_symlink() or (folder / stage).resolve() != target.resolve():
+        if not (folder / stage).is_symlink() or os.path.realpath(
+            folder / stage
+        ) != os.path.realpath(target):
             make_symlink(folder / stage, target)
         keys = {name: one for name, one in self.last_run(recipe).items() if name in stages}
         for name in self.last_run(recipe).keys() - keys.keys():

@@ -140,14 +140,20 @@ def _generate_batch(
 
     def answer(cache: Cache | None = None) -> list[str]:
         numbers = Numbers()
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([numbers]),
-            stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
-        )
+        own, model.generation_config = model.generation_config, GenerationConfig()
+        try:  # where `settings` says nothing, transformers takes what the model's own file says
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([numbers]),
+                stopping_criteria=StoppingCriteriaList(
+                    [_AllAnswersGiven(tokenizer, batch, length)]
+                ),
+            )
+        finally:
+            model.generation_config = own
         numbers.check()
         return [decode(tokenizer, row[length:]) for row in output]
 
@@ -157,10 +163,12 @@ def _generate_batch(
     return shared.of_first(lambda: answer(cache))
 
 
-def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> Any:
+def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:
     """Ids of the tokens that end a sequence, as the model's generation settings have them."""
     ends = model.generation_config.eos_token_id
-    if not stop_at_newline:
-        return ends
-    own = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return [*own, tokenizer.encode("\n", add_special_tokens=False)[-1]]
+    own = list(ends) if isinstance(ends, Sequence) else [] if ends is None else [ends]
+    if not all(isinstance(one, int) for one in own):
+        raise ModelError(f"the eos_token_id of its generation settings is {ends!r:.60}")
+    if stop_at_newline:
+        own.append(tokenizer.encode("\n", add_special_tokens=False)[-1])
+    return own or None

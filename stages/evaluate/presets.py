@@ -81,6 +81,8 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
                   packages=("rouge_score",)),
         Benchmark("NoLiMa", "arXiv:2502.05167", "amodaresi/NoLiMa", section="nolima"),
         Benchmark("MRCR", "arXiv:2409.12640", "openai/mrcr", section="mrcr"),
+        Benchmark("HELMET's RAG and recall", "arXiv:2410.02694", "princeton-nlp/HELMET",
+                  section="helmet"),
     ),
     "reasoning": (
         # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.

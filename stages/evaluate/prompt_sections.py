@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from data_prep.documents.source_files import files_below
+from data_prep.tasks.tables import HELMET_TASKS, HelmetTaskName
 from stages.fields import Count, PathText, Section, different
 from stages.inputs import Hasher, Input, hashed_files
 
@@ -31,6 +32,14 @@ def _check(where: str, section: PromptEvaluation, folder: str) -> None:
         raise UserError(f"{where}: there is no folder {folder}")
     for fault in section.missing_files(Path(folder)):
         raise UserError(f"{where}: {fault}")
+
+
+def _published(lengths: list[int]) -> list[int]:
+    known = [*HELMET_TASKS["json_kv"].counts]
+    for length in lengths:
+        if length not in known:
+            raise ValueError(f"{length:,} is none of HELMET's lengths {known}")
+    return lengths
 
 
 class PromptEvaluation(Section):
@@ -156,3 +165,46 @@ class MrcrEvaluation(PromptEvaluation):
         """A file of samples."""
         if not self.files(folder):
             yield f"{folder} has no Parquet or JSONL file of openai/mrcr"
+
+
+class HelmetEvaluation(PromptEvaluation):
+    """HELMET: questions behind passages (RAG) and keys of a JSON object (arXiv:2410.02694)."""
+
+    maker = "stages.evaluate.helmet:samples"
+    title = "HELMET"
+    published = 1000
+    new_tokens = 100
+
+    data_dir: Annotated[PathText, Input(_identity, _check)] = Field(
+        description="HELMET's folder data, of which kilt/ and json_kv/ are read."
+    )
+    tasks: Annotated[list[HelmetTaskName], AfterValidator(different)] = Field(
+        default=[*HELMET_TASKS], min_length=1, description="Tasks, by HELMET's names."
+    )
+    lengths: Annotated[list[Count], AfterValidator(different), AfterValidator(_published)] = Field(
+        default=[8192, 16384, 32768],
+        min_length=1,
+        description="Tokens of a prompt and its answer; a longer prompt loses its last passages.",
+    )
+    samples: Count | None = Field(
+        100, description="Questions of a task at each length, drawn by the seed; null: all."
+    )
+
+    @property
+    def most_samples(self) -> int:
+        questions = min(self.samples or self.published, self.published)
+        return sum(questions * HELMET_TASKS[name].depths for name in self.tasks)
+
+    def files(self, folder: Path) -> list[str]:
+        return sorted(name for name in self._named() if (folder / name).is_file())
+
+    def missing_files(self, folder: Path) -> Iterator[str]:
+        """The files of the tasks and lengths."""
+        for name in self._named():
+            if not (folder / name).is_file():
+                yield f"{folder} has no {name} of HELMET"
+
+    def _named(self) -> list[str]:
+        tasks = [HELMET_TASKS[name] for name in self.tasks]
+        tests = {task.file.format(k=task.counts[n]) for task in tasks for n in self.lengths}
+        return sorted(tests | {task.examples for task in tasks if task.examples is not None})

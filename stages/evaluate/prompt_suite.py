@@ -1,4 +1,4 @@
-"""A suite of prompts made of a user's files, on one rank: NoLiMa, MRCR."""
+"""A suite of prompts made of a user's files, on one rank: NoLiMa, MRCR, HELMET."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def joined(turns: Turns) -> str:
 class PromptSample:
     """A conversation to be answered; `plain` is its text for a model without a chat template.
 
-    `turns` are made when they are asked for. `score` is that of an output, in [0, 1].
+    `turns` are made when they are asked for. `score` is that of an output, in [0, 1]; with
+    `stop_at_newline` generation ends at a line's end.
     """
 
     task: str
@@ -43,6 +44,7 @@ class PromptSample:
     new_tokens: int
     score: Callable[[str], float]
     plain: Callable[[Turns], str] = joined
+    stop_at_newline: bool = False
 
 
 @dataclass
@@ -109,8 +111,9 @@ class PromptSuite:
             questions = [self._question(samples[i], i) for i in self._open(model, subtask)]
             new_tokens = max(sample.new_tokens for sample in samples)
             for batch in generate(
-                loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared
-            ):
+                loaded, self.tokenizer, questions, new_tokens, self.batch_size,
+                stop_at_newline=samples[0].stop_at_newline, shared=self.shared,
+            ):  # fmt: skip
                 journal.append(*(self._record(samples[q.index], q, text) for q, text in batch))
                 bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
 

@@ -21,7 +21,12 @@ from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PresetName, benchmarks, task_settings
-from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation, PromptEvaluation
+from stages.evaluate.prompt_sections import (
+    HelmetEvaluation,
+    MrcrEvaluation,
+    NolimaEvaluation,
+    PromptEvaluation,
+)
 from stages.exchange import split_faults
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
@@ -234,6 +239,7 @@ class EvaluateConfig(Section):
     positions: PositionEvaluation | None = None
     nolima: NolimaEvaluation | None = None
     mrcr: MrcrEvaluation | None = None
+    helmet: HelmetEvaluation | None = None
     rivals: Annotated[list[MethodName], AfterValidator(different), AfterValidator(unsearched)] = (
         Field(
             default=[],
@@ -322,8 +328,8 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
     yield from split_faults(loaded, field)
     if evaluate.harness is not None:
         yield (
-            f"{field}: context splits needle, positions, nolima and mrcr; evaluate.harness reads "
-            "its prompts in one process: set data, or leave it out (evaluate.presets too)"
+            f"{field}: context splits needle, positions, nolima, mrcr and helmet; evaluate.harness "
+            "reads its prompts in one process: set data, or leave it out (evaluate.presets too)"
         )
     rankings = [name for name in evaluate.rivals if METHODS[name].kind == "ranking"]
     if rankings:
@@ -457,7 +463,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=8,
+    version=9,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

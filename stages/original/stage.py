@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=6,
+    version=7,
     key="evaluate",
     after=("materialize",),
     model="weights",

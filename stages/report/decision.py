@@ -121,9 +121,10 @@ def _points(found: Against) -> str:
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
-    """One sentence: what to ship and why, what it loses, its cache, its speed, and the run's cost.
+    """What to ship and why, what it loses, its cache, its speed, and the run's cost.
 
-    None without scores of the original and a hybrid.
+    Nothing is to ship where the best is shown to lose more than `MARGIN` points. None without
+    scores of the original and a hybrid.
     """
     choice = choose(results)
     found = overall(results, choice.model) if choice is not None else None
@@ -137,8 +138,11 @@ def headline(results: Results, section: ReportConfig) -> str | None:
         _cache(results),
         *_speed(results.measured_points),
     ]
-    label = label_of(choice.model).lower()
-    return f"Ship the {label} ({choice.reason}): {', '.join(parts)}, and {_cost(results, section)}."
+    advice = "Ship"
+    if difference.difference_high < -MARGIN:
+        advice = f"Ship none yet: all lose more than {MARGIN:g} points. The best is"
+    what = f"the {label_of(choice.model).lower()} ({choice.reason})"
+    return f"{advice} {what}: {', '.join(parts)}, and {_cost(results, section)}."
 
 
 def _cache(results: Results) -> str:

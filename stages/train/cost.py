@@ -52,8 +52,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     trained = trained_parameters(shape, train)
-    restart = float(restart_disk_bytes(shape.parameters, trained))
-    writing = restart_host_bytes(shape.parameters, trained, runtime.sharding, processes, local)
+    moments = (shape.parameters, trained, train.optimizer)
+    restart = restart_disk_bytes(*moments)
+    writing = restart_host_bytes(*moments, runtime.sharding, processes, local)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",

@@ -112,7 +112,8 @@ def training_memory(
         split = ContextSplit(length, sharing)
         exchanged = exchanged_bytes(shape, rows, split, tokens // length, number)
         tokens //= sharing
-    optimizer, gradients = optimizer_bytes(trained, shards), gradient_bytes(trained, shards)
+    optimizer = optimizer_bytes(trained, shards, train.optimizer)
+    gradients = gradient_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
         optimizer += number * count / shards  # weights to compute with, beside the master copy
     frozen = train.freeze == "attention_only"

@@ -35,6 +35,7 @@ from stages.train.data import PackedSequences, SourceTokens
 from stages.train.decisions import Decision, RestartTimer, SpikeRule, step_patience
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
+from stages.train.optimizer import set_learning_rate
 from stages.train.parallel import layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
@@ -108,13 +109,16 @@ class Loop:
 
     def start_step(self) -> None:
         """Set rate and budget by step, the generators by process too: restart points hold none."""
-        rate = self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, self.learning_rate)
         entropy = [self.seed, self.step, self.accelerator.process_index]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
         if self.budget is not None:
             self.unwrapped.set_kv_budget(self.budget)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the step."""
+        return self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
 
     @property
     def budget(self) -> int | None:
@@ -241,7 +245,7 @@ class Loop:
                 self.step,
                 loss,
                 norm,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
+                learning_rate=self.learning_rate,
                 kv_budget=self.budget,
                 skipped=skipped or None,
                 **scores,
@@ -274,7 +278,9 @@ class Loop:
                 # Without sharding all processes hold the same, and the first one writes it.
                 idle = runtime.sharding == "none" and not self.accelerator.is_main_process
                 state = {} if idle else self.state()
-                self.restarts.save(state, self.step, layout(runtime), runtime.timeout_minutes)
+                self.restarts.save(
+                    state, self.step, layout(runtime, self.train), runtime.timeout_minutes
+                )
 
     def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
         """Write `tokens-<tokens>`, averaged with those of the token counts `averaged`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 # Logits computed at a time by the chunked loss: 256 MiB in float32.
 _CHUNK_ELEMENTS = 2**26
 _FLOAT32 = 4
+# Bytes of one of AdamW's two moments; of 8 bits with a float32 scale for each block of 256.
+_MOMENT = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -36,9 +38,9 @@ def gradient_bytes(trained: int, shards: int) -> float:
     return _FLOAT32 * trained / shards
 
 
-def optimizer_bytes(trained: int, shards: int) -> float:
-    """AdamW's mean and variance in float32."""
-    return 2 * _FLOAT32 * trained / shards
+def optimizer_bytes(trained: int, shards: int, optimizer: str) -> float:
+    """AdamW's mean and variance, as `train.optimizer` holds them."""
+    return 2 * _MOMENT[optimizer] * trained / shards
 
 
 def layer_input_bytes(layers: int, tokens: int, hidden: int, element_bytes: int) -> int:
@@ -101,14 +103,14 @@ def gathered_bytes(layer_parameters: int, hidden: int, vocabulary: int, element_
     return element_bytes * (hidden * vocabulary + 2 * layer_parameters)
 
 
-def restart_point_bytes(parameters: int, trained: int) -> int:
-    """A restart point on disk: all weights, and the optimizer of the trained ones, in float32."""
-    return _FLOAT32 * (parameters + 2 * trained)
+def restart_point_bytes(parameters: int, trained: int, optimizer: str) -> float:
+    """A restart point on disk: all weights in float32, and the moments of the trained ones."""
+    return _FLOAT32 * parameters + optimizer_bytes(trained, 1, optimizer)
 
 
-def restart_disk_bytes(parameters: int, trained: int) -> int:
+def restart_disk_bytes(parameters: int, trained: int, optimizer: str) -> float:
     """Restart points on disk at most: the older one stays until the newer one is complete."""
-    return 2 * restart_point_bytes(parameters, trained)
+    return 2 * restart_point_bytes(parameters, trained, optimizer)
 
 
 def load_host_bytes(
@@ -136,7 +138,7 @@ def load_host_bytes(
 
 
 def restart_host_bytes(
-    parameters: int, trained: int, sharding: str, processes: int, local: int
+    parameters: int, trained: int, optimizer: str, sharding: str, processes: int, local: int
 ) -> float:
     """Host memory of a node, with `local` of all `processes`, while a restart point is written.
 
@@ -144,4 +146,4 @@ def restart_host_bytes(
     the first process of all has the only one.
     """
     share = 1.0 if sharding == "none" else local / processes
-    return restart_point_bytes(parameters, trained) * share
+    return restart_point_bytes(parameters, trained, optimizer) * share

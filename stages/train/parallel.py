@@ -48,9 +48,15 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
     return ContextParallel(group)
 
 
-def layout(runtime: Runtime) -> dict[str, object]:
-    """What a restart point must share with the run that resumes from it."""
-    return {"sharding": runtime.sharding, "processes": world_size()}
+def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
+    """What a restart point must share with the run that resumes from it.
+
+    The number of processes too where shards are not cut anew: DeepSpeed's, and moments in 8 bits,
+    whose blocks may cross a cut.
+    """
+    quantised = runtime.sharding == "fsdp" and train.optimizer == "adamw_8bit"
+    fixed = runtime.sharding == "deepspeed" or quantised
+    return {"sharding": runtime.sharding, "processes": world_size(), "fixed": fixed}
 
 
 def check_sharding_possible(runtime: Runtime) -> None:

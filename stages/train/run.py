@@ -32,6 +32,7 @@ from stages.train.fit import budget_of
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, check_wandb, step_flops
 from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
+from stages.train.optimizer import make_optimizer
 from stages.train.parallel import (
     check_offloading_possible,
     check_sharding_possible,
@@ -47,7 +48,7 @@ from stages.train.schedule import make_schedule
 from stages.train.sharded_load import shard_and_fill, shard_teacher
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step, wait
-from stages.train.trainable import first_adapters, parameter_groups, saved_name
+from stages.train.trainable import first_adapters, saved_name
 from stages.train.watch import HeldOutWatch, make_needle_watch
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     restarts = RestartPoints(work_dir, config.section)
     newest = restarts.newest()
     if newest is not None:
-        check_layout(newest, layout(config.runtime))
+        check_layout(newest, layout(config.runtime, config.section))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
         with loop.timer.signals(), partners_alive():
@@ -222,13 +223,7 @@ def _prepared_model(
         shard_and_fill(accelerator, model, weights, saved_name)
         if distillation is not None:
             shard_teacher(distillation.teacher, read_weights(), device)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, train.weight_decay),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        fused=True,
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
     check_sharding_runs(model, runtime)
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))

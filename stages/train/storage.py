@@ -342,12 +342,12 @@ def check_layout(point: Path, layout: dict[str, object]) -> None:
     """Refuse a restart point whose shards this run cannot read.
 
     Raises:
-        UserError: it was written with another `runtime.sharding`, or, under DeepSpeed, by another
-            number of processes.
+        UserError: it was written with another `runtime.sharding`, or, where shards are fixed, by
+            another number of processes.
     """
     saved = _layout(point)
     assert saved is not None
-    names = ["sharding"] if layout["sharding"] != "deepspeed" else ["sharding", "processes"]
+    names = ["sharding", "processes"] if layout["fixed"] else ["sharding"]
     for name in names:
         if saved[name] != layout[name]:
             raise UserError(

@@ -38,9 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("original", nargs="?", type=Path, default=BASE)
     parser.add_argument("hybrid", nargs="?", type=Path, help="default: the quickstart's mask")
-    parser.add_argument("--prompt", type=int, default=16_384, help="tokens of the prompt")
-    parser.add_argument("--generated", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--generated", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     register()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,6 +55,8 @@ def main() -> None:
                 reading, answering, held[name] = _seconds(models[name], options, number)
                 prompts[name].append(options.prompt / reading)
                 answers[name].append(options.generated / answering)
+                now = f"generates {answers[name][-1]:.1f}, reads {prompts[name][-1]:.0f}"
+                print(f"round {number + 1} of {options.rounds}, {name}: {now}", flush=True)
     clock = "second" if _clock() is time.perf_counter else "processor second"
     print(f"after {options.prompt:,} tokens, tokens per {clock} (median of {options.rounds}):")
     for name in models:

@@ -213,6 +213,12 @@ def test_missing_tokenizer(tmp_path, corpus):
     [
         ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json cannot be read as JSON"),
         ("tokenizer_config.json", "", r"tokenizer_config\.json cannot be read as JSON"),
+        ("tokenizer_config.json", '{"tokenizer_class": "RagTokenizer"}', "no tokenizer could be"),
+        (
+            "tokenizer_config.json",
+            '{"model_max_length": "x"}',
+            "no tokenizer could be loaded .*'>'",
+        ),
         (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',

@@ -20,7 +20,7 @@ from bosch.model.materialize import materialize
 from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
 from tests.attention_case import full_first
-from tests.hybrid_case import random_mask, small_model, tokens
+from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
 WINDOW = 6
 
@@ -248,7 +248,7 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
             cache.crop(-removed)
             layer = cache.hybrid_layers[0]
             assert cache.get_seq_length() == left
-            if length:
+            if left:
                 full, sliding = layer.groups
                 assert torch.equal(full.keys, own.layers[0].keys[:, :1])
                 recent = own.layers[0].keys[:, 1:, max(0, left - past) :]
@@ -265,6 +265,39 @@ def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
         cache.crop(-20)
         parts = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()  # transformers empties states in place
+@pytest.mark.parametrize(
+    "family, recorded, static, says",
+    [
+        ("qwen3", False, False, "activate_past_recording"),
+        ("qwen3", False, True, "use the dynamic cache"),
+        ("lfm2", False, False, "does not track past states"),
+        ("qwen3_next", True, False, "recurrent states"),
+        ("falcon_h1", True, True, "recurrent states"),
+    ],
+)
+def test_a_refused_crop_changes_no_layer(
+    family: str, recorded: bool, static: bool, says: str
+) -> None:
+    """Though the first layer, all full, could take tokens back; and all tokens always can be."""
+    base, ids = small_model(family), tokens(1, 14)
+    is_full = mask_of(base.config).is_full.copy()
+    is_full[0] = True
+    model = materialize(base, HeadMask(is_full), Window(4))
+    cache = model.new_static_cache(14) if static else model.new_cache()
+    if recorded:
+        cache.activate_past_recording()
+    whole = model(ids, use_cache=False).logits
+    model(ids[:, :9], past_key_values=cache)
+    with pytest.raises(RuntimeError, match=says):
+        cache.crop(-2)
+    rest = model(ids[:, 9:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 9:], rtol=1e-4, atol=1e-5)
+    cache.crop(-20)
+    again = model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])

@@ -82,6 +82,8 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     ):
         assert words in sentence, sentence
     assert headline(replace(made, samples={}), ReportConfig()) is None
+    lost = headline(of(results, {ORIGINAL: 20, HYBRID: 2, LAST: 5}, 20), ReportConfig())
+    assert str(lost).startswith("Ship none yet: all lose more than 5 points. The best is the hybr")
     few = headline(of(results, {ORIGINAL: 5, HYBRID: 4}, 5), ReportConfig())
     assert "5 samples are too few to show any loss" in str(few)
 

@@ -191,3 +191,5 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
     assert [text.rpartition(": ")[2] for text in caplog.messages] == [
         "3 damaged lines are not used"
     ] * 2
+    # What the search publishes holds whole lines alone.
+    assert len((tmp_path / "one" / "evaluations.jsonl").read_text().splitlines()) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
+from bosch.search.front_moves import Moves
 from bosch.search.methods import METHODS, front_budget
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
@@ -62,6 +64,34 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(values, costs, 31, narrowest=now).tolist() == [[0, 0, 0, 1]]
     assert allotted(values, costs, 22).tolist() == [[0, 0, 1, 1]]
     assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # all of an exact budget
+
+
+def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
+    """Where a bonus for what is there leaves so few changes, as a scan of bonuses says."""
+    rng = np.random.default_rng(4)
+    tried = 0
+    for _ in range(60):
+        moves = object.__new__(Moves)
+        moves.shape, moves.costs = (3, 4), np.array([20.0, 7.0, 3.0])
+        moves.kinds = len(moves.costs)
+        moves._rng = SimpleNamespace(random=np.ones)  # every unit may grow
+        choices = rng.integers(0, 3, moves.shape)
+        worth = rng.normal(size=(*moves.shape, 3))
+        budget, most = int(moves.costs[choices].sum()), int(rng.integers(1, 6))
+        own = np.arange(3) == choices[..., None]
+        scan = [
+            int((allotted(worth + bonus * own, moves.costs, budget) != choices).sum())
+            for bonus in np.linspace(0, 2 * np.abs(worth).max(), 200)
+        ]
+        if not any(0 < count <= most for count in scan):
+            continue
+        tried += 1
+        stepped = moves._stepped(choices, worth, budget, most)
+        assert moves.costs[stepped].sum() <= budget
+        assert 0 < (stepped != choices).sum() <= most
+        if scan[0] <= most:
+            assert (stepped == allotted(worth, moves.costs, budget)).all()
+    assert tried > 40
 
 
 def test_layouts_of_one_order_are_known() -> None:

@@ -64,6 +64,11 @@ def index(case: Case, name: str) -> None:
         (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
         (None, lambda c: write(c, "tekken.json"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: write(c, "sentencepiece.bpe.model"), {"prepare", *EVERY_MODEL_STAGE}),
+        (
+            None,
+            lambda c: write(c, "additional_chat_templates/default.jinja"),
+            {"prepare", *EVERY_MODEL_STAGE},
+        ),
         (None, lambda c: write(c, "tokenization_own.py"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: write(c, "own.tiktoken"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),

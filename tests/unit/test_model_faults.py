@@ -39,6 +39,8 @@ from tests.pipeline_case import Case, truncate, write_safetensors
         ),
         (lambda c: c.change_config(x=[{}] * 150_000), "more than 200,000 values"),
         (lambda c: c.change_config(x=" " * 2**22), "longer than 4,194,304 bytes"),
+        (lambda c: c.change_config(num_labels=10**9), "num_labels = 1000000000; that is no model"),
+        (lambda c: c.change_config(a={"num_mtp_layers": 1e9}), "num_mtp_layers = 1000000000.0;"),
         (lambda c: c.change_config(x=nested(101)), "more than 100 values inside each other"),
         (lambda c: (c.model / "tokenizer.json").write_text("[" * 9999), "inside each other"),
         (lambda c: (c.model / "generation_config.json").symlink_to("gone"), "No such file"),
@@ -58,10 +60,15 @@ from tests.pipeline_case import Case, truncate, write_safetensors
         (lambda c: c.change_config(experts_implementation="sonicmoe"), "would load code"),
         (lambda c: c.change_config(quantization_config={"quant_method": "eetq"}), "by 'eetq'"),
         (lambda c: c.change_config(transformers_weights="b.safetensors"), "other code or files"),
+        (lambda c: write_generation(c, penalty_alpha=0.6), "penalty_alpha = 0.6 would load other"),
         (
             lambda c: (c.model / "tokenizer_config.json").write_text(
                 '{"fast_tokenizer_files": ["tokenizer.4.0.json"]}'
             ),
+            "other code or files",
+        ),
+        (
+            lambda c: (c.model / "tokenizer_config.json").write_text('{"gguf_file": "/a.gguf"}'),
             "other code or files",
         ),
     ],
@@ -85,6 +92,10 @@ def nested(depth: int) -> list[Any]:
 def write_header(case: Case, header: bytes) -> None:
     length = len(header).to_bytes(8, "little")
     (case.model / "model.safetensors").write_bytes(length + header)
+
+
+def write_generation(case: Case, **settings: Any) -> None:
+    (case.model / "generation_config.json").write_text(json.dumps(settings))
 
 
 def write_names(case: Case, count: int) -> None:

@@ -267,8 +267,9 @@ def test_a_configuration_loads_no_kernel(
         assert load_model(tmp_path).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("error", [ValueError, ImportError])
 def test_weights_that_a_kernel_would_compute_with_are_dequantised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     small_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -276,7 +277,7 @@ def test_weights_that_a_kernel_would_compute_with_are_dequantised(
     path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
 
     def quantizer(config: Any, *args: Any, **options: Any) -> None:
-        raise ValueError(json.dumps(config.quantization_config))
+        raise error(json.dumps(config.quantization_config))
 
     monkeypatch.setattr("transformers.modeling_utils.get_hf_quantizer", quantizer)
     with pytest.raises(UserError, match=r'"mxfp4", "dequantize": true'):

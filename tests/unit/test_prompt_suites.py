@@ -1,4 +1,4 @@
-"""NoLiMa and MRCR: prompts as upstream's code makes them, scores, and runs on local data.
+"""NoLiMa, MRCR and HELMET: prompts as upstream's code makes them, scores, and runs on local data.
 
 tests/data/nolima.json holds hashes of the prompts that adobe-research/NoLiMa (commit 7532e4e) makes
 of `tests.nolima_case`, by context length.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import re
 import time
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -19,19 +21,21 @@ import pytest
 from pyarrow import parquet
 
 from bosch.errors import UserError
-from data_prep.tasks import mrcr, nolima
+from data_prep.documents.records import read_rows
+from data_prep.tasks import helmet, mrcr, nolima
+from data_prep.tasks.tables import HELMET_TASKS
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.mrcr import read_samples as read_mrcr
-from stages.evaluate.prompt_sections import MrcrEvaluation, NolimaEvaluation
-from stages.evaluate.prompt_suite import PromptSuite
+from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
+from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.scores import Scores, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.original import run as original
-from tests import nolima_case
+from tests import helmet_case, nolima_case
 from tests.pipeline_case import Case
 from tests.tiny_data import save_tiny_model
 
@@ -43,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prompts")
     save_tiny_model(folder / "model")
     nolima_case.write_case(folder / "nolima")
+    helmet_case.write_case(folder / "helmet")
     (folder / "mrcr").mkdir()
     rows = conversations()
     parquet.write_table(pa.Table.from_pylist(rows[:3]), folder / "mrcr" / "2needle.parquet")
@@ -156,13 +161,14 @@ def run(folder: Path, work: Path, **section: Any) -> Scores:
     return Scores.read(work)
 
 
-def test_both_are_evaluated_and_answered_once(
+def test_all_are_evaluated_and_answered_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section: dict[str, Any] = {
         "nolima": {"data_dir": str(folder / "nolima"), "lengths": [100], "samples": 6, "depths": 3,
                    "max_new_tokens": 2},
         "mrcr": {"data_dir": str(folder / "mrcr"), "lengths": [256, 512], "samples": 2},
+        "helmet": {"data_dir": str(folder / "helmet"), "lengths": [8192], "samples": 1},
     }  # fmt: skip
     scores = run(folder, tmp_path / "first", **section)
     suites = scores.checkpoints["original"]
@@ -173,6 +179,14 @@ def test_both_are_evaluated_and_answered_once(
               for at, cell in by.items()}  # fmt: skip
     assert {task for task, _ in counts} == {"2 needles", "4 needles"}
     assert max(counts.values()) == 2
+    asked = {task: by[8192].samples for task, by in suites["helmet"].tasks.items()}
+    assert asked == {name: 1 if name == "json_kv" else 2 for name in HELMET_TASKS}
+    lines = [
+        one["output"].rstrip("\n").count("\n")
+        for one in read_samples(tmp_path / "first")
+        if one["suite"] == "helmet" and one["task"] != "json_kv"
+    ]
+    assert lines and not any(lines)
     records = [one for one in read_samples(tmp_path / "first") if one["suite"] == "mrcr"]
     assert all(one["question"].endswith("Assistant:") for one in records)
     # Other runs on the same data ask nothing.
@@ -221,7 +235,11 @@ def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
     gaps = list(preset_gaps(load_recipe(case.file, env={})))
     named = [gap for gap in gaps if ".data_dir" in gap and "is not named" in gap]
     assert named == [
-        "evaluate.presets: long: MRCR: its data (openai/mrcr) is not named: evaluate.mrcr.data_dir"
+        f"evaluate.presets: long: {title}: its data ({data}) is not named: evaluate.{name}.data_dir"
+        for title, data, name in (
+            ("MRCR", "openai/mrcr", "mrcr"),
+            ("HELMET's RAG and recall", "princeton-nlp/HELMET", "helmet"),
+        )
     ]
 
 
@@ -333,3 +351,87 @@ def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
     strangers = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
     folder.journal(model, subtask).append(*answers, *strangers)
     assert folder.read(model, subtask) == dict(enumerate(answers))
+
+
+def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
+    section = {"data_dir": str(folder / "helmet"), "lengths": [8192], **section}
+    return HelmetEvaluation(**section).make(nolima_case.tokenizer(), 42)
+
+
+def test_helmets_prompts_are_its_own(folder: Path) -> None:
+    """Two worked examples which all depths of a question share; those of PopQA are of others."""
+    found = helmet_samples(folder)
+    texts = {name: [one.plain(one.turns()) for one in found if one.task == name]
+             for name in HELMET_TASKS}  # fmt: skip
+    assert [len(texts[name]) for name in HELMET_TASKS] == [6, 6, 6, 4, 6]
+    first, second = texts["kilt_nq"][:2]
+    demos, _, rest = first.partition("Document (Title: Island 0): The island 0 of nq-dev")
+    assert demos.startswith(
+        "Use the given documents to write a concise and short answer to the question. Write your "
+        "answer in the following format:\nAnswer: [answer]\n\nDocument (Title: Island "
+    )
+    assert demos.count("\nAnswer: The ") == 2 and second.startswith(demos)
+    assert rest == (
+        "-multikilt has 0 tapirs.\n\nDocument (Title: Weather): It rains in the north.\n\n"
+        "Question: How many tapirs has island 0 of nq-dev-multikilt?\nAnswer:"
+    )
+    for text in texts["kilt_popqa_3"]:
+        *others, own = re.findall(r"Title: Island (\d)", text)
+        assert own not in others and "1" not in (*others, own)
+    assert sorted(texts["json_kv"])[0] == (
+        'JSON data:\n{"key-0-0": "value-0", "key-0-1": "value-1", "key-0-2": "value-2", "key-0-3": '
+        '"value-3"}\n\nExtract the value corresponding to the specified key in the JSON object '
+        "below.\n\nKey: key-0-2\nCorresponding value: value-2\n\nKey: key-0-3\nCorresponding "
+        "value: value-3\n\nKey: key-0-1\nCorresponding value:"
+    )
+
+
+def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
+    found = helmet_samples(folder, tasks=["kilt_nq"], samples=2)
+    questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
+    drawn = set(random.Random(42).sample(questions, 2))
+    assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in found} == drawn
+
+
+def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
+    task = HELMET_TASKS["kilt_nq"]
+    row = next(read_rows(folder / "helmet" / task.file.format(k=50), ()))
+    sample = helmet.rag_sample(task, row, [])
+    tokenizer = nolima_case.tokenizer()
+    whole = len(tokenizer(sample.prompt() + sample.ending)["input_ids"])
+    text = helmet.fitted(sample, whole - 5, tokenizer)
+    assert whole - 12 < len(tokenizer(text + sample.ending)["input_ids"]) <= whole - 5
+    assert text.startswith(sample.prompt()[:150]) and text.endswith(
+        "\n\nQuestion: " + sample.question
+    )
+    assert helmet.fitted(sample, whole, tokenizer) == sample.prompt()
+
+
+@pytest.mark.parametrize(
+    ("output", "one_line", "score"),
+    [
+        (" The 3 Tapirs.", True, 1),
+        ("They are 3 of them, I think", True, 1),
+        ("No.\n3 tapirs", True, 0),
+        ("No.\n3 tapirs", False, 1),
+        ("3 a tapirs", True, 1),
+        ("33", True, 0),
+    ],
+)
+def test_helmets_score_is_that_an_answer_is_contained(
+    output: str, one_line: bool, score: int
+) -> None:
+    assert helmet.score(output, ("The 3 tapirs", "3 of them"), one_line) == score
+
+
+def test_helmets_data_is_checked(tmp_path: Path) -> None:
+    folder = helmet_case.write_case(tmp_path / "helmet")
+    section = HelmetEvaluation(data_dir=str(folder), lengths=[8192, 16384])
+    missing = list(section.missing_files(folder))
+    assert len(missing) == 5 and "kilt/nq-dev-multikilt_1000_k105_dep6.jsonl" in "".join(missing)
+    with pytest.raises(ValueError, match="4,096 is none of HELMET's lengths"):
+        HelmetEvaluation(data_dir=str(folder), lengths=[4096])
+    file = folder / "kilt" / "nq-dev-multikilt_1000_k50_dep6.jsonl"
+    file.write_text('{"question": "Why?", "answers": [], "ctxs": []}\n')
+    with pytest.raises(UserError, match=r"dep6\.jsonl, row 0: not in HELMET's layout \(answers"):
+        helmet_samples(tmp_path, tasks=["kilt_nq"])

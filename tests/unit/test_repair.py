@@ -80,14 +80,30 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base", "stranger"}
 
 
-@pytest.mark.parametrize("damage", ["pipe", "cut", "cut source"])
-def test_damaged_models_are_refused_in_one_sentence(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        ("pipe", "only regular files"),
+        ("link", r"notes\.json cannot be copied .*No such file"),
+        ("loop", "no such model directory"),
+        ("cut", "safetensor"),
+        ("cut source", "safetensor"),
+    ],
+)
+def test_damaged_models_are_refused_in_one_sentence(
+    tmp_path: Path, damage: str, expected: str
+) -> None:
     tuned, older = saved(tmp_path / "tuned"), saved(tmp_path / "older")
     if damage == "pipe":
         os.mkfifo(tuned / "notes.json")
+    elif damage == "link":
+        (tuned / "notes.json").symlink_to("gone")
+    elif damage == "loop":
+        tuned = tmp_path / "loop"
+        tuned.symlink_to("loop")
     else:
         file = (older if "source" in damage else tuned) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(UserError, match="only regular files" if damage == "pipe" else "safetensor"):
+    with pytest.raises(UserError, match=expected):
         repair(tuned, older, tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,11 @@ from transformers import GenerationConfig
 
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from stages.evaluate.answers import ModelError
+from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_prompt import SharedPrompt
-from tests.hybrid_case import random_mask, small_model, tokens
+from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
+from tests.tiny_data import tiny_tokenizer
 
 BEGINNING, NEW_TOKENS = 100, 5
 
@@ -109,3 +112,25 @@ def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
     assert shared.cache(alike, padded_far) is None
     other = SharedPrompt(small_model("gemma2"))
     assert other.cache(alike, torch.ones_like(alike)) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_repeat_ngram_size": 1},
+        {"stop_strings": ["a"]},
+        {"cache_implementation": "offloaded"},
+        {"suppress_tokens": [*range(3, VOCABULARY, 2)]},
+    ],
+)
+def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str, Any]) -> None:
+    model = materialize(small_model(), random_mask(), Window(6))
+    question = Question(0, tokens(1, 20)[0].numpy().astype("int32"), [])
+    [[(_, expected)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
+    model.generation_config.update(**settings)
+    [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
+    assert answer == expected
+    assert all(getattr(model.generation_config, name) for name in settings)
+    model.generation_config.eos_token_id = ["</s>"]
+    with pytest.raises(ModelError, match=r"eos_token_id .* is \['</s>'\]"):
+        list(generate(model, tiny_tokenizer(), [question], 12, 1))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
+from data_prep.documents.source_files import tokenizer_files
 from pipeline.run.hashing import FileHasher
 from stages.inputs import section_identity
 from stages.prepare.stage import SourceConfig
@@ -72,3 +78,14 @@ def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("{}")
     assert identity(tmp_path / "data", "huggingface", tmp_path)[1] == {"a.jsonl"}
+
+
+def test_every_vocabulary_of_transformers_tokenizers_is_hashed(tmp_path):
+    names = set()
+    for name in filter(None, TOKENIZER_MAPPING_NAMES.values()):
+        # Some classes need a package that is not there, and one holds two tokenizers.
+        with contextlib.suppress(ImportError, AttributeError):
+            names |= set(tokenizer_class_from_name(name).vocab_files_names.values())
+    for name in names:
+        (tmp_path / name).touch()
+    assert len(names) > 10 and names == set(tokenizer_files(tmp_path))

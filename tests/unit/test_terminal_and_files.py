@@ -64,6 +64,11 @@ def make_link_to_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+def make_unreadable(path: Path) -> None:
+    """A regular file that opens, and each read of it fails."""
+    path.symlink_to("/proc/self/mem")
+
+
 def make_socket(path: Path) -> None:
     place = os.getcwd()
     os.chdir(path.parent)  # the path of a socket is short
@@ -105,6 +110,7 @@ _PLACES = {
         *((place, make_link_to_device) for place in ("document", "card", "config")),
         ("document", make_link_to_pipe),
         ("document", make_socket),
+        ("mask", make_unreadable),
     ],
 )
 @pytest.mark.usefixtures("alarm")

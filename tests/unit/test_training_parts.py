@@ -307,9 +307,11 @@ def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
     point = save_point(restart_points(tmp_path, checkpoint_tokens=[]), 1)
-    check_layout(point, {"sharding": "none", "processes": 1})
+    check_layout(point, {"sharding": "none", "processes": 1, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.sharding = none.*fsdp"):
-        check_layout(point, {"sharding": "fsdp", "processes": 2})
+        check_layout(point, {"sharding": "fsdp", "processes": 2, "fixed": False})
+    with pytest.raises(UserError, match=r"runtime\.processes = 2, this run has 1"):
+        check_layout(point, {"sharding": "none", "processes": 1, "fixed": True})
 
 
 @pytest.mark.parametrize("of_a_process", [False, True])

@@ -39,7 +39,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
     if os.path.lexists(output):
         raise UserError(f"--output: {output} exists; name a new directory")
-    if model_dir.resolve() in output.resolve().parents:
+    if Path(os.path.realpath(model_dir)) in Path(os.path.realpath(output)).parents:
         raise UserError(f"--output: {output} lies in {model_dir}, which is copied; name another")
     for folder in (model_dir, source):
         check_faults(weight_faults(folder) if folder.is_dir() else iter(()))
@@ -57,7 +57,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     places = {name: file for file in _files(source) for name in _names(file)}
     count = 0
     with replacing(output) as writing:
-        shutil.copytree(model_dir, writing)
+        try:
+            shutil.copytree(model_dir, writing)
+        except shutil.Error as error:
+            file, _, reason = error.args[0][0]
+            raise UserError(f"{file} cannot be copied ({reason:.80})") from None
         for file in _files(writing):
             with safe_open(file, framework="pt") as opened:
                 weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -1,0 +1,140 @@
+"""HELMET's RAG and key-value tasks (arXiv:2410.02694), from its published files.
+
+Prompts, draws and scores are those of its code (princeton-nlp/HELMET): a question behind passages
+of Wikipedia with two worked examples, and a key of a JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_prep.tasks.tables import HelmetTask
+
+Row = Mapping[str, Any]
+
+SHOTS = 2
+_QUESTION = (
+    "Use the given documents to write a concise and short answer to the question. Write your "
+    "answer in the following format:\nAnswer: [answer]\n\n{demos}{context}\n\nQuestion: {question}"
+)
+_KEY = (
+    "{context}\n\nExtract the value corresponding to the specified key in the JSON object below."
+    "\n\n{demos}Key: {question}"
+)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class HelmetSample(NamedTuple):
+    """A prompt in parts: only `context` is shortened where it is too long."""
+
+    template: str
+    context: str
+    demos: str
+    question: str
+    ending: str
+    answers: tuple[str, ...]
+
+    def prompt(self, context: str | None = None) -> str:
+        """The text before the answer's beginning `ending`."""
+        shown = self.context if context is None else context
+        return self.template.format(context=shown, demos=self.demos, question=self.question)
+
+
+def keep(task: HelmetTask, row: Row) -> bool:
+    """Whether a task has a row of its file at all."""
+    return task.most_popular is None or math.log10(row["s_pop"]) < task.most_popular
+
+
+def key_of(row: Row) -> Any:
+    """What rows of one question share; each of them has the right passage at another depth."""
+    return row["id"] if "id" in row else row["question"]
+
+
+def drawn_keys(keys: Sequence[Any], count: int | None, seed: int) -> set[Any]:
+    """The questions of a RAG task that are asked."""
+    every = sorted(set(keys))
+    return set(
+        every if count is None else random.Random(seed).sample(every, min(count, len(every)))
+    )
+
+
+def drawn_rows(rows: int, count: int | None, seed: int) -> list[int]:
+    """The rows of the key-value task that are asked."""
+    chosen: list[int] = np.random.default_rng(seed).permutation(rows)[:count].tolist()
+    return chosen
+
+
+def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSample:
+    """A question; raises KeyError, TypeError, ValueError or IndexError where a row is none.
+
+    Its worked examples go by a hash of the question, so that all depths of it have the same.
+    """
+    key = key_of(row)
+    # PopQA has one split alone.
+    others = [one for one in examples if task.most_popular is None or key_of(one) != key]
+    seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
+    shown: dict[Any, Row] = {}
+    for index in np.random.default_rng(seed).permutation(len(others)):
+        shown.setdefault(key_of(others[index]), others[index])
+        if len(shown) == SHOTS:
+            break
+    demos = "".join(
+        f"{_passages(one)}\n\nQuestion: {one['question']}\nAnswer: {_answers(one)[0]}\n\n"
+        for one in shown.values()
+    )
+    return HelmetSample(
+        _QUESTION, _passages(row), demos, str(row["question"]), task.ending, _answers(row)
+    )
+
+
+def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
+    """A key; raises as `rag_sample` does."""
+    shown = row["demos"][:SHOTS]
+    demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in shown)
+    answers = (str(row["answer"]),)
+    return HelmetSample(
+        _KEY, str(row["context"]), demos, str(row["question"]), task.ending, answers
+    )
+
+
+def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
+    """The prompt with the end of its context left out, where it has more tokens than that."""
+    count = len(tokenizer(sample.prompt() + sample.ending)["input_ids"])
+    if count <= most_tokens:
+        return sample.prompt()
+    offsets = tokenizer(sample.context, return_offsets_mapping=True)["offset_mapping"]
+    return sample.prompt(sample.context[: offsets[most_tokens - count][0]])
+
+
+def score(output: str, answers: Sequence[str], one_line: bool) -> float:
+    """1 where the output contains an answer, both without case, articles and punctuation.
+
+    Of an output for one line what follows that line does not count.
+    """
+    text = _plain(output.partition("\n")[0] if one_line else output)
+    return float(any(_plain(answer) in text for answer in answers))
+
+
+def _passages(row: Row) -> str:
+    shown = (f"Document (Title: {one['title']}): {one['text']}" for one in row["ctxs"])
+    return "\n\n".join(shown)
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+    answers = tuple(map(str, row["answers"]))
+    if not answers or isinstance(row["answers"], str):
+        raise ValueError("answers are no list of one or more")
+    return answers
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION))
+    return " ".join(text.split())

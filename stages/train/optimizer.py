@@ -1,0 +1,52 @@
+"""AdamW, with its moments in float32 or, by torchao, in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stages.train.stage import TrainConfig
+from stages.train.trainable import parameter_groups
+
+
+def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
+    """The optimizer of what is trained of `model`, already sharded where it is to be.
+
+    In 8 bits, small weights (below 4,096 elements, or no multiple of 256 in a process) keep float32
+    moments.
+    """
+    groups = parameter_groups(model, train.weight_decay)
+    betas = (train.adam_beta1, train.adam_beta2)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+    from torchao.optim import AdamW8bit
+
+    _let_restart_points_hold_8_bits()
+    optimizer: Optimizer = AdamW8bit(groups, lr=train.learning_rate, betas=betas)
+    return optimizer
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Set the rate of all groups; torchao's is a tensor, or each rate would compile a step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _let_restart_points_hold_8_bits() -> None:
+    """Give torchao's moments the one operation that asynchronous saving needs and they lack."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    @OptimState8bit.implements(torch.ops.aten.new_empty.default)  # type: ignore[untyped-decorator]
+    def new_empty(_operation: Any, _types: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        moment, size = args
+        place = {name: value for name, value in kwargs.items() if name != "dtype"}
+        codes = moment.codes.new_empty(size, **place)
+        scale = moment.scale.new_empty(moment.scale.shape, **place)
+        copied: Tensor = OptimState8bit(codes, scale, moment.qmap.clone(), moment.signed)
+        return copied

@@ -1,0 +1,99 @@
+"""Needle score of a trained hybrid: before and after fine-tuning on other text, and repaired.
+
+    python -m tests.benchmarks.repair FOLDER [SEED ...]
+
+The quickstart's trained hybrid is fine-tuned on this project's documentation, by the
+quickstart's own optimizer, without a teacher and in short sequences; then `bosch repair` takes its
+query and key weights back, whole and half. Needles are of the calibration's tasks and length, and
+no stage has seen them; the loss is that of sequences of the other text which are not read. The
+search, the training and the fine-tuning go by the seed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from datasets import load_from_disk
+
+from bosch.commands.repair.weights import repair
+from bosch.model.loading import load_model
+from pipeline.recipe.load import ROOT
+from stages.train.loss import install_loss
+from stages.train.run import run
+from stages.train.stage import checkpoint_name
+from tests.benchmarks.distillation import RECIPE, score_of, train_config
+
+LENGTH, TUNED, HELD_OUT = 256, 65_536, 16_384  # tokens
+TEXT = [
+    f"prepare.sequence_length={LENGTH}",
+    f"prepare.train_tokens={TUNED + HELD_OUT}",
+    f"prepare.sources=[{{name: other, kind: text, path: {ROOT / 'docs'}}}]",
+]
+TUNE = ["train.teacher=none", f"train.total_tokens={TUNED}", f"train.checkpoint_tokens=[{TUNED}]"]
+WATCH = ["runtime.needle_every_steps=1", "runtime.needle_samples=96"]
+
+
+def run_stages(folder: Path, name: str, until: str, *overrides: str) -> Path:
+    """The outputs of the quickstart's stages with these changes."""
+    subprocess.run(
+        [
+            sys.executable, "-m", "pipeline", "run", RECIPE, "--until", until, f"name={name}",
+            f"runtime.output_root={folder}", "rival=null", *overrides,
+        ],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    return folder / name
+
+
+def loss_of(model_dir: Path, rows: list[list[int]]) -> float:
+    """Mean loss of a token of the rows, in nats."""
+    model = load_model(model_dir, dtype="float32").eval()
+    install_loss(model)
+    with torch.inference_mode():
+        losses = [model(input_ids=ids, labels=ids).loss for ids in torch.tensor(rows).split(8)]
+    return float(torch.stack(losses).mean())
+
+
+def main(folder: Path, seeds: list[int]) -> None:
+    """Print a row for each seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    print("seed: needles and loss on the other text: trained; fine-tuned; repaired, half, whole")
+    for seed in seeds:
+        own = f"seed={seed}"
+        outputs = run_stages(folder, f"trained-{seed}", "train", own)
+        other = run_stages(folder, f"other-{seed}", "prepare", own, *TEXT) / "prepare" / "train"
+        data = load_from_disk(str(other))
+        split = folder / f"split-{seed}"
+        data.select(range(TUNED // LENGTH)).save_to_disk(str(split / "train"))
+        unread = data.select(range(TUNED // LENGTH, len(data)))["input_ids"]
+        last = train_config(RECIPE, [own]).section.total_tokens
+        trained = (outputs / "train" / "checkpoints" / checkpoint_name(last)).resolve()
+        start = folder / f"start-{seed}"
+        start.mkdir(exist_ok=True)
+        if not (start / "model").exists():
+            (start / "model").symlink_to(trained)
+        work = folder / f"tuned-{seed}"
+        work.mkdir(exist_ok=True)
+        run(
+            train_config(RECIPE, [own, *TEXT, *TUNE]),
+            {"prepare": split, "materialize": start},
+            work,
+        )
+        models = {"trained": trained, "tuned": work / "checkpoints" / checkpoint_name(TUNED)}
+        for name, share in (("half", 0.5), ("whole", 1.0)):
+            models[name] = folder / f"repaired-{name}-{seed}"
+            if not models[name].exists():
+                repair(models["tuned"], trained, models[name], share)
+        needles = train_config(RECIPE, [own, *WATCH])
+        rows = [
+            f"{score_of(path, needles, outputs / 'prepare'):.3f} {loss_of(path, unread):.3f}"
+            for path in models.values()
+        ]
+        print(f"{seed}: {'; '.join(rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [42, 43, 44])

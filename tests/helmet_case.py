@@ -1,0 +1,54 @@
+"""A small folder in the layout of HELMET's data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_case(folder: Path, questions: int = 3) -> Path:
+    """Questions of two passages with the right one first and second, and objects of four pairs."""
+    for task, dep in (("nq-dev-multikilt", 6), ("triviaqa-dev-multikilt", 6), ("popqa_test", 6),
+                      ("hotpotqa-dev-multikilt", 3)):  # fmt: skip
+        rows = [_row(task, number, depth) for number in range(questions) for depth in range(2)]
+        _write(folder / "kilt" / f"{task}_1000_k50_dep{dep}.jsonl", rows)
+        train = task.replace("dev", "train")
+        rows = [_row(train, number, 0) for number in (0, 0, 1, 2, 3)]
+        _write(folder / "kilt" / f"{train}_1000_k3_dep{dep}.jsonl", rows)
+    _write(folder / "json_kv" / "test_k105_dep6.jsonl", [_pairs(n) for n in range(2 * questions)])
+    return folder
+
+
+def _row(task: str, number: int, depth: int) -> dict[str, Any]:
+    passages = [
+        {
+            "title": f"Island {number}",
+            "text": f"The island {number} of {task} has {number} tapirs.",
+        },
+        {"title": "Weather", "text": "It rains in the north."},
+    ]
+    row = {
+        "question": f"How many tapirs has island {number} of {task}?",
+        "answers": [f"The {number} tapirs", f"{number} of them"],
+        "ctxs": passages[:: -1 if depth else 1],
+    }
+    if task.startswith("popqa"):
+        row |= {"id": 7 * number, "s_pop": 10**5 if number == 1 else 10}
+    return row
+
+
+def _pairs(number: int) -> dict[str, Any]:
+    pairs = {f"key-{number}-{index}": f"value-{index}" for index in range(4)}
+    return {
+        "context": "JSON data:\n" + json.dumps(pairs),
+        "question": f"key-{number}-1",
+        "answer": "value-1",
+        "demos": [[f"key-{number}-{index}", f"value-{index}"] for index in (2, 3, 0)],
+        "num_kvs": 4,
+    }
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,84 @@
+"""AdamW with moments in 8 bits: what it holds, how it trains, and how it goes on after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bosch.errors import UserError
+from pipeline.recipe.load import load_recipe
+from stages.train.memory import optimizer_bytes
+from stages.train.optimizer import make_optimizer, set_learning_rate
+from stages.train.stage import TrainConfig
+from tests.pipeline_case import Case
+from tests.training_case import make_case, metrics, train_here, train_in_processes
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A case whose MLPs are large enough for 8 bits, in each of two processes too."""
+    return make_case(tmp_path_factory.mktemp("case"), hidden_size=64)
+
+
+def test_bytes_are_those_of_the_plan_and_rates_do_not_compile_anew() -> None:
+    model = nn.Linear(128, 64, bias=False)
+    optimizer: Any = make_optimizer(model, TrainConfig(optimizer="adamw_8bit"))
+    with torch.compiler.set_stance("force_eager"):
+        for rate in (1e-2, 1e-3):
+            set_learning_rate(optimizer, rate)
+            model(torch.randn(4, 128)).square().mean().backward()
+            optimizer.step()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
+    (state,) = optimizer.state.values()
+    moments = [state["exp_avg"], state["exp_avg_sq"]]
+    held = sum(moment.codes.nbytes + moment.scale.nbytes for moment in moments)
+    assert held == optimizer_bytes(128 * 64, 1, "adamw_8bit")
+    assert 3.9 < optimizer_bytes(10**6, 4, "adamw") / optimizer_bytes(10**6, 4, "adamw_8bit") < 4
+
+
+def test_losses_are_nearly_those_of_float32_moments(case: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name in ("adamw", "adamw_8bit"):
+        with torch.compiler.set_stance("force_eager"):
+            train_here(case, tmp_path / name, train={"optimizer": name})
+        losses[name] = [step["loss"] for step in metrics(tmp_path / name)]
+    assert losses["adamw_8bit"] != losses["adamw"]
+    assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.02)
+    assert losses["adamw"][-1] < 0.9 * losses["adamw"][0]
+
+
+def test_under_deepspeed_and_without_torchao_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path)
+    case.save()
+    load_recipe(case.file, ["train.optimizer=adamw_8bit"], env={})
+    deepspeed = ["train.optimizer=adamw_8bit", "runtime.sharding=deepspeed", "runtime.processes=2"]
+    with pytest.raises(UserError, match=r"train\.optimizer: .*deepspeed; set fsdp or none"):
+        load_recipe(case.file, deepspeed, env={})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"train\.optimizer: adamw_8bit needs torchao"):
+        load_recipe(case.file, ["train.optimizer=adamw_8bit"], env={})
+
+
+def test_training_goes_on_after_a_kill(case: Path, tmp_path: Path) -> None:
+    changes = {"train": {"optimizer": "adamw_8bit"}, "runtime": {"sharding": "fsdp"}}
+
+    def train(name: str, kill_at_step: int | None = None) -> Any:
+        return train_in_processes(
+            case, tmp_path / name, 2, kill_at_step, module="tests.eager_training", **changes
+        )
+
+    whole = train("whole")
+    assert whole.returncode == 0, whole.stderr
+    assert train("killed", kill_at_step=5).returncode != 0
+    assert len(metrics(tmp_path / "killed")) == 5
+    again = train("killed")
+    assert again.returncode == 0 and "resuming from step-4" in again.stderr, again.stderr
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
