@@ -69,20 +69,6 @@ class GradientScorer(Scorer, Protocol):
         """What that gradient will cost at most, in full-forward equivalents, on any machine."""
 
 
-class HeldOutScorer(Scorer, Protocol):
-    """A scorer with examples that `evaluate` and gradients do not use."""
-
-    @property
-    def held_out_examples(self) -> int: ...
-
-    @property
-    def held_out_passes(self) -> float:
-        """What `evaluate_held_out` costs at most, in full-forward equivalents."""
-
-    def evaluate_held_out(self, mask: HeadMask) -> Evaluation:
-        """S(z) on the examples held out."""
-
-
 @dataclass(frozen=True)
 class SlotBudgets:
     """KV slots, heads x cached tokens at `context` tokens, that a search of a front aims at.

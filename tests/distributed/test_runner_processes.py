@@ -8,18 +8,11 @@ import re
 import signal
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_command_line import gone, wait_for
 from tests.pipeline_case import ROOT, Case
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
 
 # Of other launchers: Slurm with PMI, Kubernetes with a service named "master", accelerate.
 _OF_ANOTHER_LAUNCHER = {

@@ -16,11 +16,6 @@ from pipeline.run.failures import REQUEUE_STATUS
 from tests.pipeline_case import ROOT, Case
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
 def wait_for(path: Path, seconds: float = 60) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -133,13 +133,14 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
 def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
     arguments = ["run", RECIPE, *SMALL, f"runtime.output_root={tmp_path}"]
     rng = random.Random(20)
-    for seconds in [*(rng.uniform(4, 20) for _ in range(2)), None]:
+    for stage in ("search", "train"):
         run = Forked(arguments, tmp_path / "log")
-        if run.wait(seconds) is not None:
-            break  # finished, perhaps before the next kill
+        while not (tmp_path / "work" / stage).exists():
+            assert run.wait(0.05) is None
+        assert run.wait(rng.uniform(0.1, 2)) is None
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-    done = run.done()
+    done = Forked(arguments, tmp_path / "log").done(600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert results(tmp_path) == results(undisturbed)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,6 @@ from tests.pipeline_case import Case
 from tests.vllm_planner import RECORD, layers_of
 
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
 
 
 @pytest.mark.parametrize(

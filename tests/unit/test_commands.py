@@ -27,11 +27,6 @@ from tests.elsewhere import ROOT
 from tests.pipeline_case import Case, fake_table
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
 def test_a_module_with_a_command_is_a_command() -> None:
     found = commands()
     assert command_help((bosch.commands, pipeline.commands)) == {

@@ -67,11 +67,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
 def run(case: Case, **options: Any) -> int:
     chosen = argparse.Namespace(**({"checkpoints": None, "model": [], "watch": False} | options))
     return evaluate.run(load_recipe(case.file, (), env={}, stages=fake_table()), chosen)

@@ -23,11 +23,6 @@ from tests.pipeline_case import Case, fake_table, write_safetensors
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
 def documents(case: Case, *overrides: str) -> dict[str, dict[str, Any]]:
     """The stages' documents without what they take over from the stages above them."""
     hasher = FileHasher(case.folder / "hashes.json")

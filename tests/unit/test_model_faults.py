@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.recipe.load import load_recipe
 from tests.pipeline_case import Case, truncate, write_safetensors
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
 
 
 @pytest.mark.parametrize(

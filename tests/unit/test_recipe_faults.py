@@ -17,11 +17,6 @@ from stages.prepare.stage import PrepareConfig
 from tests.pipeline_case import ROOT, Case, truncate
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
 def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     loaded = load_recipe(case.file, ["search.swa_ratio=0.75", "train.learning_rate=1e-5"], env={})
     assert loaded.recipe.name == "tiny"

@@ -125,57 +125,8 @@ def test_what_ranks_cannot_share_is_padded(
     assert (plan.unit, plan.padded_kv_heads) == (unit, padded)
 
 
-@given(
-    heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
-    counts=st.lists(st.integers(0, 32), min_size=1, max_size=6),
-    ranks=st.sampled_from([1, 2, 4, 8, 16]),
-    grouping=st.sampled_from(["engine", "equal", "unequal"]),
-)
-def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
-    heads: int, counts: list[int], ranks: int, grouping: Grouping
-) -> None:
-    assume(max(ranks, heads) % min(ranks, heads) == 0)
-    counts = [count % (heads + 1) for count in counts]
-    plan = module_plan(two_kinds(counts, heads, [10] * len(counts)), ranks, grouping)
-    shards = min(ranks, heads)
-    for layer, full in enumerate(counts):
-        order = rank_order(plan, layer)
-        assert sorted(order) == list(range(heads))
-        for rank in range(ranks):
-            first = rank * shards // ranks * heads // shards
-            share = order[first : first + heads // shards]
-            windows, caches = (
-                [
-                    kind
-                    for kind, size in zip(kinds, plan.sizes[layer], strict=True)
-                    for _ in range(size)
-                ]
-                for kinds in (plan.windows(layer, rank), plan.caches[layer])
-            )
-            assert windows == [None if head < full else 10 for head in share]
-            # A cache holds whatever its head sees.
-            assert all(w == c or c is None for w, c in zip(windows, caches, strict=True))
-    # No rank could hold less: each has at least its share of the full heads, in whole heads.
-    assert plan.padded_kv_heads == sum(-full % shards for full in counts)
-
-
-@given(
-    heads=st.sampled_from([2, 4, 8, 32]),
-    ends=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)), min_size=1, max_size=5),
-    ranks=st.sampled_from([1, 2, 4, 8]),
-    grouping=st.sampled_from(["engine", "equal", "unequal"]),
-)
-def test_heads_of_several_windows_attend_in_their_own_on_every_rank(
-    heads: int, ends: list[tuple[int, int]], ranks: int, grouping: Grouping
-) -> None:
-    assume(max(ranks, heads) % min(ranks, heads) == 0)
-    layers = []
-    for pair in ends:
-        first, second = sorted(end % (heads + 1) for end in pair)
-        layers.append({None: first, 64: second - first, 10: heads - second})
-    plan = module_plan(layers, ranks, grouping)
-    sizes = {size for of_layer in plan.sizes for size in of_layer}
-    assert grouping == "unequal" or sizes == {plan.unit}
+def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
+    """Every head has its own window on its rank, and a cache that holds whatever it sees."""
     shards = min(ranks, heads)
     for layer, counts in enumerate(layers):
         own = [window for window, count in counts.items() for _ in range(count)]
@@ -198,7 +149,45 @@ def test_heads_of_several_windows_attend_in_their_own_on_every_rank(
                 c is None or (w is not None and w <= c)
                 for w, c in zip(windows, caches, strict=True)
             )
-    if shards == 1:
+
+
+@given(
+    heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
+    counts=st.lists(st.integers(0, 32), min_size=1, max_size=6),
+    ranks=st.sampled_from([1, 2, 4, 8, 16]),
+    grouping=st.sampled_from(["engine", "equal", "unequal"]),
+)
+def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
+    heads: int, counts: list[int], ranks: int, grouping: Grouping
+) -> None:
+    assume(max(ranks, heads) % min(ranks, heads) == 0)
+    counts = [count % (heads + 1) for count in counts]
+    plan = module_plan(two_kinds(counts, heads, [10] * len(counts)), ranks, grouping)
+    check_ranks(plan, two_kinds(counts, heads, [10] * len(counts)), ranks, heads)
+    shards = min(ranks, heads)
+    # No rank could hold less: each has at least its share of the full heads, in whole heads.
+    assert plan.padded_kv_heads == sum(-full % shards for full in counts)
+
+
+@given(
+    heads=st.sampled_from([2, 4, 8, 32]),
+    ends=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)), min_size=1, max_size=5),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    grouping=st.sampled_from(["engine", "equal", "unequal"]),
+)
+def test_heads_of_several_windows_attend_in_their_own_on_every_rank(
+    heads: int, ends: list[tuple[int, int]], ranks: int, grouping: Grouping
+) -> None:
+    assume(max(ranks, heads) % min(ranks, heads) == 0)
+    layers = []
+    for pair in ends:
+        first, second = sorted(end % (heads + 1) for end in pair)
+        layers.append({None: first, 64: second - first, 10: heads - second})
+    plan = module_plan(layers, ranks, grouping)
+    sizes = {size for of_layer in plan.sizes for size in of_layer}
+    assert grouping == "unequal" or sizes == {plan.unit}
+    check_ranks(plan, layers, ranks, heads)
+    if min(ranks, heads) == 1:
         assert plan.padded_kv_heads == 0
     request = Request(4096, 16, 256)
     held = sum(group.count for group in plan.groups(request))

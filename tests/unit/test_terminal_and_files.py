@@ -38,11 +38,6 @@ KEY = document_key(DOCUMENT)
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
-@pytest.fixture
 def alarm() -> Iterator[None]:
     """Ends a test that waits for what never comes."""
 
