@@ -121,7 +121,10 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     answers = AnswerFolder(tmp_path / "answers", None, 0)
     found = {}
     for rank in (1, 0):
-        suite = HarnessSuite(section, tokenizer, answers, rank, 2, 2)
+        suite = HarnessSuite(
+            name="harness", section=section, tokenizer=tokenizer, answers=answers, rank=rank,
+            world=2, batch_size=2,
+        )  # fmt: skip
         suite.prepare()
         [subtask] = suite.subtasks
         assert {

@@ -19,7 +19,7 @@ from bosch.attention import (
 from bosch.model.materialize import materialize
 from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window
-from stages.measure.kernels import attention_kernels
+from stages.measure.process import attention_kernels
 from tests.attention_case import Case, by_rows
 from tests.hybrid_case import random_mask, small_model, tokens
 

@@ -199,7 +199,10 @@ def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
     tokenizer, open_samples = nolima_case.tokenizer(), []
     for rank in range(2):
         answers = AnswerFolder(tmp_path, None, rank)
-        suite = PromptSuite("mrcr", section, {}, 0, tokenizer, answers, rank, 2, 1)
+        suite = PromptSuite(
+            name="mrcr", section=section, files={}, tokenizer=tokenizer, answers=answers, rank=rank,
+            world=2, batch_size=1,
+        )  # fmt: skip
         suite.prepare()
         model = Evaluated("original", ModelConfig(path="x"))
         open_samples.append(suite.open_samples(model))
