@@ -15,13 +15,7 @@ from torch import Tensor
 
 from bosch.attention.causal import causal_attention, masked_attention
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import (
-    CachedStates,
-    GroupStates,
-    HeadLayout,
-    gather_sinks,
-    split_states,
-)
+from bosch.attention.layout import CachedStates, GroupStates, HeadLayout, gather_sinks, split_states
 from bosch.attention.logit_transform import LogitTransform
 from bosch.window import Window, block_size
 

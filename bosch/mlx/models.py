@@ -25,13 +25,7 @@ from transformers import CONFIG_MAPPING
 from bosch.errors import UserError
 from bosch.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.model.deploy_mode import deploy_layouts
-from bosch.model.families import (
-    FAMILIES,
-    HYBRID_PREFIX,
-    Family,
-    decoder_layers,
-    has_sink_bias,
-)
+from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family, decoder_layers, has_sink_bias
 from bosch.model.loading import full_attention_config
 from bosch.model.published import published_names, renames_weights
 from bosch.model.registration import register_model

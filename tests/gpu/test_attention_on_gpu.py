@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bosch.attention import (
-    BACKENDS,
-    AttentionContext,
-    fastest_backend,
-    hybrid_attention,
-)
+from bosch.attention import BACKENDS, AttentionContext, fastest_backend, hybrid_attention
 from bosch.model.materialize import materialize
 from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window

@@ -27,12 +27,7 @@ from pipeline.commands.compare.comparison import (
     paper_scores,
     read_result,
 )
-from pipeline.commands.compare.page import (
-    REPORT,
-    score_tables,
-    write_comparison,
-    write_predictions,
-)
+from pipeline.commands.compare.page import REPORT, score_tables, write_comparison, write_predictions
 from pipeline.commands.options import METHODS, Methods, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.load import find_faults, listing
