@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.vllm.models import groups_of_modules
+from bosch.vllm.groups import groups_of_modules
 from bosch.vllm.plan import Grouping, ModulePlan, Request, module_plan
 
 RECORD = Path(__file__).parent / "data" / "vllm_planner.json"

@@ -3,8 +3,7 @@
 `HybridQwen3ForCausalLM` and its like are made when they are first asked for, from the class by
 which vLLM serves the family: its own, or its transformers backend. After that class has been built,
 each layer's attention is replaced by several modules of as many KV heads each, with a window or
-without; nothing of its computation is repeated here. From 0.33 on vLLM asks the model how these
-modules' caches are grouped.
+without; nothing of its computation is repeated here.
 """
 
 from __future__ import annotations
@@ -13,90 +12,27 @@ import contextlib
 import copy
 import functools
 import inspect
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES, SINK_BIAS, Family, decoder_layers, has_sink_bias
+from bosch.model.families import FAMILIES, SINK_BIAS, Family, has_sink_bias
 from bosch.model.loading import full_attention_config
-from bosch.model.permutation import reorder_weight
 from bosch.model.published import published_names
 from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
-from bosch.vllm.plan import packed_groups, rank_order
-
-_MODULE_NAME = re.compile(r"\.module\d+$")
-
-
-def module_name(attention: str, index: int) -> str:
-    """The name of a module that is part of an attention."""
-    return f"{attention}.module{index}"
-
-
-def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
-    """vLLM's groups for the caches of modules: those of `bosch.vllm.plan.packed_groups`.
-
-    vLLM's own where sliding heads are to hold all tokens, or where a draft model has caches too.
-    """
-    from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
-
-    others = [name for name in kv_cache_spec if _MODULE_NAME.search(name) is None]
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager or others:
-        return list(get_kv_cache_groups(vllm_config, kv_cache_spec))
-    names: dict[int | None, list[str]] = {}
-    for name, spec in kv_cache_spec.items():
-        names.setdefault(getattr(spec, "sliding_window", None), []).append(name)
-    firsts = {kind: kv_cache_spec[modules[0]] for kind, modules in names.items()}
-    _, bins = packed_groups(
-        {
-            kind: [kv_cache_spec[name].num_kv_heads for name in modules]
-            for kind, modules in names.items()
-        },
-        {
-            kind: spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
-            for kind, spec in firsts.items()
-        },
-    )
-    groups: list[Any] = []
-    for kind, groups_of_kind in bins.items():
-        for indices in groups_of_kind:
-            members = [names[kind][index] for index in sorted(indices)]
-            specs = {name: kv_cache_spec[name] for name in members}
-            if len(set(specs.values())) == 1:
-                groups += create_kv_cache_group_specs(kv_cache_spec, [members])
-            else:
-                groups.append(KVCacheGroupSpec(members, UniformTypeKVCacheSpecs.from_specs(specs)))
-    return groups
-
-
-def reorder_heads(
-    weights: Iterable[tuple[str, Tensor]],
-    family: Family,
-    orders: Sequence[Sequence[int]],
-    config: Any,
-) -> Iterator[tuple[str, Tensor]]:
-    """`weights` of a checkpoint with each layer's heads in order; names are transformers' own.
-
-    `orders[layer]` lists the layer's KV heads in their new order.
-    """
-    q_per_kv = config.num_attention_heads // decoder_layers(config).heads
-    attention = re.compile(rf"(?:^|\.)layers\.(\d+)\.{family.attention}\.(.+)$")
-    for name, weight in weights:
-        match = attention.search(name)
-        if match is not None:
-            order = orders[int(match[1])]
-            if list(order) != sorted(order):
-                weight = reorder_weight(family, match[2], weight, order, q_per_kv)
-        yield name, weight
-
+from bosch.vllm.groups import groups_of_modules, module_name
+from bosch.vllm.plan import rank_order
+from bosch.vllm.weights import reorder_heads
 
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"

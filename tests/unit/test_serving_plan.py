@@ -18,7 +18,6 @@ from bosch.errors import UserError
 from bosch.model.families import FAMILIES
 from bosch.vllm import cache_settings
 from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
-from bosch.vllm.models import reorder_heads
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -35,6 +34,7 @@ from bosch.vllm.plan import (
     worst_shared_mask,
 )
 from bosch.vllm.plugin import show_refusals_as_sentences
+from bosch.vllm.weights import reorder_heads
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model

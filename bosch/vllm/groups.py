@@ -1,0 +1,52 @@
+"""Groups of the cache for a hybrid's modules: what vLLM asks its model for from 0.33 on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from bosch.vllm.plan import packed_groups
+
+_MODULE_NAME = re.compile(r"\.module\d+$")
+
+
+def module_name(attention: str, index: int) -> str:
+    """The name of a module that is part of an attention."""
+    return f"{attention}.module{index}"
+
+
+def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
+    """vLLM's groups for the caches of modules: those of `bosch.vllm.plan.packed_groups`.
+
+    vLLM's own where sliding heads are to hold all tokens, or where a draft model has caches too.
+    """
+    from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+    others = [name for name in kv_cache_spec if _MODULE_NAME.search(name) is None]
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager or others:
+        return list(get_kv_cache_groups(vllm_config, kv_cache_spec))
+    names: dict[int | None, list[str]] = {}
+    for name, spec in kv_cache_spec.items():
+        names.setdefault(getattr(spec, "sliding_window", None), []).append(name)
+    firsts = {kind: kv_cache_spec[modules[0]] for kind, modules in names.items()}
+    _, bins = packed_groups(
+        {
+            kind: [kv_cache_spec[name].num_kv_heads for name in modules]
+            for kind, modules in names.items()
+        },
+        {
+            kind: spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+            for kind, spec in firsts.items()
+        },
+    )
+    groups: list[Any] = []
+    for kind, groups_of_kind in bins.items():
+        for indices in groups_of_kind:
+            members = [names[kind][index] for index in sorted(indices)]
+            specs = {name: kv_cache_spec[name] for name in members}
+            if len(set(specs.values())) == 1:
+                groups += create_kv_cache_group_specs(kv_cache_spec, [members])
+            else:
+                groups.append(KVCacheGroupSpec(members, UniformTypeKVCacheSpecs.from_specs(specs)))
+    return groups
