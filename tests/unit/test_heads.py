@@ -163,6 +163,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ({"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
         ({"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
         ({"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
+        ({"seed": True}, "seed has an unexpected value True"),
         ({"score": float("inf")}, "score is inf, expected a finite"),
         ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000; that is no model"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
