@@ -43,7 +43,7 @@ from pipeline.commands.study.command import StudyOptions
 from stages.finished import FinishedWork, Record
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import Recipe
-from stages.search.reuse import reuse_bytes
+from stages.search.processes import reuse_bytes
 from stages.search.stage import STAGE as SEARCH
 from stages.search.stage import SearchConfig
 
