@@ -221,7 +221,7 @@ def _text(model: StudiedModel, kappa: int) -> str:
         f"each with its own calibration set; searches have κ = {kappa}. Untrained hybrids. All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
-        "windows, with and without sinks, and masks of several windows hold no more. The former "
+        "windows, with and without sinks, and masks of several windows hold no more there. The former "
         f"have no seeds; the latter choose among {windows_text(_menu(model))} tokens. Brackets: "
         "95 % intervals over seeds and examples. Each selector is tested against the best of its "
         "ratio on the same examples (paired, Holm): bold is one that is shown to be above all "
