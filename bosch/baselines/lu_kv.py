@@ -37,7 +37,7 @@ def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) ->
         def add(layer: int, states: LayerStates, length: int = length, first: int = first) -> None:
             for begin, end in row_blocks(length, first):
                 alpha = block_scores(states, begin, end).softmax(dim=-1)
-                by_head = alpha.unflatten(0, (shape[1], -1)).mean(dim=1)
+                by_head = alpha.view(shape[1], -1, *alpha.shape[1:]).mean(dim=1)
                 sums[layer] += outside(by_head, begin, end, windows).cpu()
 
         visit_layers(model, torch.tensor(example.input_ids), add)

@@ -1,6 +1,6 @@
 """MoA: what the answers lose, to first order, where a head's attention ends at a window.
 
-arXiv 2406.14909, §4.1, as in its repository thu-nics/MoA (`get_attention_matrix_log`,
+arXiv 2406.14909, as in its repository thu-nics/MoA (`LlamaModel_get_attention_matrix_log`,
 `importance_to_accuracy_loss`): the influence of one attention value is the change of the loss
 where it becomes zero and the others of its row grow to sum to one again. HQ query heads.
 """
@@ -36,7 +36,7 @@ def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> S
         assert states.output_gradient is not None
         for begin, end, alpha in attention_blocks(states):
             effects = _effects(states, states.output_gradient, alpha, begin, end)
-            largest = effects.unflatten(0, (shape[1], -1)).amax(dim=1)
+            largest = effects.view(shape[1], -1, *effects.shape[1:]).amax(dim=1)
             sums[layer] += outside(largest, begin, end, windows).cpu()
 
     for example in calibration.examples:

@@ -202,9 +202,9 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     """The windows by which a profile's losses sum to nearly the least within the budget.
 
     The budget is the chosen one of `evaluator.slot_budgets`, by default that of the ratio's full
-    heads beside others of the narrowest window. MoA (§4.2) solves this by mixed integer
-    programming, LU-KV greedily on the convex hull of each head's curve: `allotted` goes through the
-    latter's layouts by their price and then spends what is left.
+    heads beside others of the narrowest window. MoA solves this by mixed integer programming
+    (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve: `allotted` goes
+    through the latter's layouts by their price and then spends what is left.
     """
     objective, windows = _objective(name, evaluator), evaluator.windows
     losses = objective.ranks.from_first(

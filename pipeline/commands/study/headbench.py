@@ -91,7 +91,8 @@ def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Sett
 
 def _menu(model: StudiedModel) -> tuple[Window, ...]:
     """The windows of methods that choose among several: doubled, from a quarter of the recipe's."""
-    window, menu = model.recipe[SearchConfig].window, []
+    window = model.recipe[SearchConfig].window
+    menu: list[Window] = []
     sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
     shortest = min(one.max_length for one in sets)
     size = max(1, window.size // 4)
@@ -221,9 +222,9 @@ def _text(model: StudiedModel, kappa: int) -> str:
         f"each with its own calibration set; searches have κ = {kappa}. Untrained hybrids. All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
-        "windows, with and without sinks, and masks of several windows hold no more there. The former "
-        f"have no seeds; the latter choose among {windows_text(_menu(model))} tokens. Brackets: "
-        "95 % intervals over seeds and examples. Each selector is tested against the best of its "
-        "ratio on the same examples (paired, Holm): bold is one that is shown to be above all "
-        "others, else those that are not shown to be below the best are underlined."
+        "windows, with and without sinks, and masks of several windows hold no more there. The "
+        f"former have no seeds; the latter choose among {windows_text(_menu(model))} tokens. "
+        "Brackets: 95 % intervals over seeds and examples. Each selector is tested against the best "
+        "of its ratio on the same examples (paired, Holm): bold is one that is shown to be above "
+        "all others, else those that are not shown to be below the best are underlined."
     )
