@@ -224,7 +224,7 @@ def _text(model: StudiedModel, kappa: int) -> str:
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
         "windows, with and without sinks, and masks of several windows hold no more there. The "
         f"former have no seeds; the latter choose among {windows_text(_menu(model))} tokens. "
-        "Brackets: 95 % intervals over seeds and examples. Each selector is tested against the best "
-        "of its ratio on the same examples (paired, Holm): bold is one that is shown to be above "
-        "all others, else those that are not shown to be below the best are underlined."
+        "Brackets: 95 % intervals over seeds and examples. Each selector is tested against the "
+        "best of its ratio on the same examples (paired, Holm): bold is one that is shown to be "
+        "above all others, else those that are not shown to be below the best are underlined."
     )
