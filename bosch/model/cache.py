@@ -320,10 +320,11 @@ class SplitCache(Cache):
         Raises as the layers do, and RuntimeError where recurrent states hold some that would stay.
         """
         check_removed(tokens_to_remove)
-        if 0 < self.get_seq_length() <= -tokens_to_remove:
-            self.reset()
-            return
         layers: Iterable[Any] = self.layers
+        if 0 < self.get_seq_length() <= -tokens_to_remove:
+            for layer in layers:
+                layer.reset()
+            return
         for layer in layers:
             if isinstance(layer, SplitCacheLayer):
                 layer.check_crop(tokens_to_remove)
