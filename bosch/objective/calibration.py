@@ -60,7 +60,9 @@ class CalibrationSet:
                 f"{path}: cannot read the calibration set ({error.strerror}); {advice}"
             ) from error
         except ValueError as error:
-            raise UserError(f"{path}: the calibration set is damaged ({error}); {advice}") from error
+            raise UserError(
+                f"{path}: the calibration set is damaged ({error}); {advice}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.examples)
