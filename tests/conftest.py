@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-if TYPE_CHECKING:
-    from tests.pipeline_case import Case
+from tests.pipeline_case import Case
 
 # A loaded machine is no fault of what is tested; no test asserts a time.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -30,6 +28,4 @@ def _same_log_level() -> Iterator[None]:
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     """A recipe whose stages take no time."""
-    from tests.pipeline_case import Case
-
     return Case(tmp_path)

@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,14 @@ def main() -> None:
         )
     for name, file, provenance in masks:
         path = FOLDER / recipe.stem / f"{name}.json"
-        file = replace(file, model=model_label(file.model))
-        fields = {"format": file.format, **asdict(file), "provenance": provenance}
-        write_text(path, _compact(json.dumps(fields, indent=1)) + "\n")
+        write_text(path, with_provenance(file, provenance))
         print(path.relative_to(ROOT))
+
+
+def with_provenance(file: HeadMaskFile, provenance: dict[str, Any]) -> str:
+    """The mask file's text, with where it comes from beside its own fields."""
+    content = replace(file, model=model_label(file.model)).content | {"provenance": provenance}
+    return _compact(json.dumps(content, indent=1)) + "\n"
 
 
 def _searched(

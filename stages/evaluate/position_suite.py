@@ -66,11 +66,10 @@ class PositionSuite:
             UserError: no document is.
         """
         known = set[bytes]()
-        for path in document_files(self.section.path):
+        for text in documents(self.section.path, 8 * self.section.length + 1000):
             if len(self._documents) == self.section.documents:
                 break
             # No tokenizer makes more than four tokens of a character on average.
-            text = _beginning(path, 8 * self.section.length + 1000)
             if 4 * len(text) < self.section.length:
                 continue
             ids = encode_prompt(self.tokenizer, text)
@@ -165,15 +164,22 @@ def position_losses(folder: Path, model: str, length: int) -> list[list[float]]:
     ]
 
 
-def document_files(path: str | None) -> Iterator[Path]:
-    """The folder's texts by name, or the source of transformers' models, longest files first."""
+def documents(path: str | None, characters: int) -> Iterator[str]:
+    """The first characters of the folder's texts by name, or of transformers' models.
+
+    Of a model it is the code from its first class on, the longest files first: what stands before
+    it, licence, warnings and imports, is much the same in all.
+    """
     if path is not None:
-        yield from haystack_files(Path(path), "evaluate.positions.path")
+        for file in haystack_files(Path(path), "evaluate.positions.path"):
+            yield _beginning(file, characters)
         return
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     files = Path(spec.origin).parent.glob("models/*/modeling_*.py")
-    yield from sorted(files, key=lambda file: (-file.stat().st_size, file.name))
+    for file in sorted(files, key=lambda file: (-file.stat().st_size, file.name)):
+        text = file.read_text(encoding="utf-8")
+        yield text[text.find("\nclass ") + 1 :][:characters]
 
 
 def documents_identity(path: str | None) -> str:

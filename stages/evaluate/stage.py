@@ -210,7 +210,7 @@ class PositionEvaluation(Section):
         None,
         description=(
             "Folder of .txt or .md files that are no training data; default: the source files of "
-            "transformers' models, the longest first."
+            "transformers' models from their first class on, the longest first."
         ),
     )
 
@@ -463,7 +463,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=9,
+    version=10,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=7,
+    version=8,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -172,7 +172,7 @@ def training_memory(
         gathered=gathered,
         layer=max(saved + backward, own_gradients) + layer_gradients,
         attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
-        loss=loss(tokens, shape.hidden, shape.vocabulary, number),
+        loss=loss(tokens, shape.hidden, shape.vocabulary, number, tables_trained),
         tables=tables,
         teacher=teacher,
         exchanged=keys,

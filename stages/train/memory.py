@@ -60,33 +60,39 @@ def kept_attention_bytes(heads: int, width: int, tokens: int, element_bytes: int
     return tokens * (width * element_bytes + heads * _FLOAT32)
 
 
-def loss_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
+def loss_bytes(
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+) -> int:
     """The chunked loss: a chunk's logits and two copies, gradients of states and of the head.
 
     The copies are what the scaled logits and the gradient of the logits take; the head's gradient
-    [V, C] is summed in float32, beside that of the chunk.
+    [V, C], where it is trained, is summed in float32, beside that of the chunk.
     """
     chunk = min(tokens, chunk_tokens(vocabulary)) * vocabulary * _FLOAT32
     states = tokens * hidden * element_bytes
-    head = vocabulary * hidden * (_FLOAT32 + element_bytes)
+    head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes)
     return 3 * chunk + states + head
 
 
-def liger_loss_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
+def liger_loss_bytes(
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+) -> int:
     """Liger's fused loss: a chunk's logits, gradients of states and of the head.
 
-    The head's gradient [V, C] is summed in float32, beside that of a chunk, which Liger up to 0.8
-    turns into float32 before it adds it.
+    The head's gradient [V, C], where it is trained, is summed in float32, beside that of a chunk,
+    which Liger up to 0.8 turns into float32 before it adds it.
     """
     chunk = -(-tokens // -(-vocabulary // hidden))
     chunk = min(tokens, 1 << (chunk - 1).bit_length())  # the next power of two
     states = tokens * hidden * element_bytes
     copy = _FLOAT32 if element_bytes < _FLOAT32 else 0
-    head = vocabulary * hidden * (_FLOAT32 + element_bytes + copy)
+    head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes + copy)
     return chunk * vocabulary * element_bytes + states + head
 
 
-def distillation_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes: int) -> int:
+def distillation_bytes(
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+) -> int:
     """The loss with a teacher: as `loss_bytes`, with its states and both models' logits.
 
     Of a chunk's tokens there are the logits and log-probabilities of the model, the teacher's
@@ -94,7 +100,7 @@ def distillation_bytes(tokens: int, hidden: int, vocabulary: int, element_bytes:
     """
     chunk = min(tokens, distillation_chunk_tokens(vocabulary)) * vocabulary * _FLOAT32
     states = 3 * tokens * hidden * element_bytes  # the model's chosen ones, gradients, the other's
-    head = vocabulary * hidden * (_FLOAT32 + element_bytes)
+    head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes)
     return 6 * chunk + states + head
 
 

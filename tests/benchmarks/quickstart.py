@@ -26,7 +26,9 @@ from stages.report.verdict import final_model
 RECIPE = "recipes/quickstart.yaml"
 SEEDS = [42, 43, 44]
 LEAST_LOSS, LEAST_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
-STAGES = ("prepare", "search", "materialize", "train", "original", "evaluate")
+STAGES = (
+    "prepare", "search", "materialize", "train", "original", "rival", "train_rival", "evaluate"
+)  # fmt: skip
 
 
 def run_recipe(folder: Path, seed: int) -> Results:

@@ -79,7 +79,7 @@ def _case(tmp_path_factory: pytest.TempPathFactory, model_class: Any, config: An
     ],
 )
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_plan_is_within_15_percent_of_the_measured_peak(
+def test_a_plan_is_within_10_percent_of_the_measured_peak(
     case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
     accumulation: int, options: dict[str, str],
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak_of_experts(
     experts: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
     accumulation: int,
 ) -> None:  # fmt: skip
-    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, {}, 0.1)
+    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, {})
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak_of_split_sequences(
     case: Path, tmp_path: Path, sharding: str, checkpointing: str
 ) -> None:
     """Each rank holds half of every sequence, and of the full heads' keys all."""
-    _check(case, tmp_path, "no", sharding, checkpointing, 1, {}, 0.1, context_parallel=RANKS)
+    _check(case, tmp_path, "no", sharding, checkpointing, 1, {}, context_parallel=RANKS)
 
 
 def _check(
     case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int, options: dict[str, str], tolerance: float = 0.15, context_parallel: int = 1,
+    accumulation: int, options: dict[str, str], context_parallel: int = 1,
 ) -> None:  # fmt: skip
     micro = MICRO * context_parallel  # as many tokens on each rank
     runtime: dict[str, Any] = {
@@ -148,4 +148,4 @@ def _check(
     print(memory.breakdown)
     print(f"planned {memory.peak / 2**20:.2f} MiB, measured {[p / 2**20 for p in peaks]}")
     for peak in peaks:
-        assert memory.peak == pytest.approx(peak, rel=tolerance)
+        assert memory.peak == pytest.approx(peak, rel=0.1)

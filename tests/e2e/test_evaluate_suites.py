@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -21,7 +22,7 @@ from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.harness_tasks import read_records
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.position_suite import edges, position_table, token_losses
+from stages.evaluate.position_suite import documents, edges, position_table, token_losses
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from stages.evaluate.tables import not_shares
@@ -386,6 +387,13 @@ def test_a_copied_document_counts_once(folder, tmp_path):
     section = {"length": 300, "documents": 3, "path": str(tmp_path / "texts")}
     scores = _run(folder, tmp_path / "work", positions=section)
     assert scores.positions["original"].documents == 2
+
+
+def test_documents_of_transformers_do_not_begin_alike():
+    """Licences and warnings, the same in many files, would count as often."""
+    beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
+    assert len(set(beginnings)) == 32
+    assert all(text.startswith("class ") for text in beginnings)
 
 
 def test_position_table_compares_documents_in_pairs():

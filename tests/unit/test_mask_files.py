@@ -12,6 +12,7 @@ from bosch.budget import swa_budget
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
+from recipes.masks.make_masks import with_provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 MASKS = sorted((ROOT / "recipes" / "masks").rglob("*.json"))
@@ -31,6 +32,12 @@ def test_a_mask_is_named_by_its_method_and_ratio_and_says_where_it_is_from(path:
     provenance = json.loads(path.read_text())["provenance"]
     assert {"recipe", "command", "git_commit"} <= provenance.keys()
     assert (ROOT / provenance["recipe"]).is_file()
+
+
+@pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_mask_is_written_as_it_stands(path: Path) -> None:
+    provenance = json.loads(path.read_text())["provenance"]
+    assert with_provenance(HeadMaskFile.load(path), provenance) == path.read_text()
 
 
 @pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -143,6 +143,21 @@ def test_a_plan_counts_what_ligers_loss_holds() -> None:
     assert fused == liger_loss_bytes(64, shape.hidden, shape.vocabulary, 2) != plain
 
 
+@pytest.mark.parametrize("options", [{}, {"liger": True}, {"teacher": "original"}])
+def test_a_plan_counts_no_gradient_of_a_frozen_head(options: dict[str, Any]) -> None:
+    shape = DecoderShape.of(small_model().config)
+    runtime = Runtime(checkpointing="full")
+    trained, frozen = (
+        training_memory(
+            shape, TrainConfig(freeze=freeze, **options), runtime,
+            processes=1, tokens=64, accumulation=1,
+        ).loss
+        for freeze in ("none", "attention_only")
+    )  # fmt: skip
+    copies = 4 + 2 + 4 if options.get("liger") else 4 + 2
+    assert trained - frozen == copies * shape.hidden * shape.vocabulary
+
+
 def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; counts its calls."""
     calls: list[int] = []
