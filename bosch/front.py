@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
-from bosch.heads import MOST_HEADS, HeadMask
+from bosch.heads import MOST_HEADS, FieldTypes, HeadMask, typed_fields
 from bosch.window import MOST_WINDOWS, Window, Windows, rising_menu, window_menu
 
 FORMAT = 1
 MOST_POINTS = 100
-_LARGEST = 2**63
 
 Layout = tuple[tuple[int, ...], ...]
 
@@ -272,10 +271,9 @@ class Front:
             raise UserError(f"{path}: {error}") from error
 
 
-_Types = dict[str, tuple[type, ...]]
 _NUMBER = (int, float)
 _NONE = type(None)
-_FRONT_TYPES: _Types = {
+_FRONT_TYPES: FieldTypes = {
     "context": (int,),
     "model": (str,),
     "window_sizes": (list,),
@@ -286,7 +284,7 @@ _FRONT_TYPES: _Types = {
     "points": (list,),
     "chosen": (int, _NONE),
 }
-_POINT_TYPES: _Types = {
+_POINT_TYPES: FieldTypes = {
     "kv_slots": (int,),
     "bytes": (int, _NONE),
     "full_kv_heads": (int,),
@@ -308,7 +306,7 @@ def _of_content(content: object) -> Front:
     number = content.get("format")
     if number != FORMAT or type(number) is not int:
         raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
-    values = _typed(content, _FRONT_TYPES, "")
+    values = typed_fields(content, _FRONT_TYPES)
     layers, heads, sizes = (
         values["num_layers"], values["num_key_value_heads"], values["window_sizes"],
     )  # fmt: skip
@@ -322,7 +320,7 @@ def _of_content(content: object) -> Front:
         where = f"points[{index}]"
         if not isinstance(entry, dict):
             raise ValueError(f"{where}: expected a JSON object")
-        point = _typed(entry, _POINT_TYPES, f"{where}: ")
+        point = typed_fields(entry, _POINT_TYPES, f"{where}: ")
         rows = point.pop("layout")
         if not all(isinstance(row, list) and all(type(w) is int for w in row) for row in rows):
             raise ValueError(f"{where}: layout must hold one list of windows per layer")
@@ -334,16 +332,3 @@ def _of_content(content: object) -> Front:
         layout = tuple(tuple(row) for row in rows)
         points.append(FrontPoint(layout=layout, **point))
     return Front(**{**values, "window_sizes": tuple(sizes)}, points=tuple(points))
-
-
-def _typed(content: dict[str, Any], types: _Types, where: str) -> dict[str, Any]:
-    """The fields of `types`; raises ValueError for one that is missing or of another type."""
-    for name, expected in types.items():
-        if name not in content and _NONE not in expected:
-            raise ValueError(f"{where}the field {name} is missing")
-        value = content.get(name)
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise ValueError(f"{where}{name} has an unexpected value {value!r:.60}")
-        if isinstance(value, int | float) and not abs(value) < _LARGEST:
-            raise ValueError(f"{where}{name} is {value}, expected a finite number below 2^63")
-    return {name: content.get(name) for name in types}

@@ -289,60 +289,63 @@ class HeadMaskFile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
-        return _checked_file(load_user_json(path, "make it again", CONFIG_LIMITS), path)
+        content = load_user_json(path, "make it again", CONFIG_LIMITS)
+        try:
+            return _file_of(content)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
 
 
-def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile:
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object with a head mask")
-    number = content.get("format")
-    if number not in FORMATS or type(number) is not int:
-        raise UserError(
-            f"{path}: format is {number!r:.60}, this version reads formats "
-            f"{', '.join(str(known) for known in FORMATS)}"
-        )
-    several = number == 2 or (number == 3 and "window_sizes" in content)
-    types: dict[str, type | tuple[type, ...]] = {
-        "model": str,
-        "method": str,
-        "swa_ratio": (int, float),
-        **({"window_sizes": list} if several else {"window_size": int}),
-        "sinks": int,
-        "num_layers": int,
-        "num_key_value_heads": int,
-        "swa_kv_heads": list,
-        **({"sink_bias": list} if number == 3 else {}),
-        "score": (int, float, type(None)),
-        "seed": (int, type(None)),
-    }
+_NONE, _NUMBER = type(None), (int, float)
+FieldTypes = dict[str, tuple[type, ...]]
+
+
+def typed_fields(content: dict[str, Any], types: FieldTypes, where: str = "") -> dict[str, Any]:
+    """The fields of `types`; raises ValueError for one that is missing or of another type."""
     for name, expected in types.items():
-        optional = name in ("score", "seed")
-        if name not in content and not optional:
-            raise UserError(f"{path}: the field {name} is missing")
+        if name not in content and _NONE not in expected:
+            raise ValueError(f"{where}the field {name} is missing")
         value = content.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise UserError(f"{path}: {name} has an unexpected value {value!r:.60}")
+            raise ValueError(f"{where}{name} has an unexpected value {value!r:.60}")
         if isinstance(value, int | float) and not abs(value) < _LARGEST:
-            raise UserError(f"{path}: {name} is {value}, expected a finite number below 2^63")
-    ratio, heads = content["swa_ratio"], content["num_key_value_heads"]
+            raise ValueError(f"{where}{name} is {value}, expected a finite number below 2^63")
+    return {name: content.get(name) for name in types}
+
+
+def _file_of(content: object) -> HeadMaskFile:
+    """The file of a JSON value; raises ValueError where it is none."""
+    if not isinstance(content, dict):
+        raise ValueError("expected a JSON object with a head mask")
+    number = content.get("format")
+    if number not in FORMATS or type(number) is not int:
+        known = ", ".join(map(str, FORMATS))
+        raise ValueError(f"format is {number!r:.60}, this version reads formats {known}")
+    several = number == 2 or (number == 3 and "window_sizes" in content)
+    size: FieldTypes = {"window_sizes": (list,)} if several else {"window_size": (int,)}
+    values = typed_fields(content, {
+        "model": (str,), "method": (str,), "swa_ratio": _NUMBER, **size, "sinks": (int,),
+        "num_layers": (int,), "num_key_value_heads": (int,), "swa_kv_heads": (list,),
+        **({"sink_bias": (list,)} if number == 3 else {}),
+        "score": (*_NUMBER, _NONE), "seed": (int, _NONE),
+    })  # fmt: skip
+    ratio, heads = values["swa_ratio"], values["num_key_value_heads"]
     if not 0 <= ratio <= 1:
-        raise UserError(f"{path}: swa_ratio is {ratio}, expected a share from 0 to 1")
+        raise ValueError(f"swa_ratio is {ratio}, expected a share from 0 to 1")
     if not 1 <= heads <= MOST_HEADS:
-        raise UserError(f"{path}: num_key_value_heads is {heads}; that is no model")
-    rows = content["swa_kv_heads"]
+        raise ValueError(f"num_key_value_heads is {heads}; that is no model")
+    rows = values["swa_kv_heads"]
     if len(rows) > MOST_LAYERS:
-        raise UserError(f"{path}: swa_kv_heads has {len(rows):,} layers; that is no model")
-    if not several:
-        rows, sizes = [[row] for row in rows], [content["window_size"]]
-    else:
-        sizes = content["window_sizes"]
-        if len(sizes) > MOST_WINDOWS:
-            raise UserError(
-                f"{path}: window_sizes has {len(sizes):,} windows, a mask has at most "
-                f"{MOST_WINDOWS}"
-            )
+        raise ValueError(f"swa_kv_heads has {len(rows):,} layers; that is no model")
     per_layer = "one list of head indices per layer"
-    if several:
+    if not several:
+        rows, sizes = [[row] for row in rows], [values["window_size"]]
+    else:
+        sizes = values["window_sizes"]
+        if len(sizes) > MOST_WINDOWS:
+            raise ValueError(
+                f"window_sizes has {len(sizes):,} windows, a mask has at most {MOST_WINDOWS}"
+            )
         per_layer = f"for each layer a list of head indices for each of {len(sizes)} windows"
     if not all(
         isinstance(row, list)
@@ -350,32 +353,26 @@ def _checked_file(content: object, path: str | os.PathLike[str]) -> HeadMaskFile
         and all(isinstance(part, list) and all(type(h) is int for h in part) for part in row)
         for row in rows
     ):
-        raise UserError(f"{path}: swa_kv_heads must hold {per_layer}")
-    if len(rows) != content["num_layers"]:
-        raise UserError(
-            f"{path}: swa_kv_heads has {len(rows)} layers, num_layers says {content['num_layers']}"
+        raise ValueError(f"swa_kv_heads must hold {per_layer}")
+    if len(rows) != values["num_layers"]:
+        raise ValueError(
+            f"swa_kv_heads has {len(rows)} layers, num_layers says {values['num_layers']}"
         )
-    try:
-        menu = rising_menu(sizes, content["sinks"])
-        sliding = HeadMask.from_swa_kv_heads([chain(*row) for row in rows], heads)
-        choices = (~sliding.is_full).astype(np.uint8)
-        for layer, row in enumerate(rows):
-            for choice, part in zip(range(len(menu), 0, -1), row, strict=True):
-                choices[layer, part] = choice
-        mask = HeadMask.of_choices(choices)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+    menu = rising_menu(sizes, values["sinks"])
+    sliding = HeadMask.from_swa_kv_heads([chain(*row) for row in rows], heads)
+    choices = (~sliding.is_full).astype(np.uint8)
+    for layer, row in enumerate(rows):
+        for choice, part in zip(range(len(menu), 0, -1), row, strict=True):
+            choices[layer, part] = choice
     return HeadMaskFile(
-        content["model"], content["method"], ratio, mask, menu,
-        content.get("score"), content.get("seed"),
-        None if number < 3 else _checked_bias(content, menu[0].sinks, path),
+        values["model"], values["method"], ratio, HeadMask.of_choices(choices), menu,
+        values["score"], values["seed"],
+        None if number < 3 else _checked_bias(values, menu[0].sinks),
     )  # fmt: skip
 
 
-def _checked_bias(
-    content: Mapping[str, Any], sinks: int, path: str | os.PathLike[str]
-) -> tuple[tuple[float, ...], ...]:
-    """The sink bias of a head mask's file; raises UserError for numbers that are none."""
+def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, ...], ...]:
+    """The sink bias of a head mask's file; raises ValueError for numbers that are none."""
     bias = content["sink_bias"]
     layers, heads = content["num_layers"], content["num_key_value_heads"]
     rows: list[Any] = bias if len(bias) == layers else [None]
@@ -386,9 +383,9 @@ def _checked_bias(
         or width % heads
         or not all(type(x) in (int, float) and abs(x) < _LARGEST for row in rows for x in row)
     ):
-        raise UserError(
-            f"{path}: sink_bias must hold {layers} lists of finite numbers, one for each query head"
+        raise ValueError(
+            f"sink_bias must hold {layers} lists of finite numbers, one for each query head"
         )
     if sinks:
-        raise UserError(f"{path}: sink_bias takes the place of sinks, and sinks is {sinks}")
+        raise ValueError(f"sink_bias takes the place of sinks, and sinks is {sinks}")
     return tuple(tuple(float(x) for x in row) for row in bias)

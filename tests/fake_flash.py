@@ -28,14 +28,7 @@ def flash_attn_func(
     assert q.shape[2] % k.shape[2] == 0 and q.stride(-1) == k.stride(-1) == 1
     assert dropout_p == 0.0
     left, right = window_size
-    right = 0 if causal else right
-    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-    columns = torch.arange(k.shape[1])[None]
-    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    if left >= 0:
-        visible &= columns >= rows - left
-    if right >= 0:
-        visible &= columns <= rows + right
+    visible = _visible(q, k, left, 0 if causal else right)
     assert bool(visible.any(1).all())
     heads = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(heads, dim=2) for x in (k, v))
@@ -44,6 +37,18 @@ def flash_attn_func(
     scores = scores.masked_fill(~visible, float("-inf"))
     out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).contiguous()
     return (out, scores.logsumexp(-1), None) if return_attn_probs else out
+
+
+def _visible(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+    """Which keys each query sees, [Tq, Tk]."""
+    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    columns = torch.arange(k.shape[1])[None]
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    if left >= 0:
+        visible &= columns >= rows - left
+    if right >= 0:
+        visible &= columns <= rows + right
+    return visible
 
 
 def flash_attn_varlen_func(
@@ -107,11 +112,7 @@ def backward(
             )  # fmt: skip
         return
     left, right = window_size
-    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-    columns = torch.arange(k.shape[1])[None]
-    visible = columns <= rows + (0 if right < 0 else right)
-    if left >= 0:
-        visible &= columns >= rows - left
+    visible = _visible(q, k, left, max(0, right))
     heads = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(heads, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, keys) * softmax_scale

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from stages.measure.memory import memory_meter
+from stages.measure.process import memory_meter
 from stages.train import run
 from stages.train.storage import RestartPoints
 from tests.training_case import stage_config

@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bosch.attention import (
-    AttentionContext,
-    HeadLayout,
-    LogitTransform,
-    flash,
-    hybrid_attention,
-)
+from bosch.attention import AttentionContext, HeadLayout, LogitTransform, flash, hybrid_attention
 from bosch.attention.context_parallel import Messages, SplitPass, split_attention
 from bosch.context_split import ContextSplit
 from bosch.window import Window

@@ -1,8 +1,14 @@
-"""Turnover: heads that slide at a small ratio and not at a larger one (BOSCH §4.3, Table 3)."""
+"""Turnover, heads that slide at a small ratio and not at a larger one, and the swap test of it.
+
+BOSCH §4.3 and Table 3; the swap test, what it costs to exchange those heads, is that of C.1 and
+Tables 5, 19 and 20.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from bosch.analysis.jaccard import sliding_set
 from bosch.heads import HeadMask
@@ -43,3 +49,23 @@ def turnover(small: HeadMask, large: HeadMask) -> Turnover:
         raw=int((a & ~b).sum()) / size_small,
         most=min(size_small, a.size - size_large) / size_small,
     )
+
+
+def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
+    """A'_l: random members of A_l make room for all of A_s \\ A_l (BOSCH C.1).
+
+    As many leave as enter, so A'_l is on the budget of `large`; it is `large` itself when nothing
+    turned over. The same seed gives the same mask. Raises ValueError when the masks differ in
+    shape or A_l is the smaller set.
+    """
+    if small.is_full.shape != large.is_full.shape:
+        raise ValueError(f"masks of shape {small.is_full.shape} and {large.is_full.shape}")
+    a, b = sliding_set(small), sliding_set(large)
+    if a.sum() > b.sum():
+        raise ValueError("the mask of the smaller ratio has more sliding heads")
+    entering = np.flatnonzero(a & ~b)
+    members = np.flatnonzero(b)
+    leaving = np.random.default_rng(seed).choice(members, len(entering), replace=False)
+    result = b.copy()
+    result[entering], result[leaving] = True, False
+    return HeadMask(~result.reshape(large.is_full.shape))

@@ -5,12 +5,13 @@ Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension, R rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bosch.baselines.capture import LayerStates
+from bosch.window import Window
 
 ROWS = 128
 
@@ -60,3 +61,17 @@ def local_and_all(weights: Tensor, begin: int, end: int, window_size: int) -> Te
     local = lags(begin, end, 0, weights.device) < window_size
     inside = (weights * local).sum(dim=-1).double().sum(dim=-1)
     return torch.stack([inside, weights.sum(dim=-1).double().sum(dim=-1)], dim=-1)
+
+
+def outside(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
+    """Sums of weights [H, R, end] that each window hides, after a 0 for full attention.
+
+    Returns [H, 1 + windows] in float64.
+    """
+    distance = lags(begin, end, 0, weights.device)
+    keys = torch.arange(end, device=weights.device)
+    sums = [torch.zeros(len(weights), dtype=torch.float64, device=weights.device)]
+    for window in windows:
+        hidden = (distance >= window.size) & (keys >= window.sinks)
+        sums.append((weights * hidden).sum(dim=-1).double().sum(dim=-1))
+    return torch.stack(sums, dim=-1)

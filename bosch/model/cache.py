@@ -24,13 +24,7 @@ from transformers.cache_utils import (
 )
 
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import (
-    CachedGroup,
-    CachedStates,
-    HeadGroup,
-    HeadLayout,
-    gather_sinks,
-)
+from bosch.attention.layout import CachedGroup, CachedStates, HeadGroup, HeadLayout, gather_sinks
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 from bosch.window import Window

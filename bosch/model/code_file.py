@@ -33,7 +33,6 @@ MODULES = (
     "model/families.py",
     "attention/context.py",
     "attention/layout.py",
-    "attention/bands.py",
     "attention/logit_transform.py",
     "attention/kernels.py",
     "attention/head_logits.py",

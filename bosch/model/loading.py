@@ -21,12 +21,7 @@ from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
 from bosch.model.families import FAMILIES, HYBRID_PREFIX
 from bosch.model.registration import register_model
-from bosch.model.untrusted import (
-    DEQUANTISED,
-    check_faults,
-    model_file_fault,
-    model_file_faults,
-)
+from bosch.model.untrusted import DEQUANTISED, check_faults, model_file_fault, model_file_faults
 from bosch.weight_files import weight_faults
 
 

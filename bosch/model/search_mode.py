@@ -13,13 +13,7 @@ from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.families import (
-    SINK_BIAS,
-    decoder_layers,
-    family_of,
-    logit_needs,
-    text_config,
-)
+from bosch.model.families import SINK_BIAS, decoder_layers, family_of, logit_needs, text_config
 from bosch.model.interface import (
     NAME,
     attention_modules,

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedGroup, CachedStates, HeadLayout, gather_sinks
-from bosch.model.cache import (
-    GroupCache,
-    SplitCache,
-    SplitCacheLayer,
-    cache_layer,
-    check_removed,
-)
+from bosch.model.cache import GroupCache, SplitCache, SplitCacheLayer, cache_layer, check_removed
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 

@@ -6,13 +6,14 @@ from bosch.heads import HeadMask
 from bosch.search.bosch import (
     SearchResult,
     final_result,
+    group_name,
+    layer_importance,
     layer_rows,
     measure_anchors,
     rank_layers,
 )
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
-from bosch.search.layer_importance import group_name, layer_importance
 from bosch.search.settings import SearchSettings
 from bosch.search.subproblem import optimise_layers, restore_units
 

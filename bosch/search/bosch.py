@@ -1,4 +1,13 @@
-"""The whole procedure: from a scorer to a head mask on budget."""
+"""BOSCH §2.2: from a scorer to a head mask on budget, by Algorithms 1 to 3.
+
+Algorithm 1 (§2.2.1) measures how much the score suffers when a layer is localised, Algorithm 2
+(§2.2.2) says how many units of each layer become sliding, Algorithm 3 (§2.2.3) chooses them jointly
+among layers of equal ratio.
+
+Algorithm 2 has two corrections: the drop is positive when the score falls (the published sign would
+localise the hardest layers most), and the reconciliation ends when no bucket step fits, the rest
+being given unit by unit, so that the budget is met exactly.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from bosch.budget import swa_budget
 from bosch.front import Front
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
-from bosch.search.head_selection import head_selection
-from bosch.search.layer_importance import LayerImportance, layer_importance
+from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
 from bosch.search.loss import Anchors, Loss
-from bosch.search.ratio_assignment import LayerRatios, assign_ratios, layer_drops
 from bosch.search.settings import SearchSettings
+from bosch.search.subproblem import optimise_layers
 
 
 @dataclass(frozen=True)
@@ -151,3 +161,211 @@ def layer_rows(
         }
         for layer, quota in enumerate(quotas or ratios.quotas)
     ]
+
+
+@dataclass(frozen=True)
+class LayerImportance:
+    """Score and log-likelihood after each layer was localised, by layer index, and the last mask.
+
+    Layer l's entries were measured with all layers above it already localised. Layers of one of
+    the `groups` were localised together and share an entry.
+    """
+
+    best_scores: list[float]
+    best_log_likelihoods: list[float]
+    mask: HeadMask
+    groups: list[list[int]]
+
+    def averaged(self, drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Drops with each group's spread evenly over its layers."""
+        result = drops.copy()
+        for group in self.groups:
+            result[group] = drops[group].mean()
+        return result
+
+
+def layer_importance(
+    evaluator: Evaluator, settings: SearchSettings, loss: Loss, layers_per_group: int = 1
+) -> LayerImportance:
+    """Localise ceil(rho H) units of one layer after another, top layer first (Algorithm 1).
+
+    With more `layers_per_group`, neighbouring layers are searched jointly, in groups of equal size
+    or nearly so, and ceil(rho |g| H) units of a group g are localised.
+    """
+    num_layers, units = evaluator.shape
+    mask = HeadMask.all_full(num_layers, units)  # line 3
+    scores, log_likelihoods = [0.0] * num_layers, [0.0] * num_layers
+    groups = layer_groups(num_layers, layers_per_group)
+    for group in reversed(groups):  # line 4
+        quota = swa_budget(len(group) * units, settings.swa_ratio)
+        solution = optimise_layers(
+            evaluator, settings, loss, mask, group, quota, "layer_importance", group_name(group)
+        )  # lines 5 to 7
+        mask = solution.mask
+        for layer in group:
+            scores[layer] = solution.evaluation.score  # line 8
+            log_likelihoods[layer] = solution.evaluation.log_likelihood
+    return LayerImportance(scores, log_likelihoods, mask, groups)  # line 9
+
+
+def group_name(group: Sequence[int]) -> str:
+    """Name of a group of neighbouring layers in logs and traces."""
+    return f"layer {group[0]}" if len(group) == 1 else f"layers {group[0]} to {group[-1]}"
+
+
+_PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class LayerRatios:
+    """Result by layer: d (`drops`), w (`weights`, 1 is hardest) and sliding units (`quotas`)."""
+
+    drops: list[float]
+    weights: list[float]
+    quotas: list[int]
+    hardest_first: list[int]
+
+
+def layer_drops(best: Sequence[float], original: float, scale: float) -> npt.NDArray[np.float64]:
+    """d_l = drop_l - drop_{l+1}: what localising layer l cost on top of the layers above it."""
+    drop = (original - np.asarray(best, dtype=np.float64)) / scale  # line 6, its sign corrected
+    added: npt.NDArray[np.float64] = drop - np.append(drop[1:], 0.0)  # line 7
+    return added
+
+
+def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """d clipped to its 2.5 and 97.5 percentiles and rescaled to w in [0, 1]; 0.5 if all equal."""
+    low, high = np.percentile(drops, _PERCENTILES)  # line 8
+    if high <= low:
+        return np.full(len(drops), 0.5)
+    clipped = np.clip(drops, low, high)  # line 10
+    weights: npt.NDArray[np.float64] = (clipped - low) / (high - low)  # line 11
+    return weights
+
+
+def assign_ratios(
+    drops: npt.NDArray[np.float64],
+    num_heads: int,
+    budget: int,
+    buckets: Sequence[float],
+    tie_drops: npt.NDArray[np.float64] | None = None,
+) -> LayerRatios:
+    """Sliding units per layer, `budget` in all (Algorithm 2).
+
+    `drops` is d of `layer_drops`. Layers of equal weight are ordered by `tie_drops` (hardest is
+    largest) where given, then by index. With `tie_drops`, layers that all have the same weight get
+    the uniform ratio: no score says that one of them is harder. A bucket b stands for ceil(b H)
+    units.
+    """
+    num_layers = len(drops)
+    weights = layer_weights(drops)
+    tie = np.zeros(num_layers) if tie_drops is None else tie_drops
+    hardest_first = np.lexsort((np.arange(num_layers), -tie, -weights)).tolist()
+    units = [swa_budget(num_heads, b) for b in buckets]
+    if tie_drops is not None and np.ptp(weights) == 0:
+        quotas = [budget // num_layers] * num_layers
+    else:
+        rank = [0] * num_layers
+        for j, group in enumerate(split_evenly(hardest_first, len(buckets))):  # line 12
+            for layer in group:
+                rank[layer] = j  # line 13
+        quotas = _step_buckets(rank, units, hardest_first, budget)
+    quotas = _give_remainder(quotas, num_heads, hardest_first, budget)
+    return LayerRatios(drops.tolist(), weights.tolist(), quotas, hardest_first)
+
+
+def _step_buckets(
+    ranks: list[int], units: list[int], hardest_first: list[int], target: int
+) -> list[int]:
+    """Move layers between neighbouring buckets while a step fits the gap (lines 17 to 33)."""
+    rank = list(ranks)
+    gap = target - sum(units[r] for r in rank)  # lines 14 and 15
+    direction = 1 if gap > 0 else -1
+    order = hardest_first[::-1] if gap > 0 else hardest_first  # line 16
+    moved = True
+    while gap != 0 and moved:
+        moved = False
+        for layer in order:
+            neighbour = rank[layer] + direction
+            if not 0 <= neighbour < len(units):
+                continue
+            step = units[neighbour] - units[rank[layer]]
+            if abs(step) <= abs(gap):
+                rank[layer] = neighbour
+                gap -= step
+                moved = True
+            if gap == 0:
+                break
+    return [units[r] for r in rank]  # line 34
+
+
+def _give_remainder(
+    quotas: list[int], num_heads: int, hardest_first: list[int], target: int
+) -> list[int]:
+    """Give what no bucket step could to the easiest layers, or take it from the hardest ones."""
+    quotas = list(quotas)
+    gap = target - sum(quotas)
+    direction = 1 if gap > 0 else -1
+    order = hardest_first[::-1] if gap > 0 else hardest_first
+    while gap != 0:
+        for layer in order:
+            if gap != 0 and 0 <= quotas[layer] + direction <= num_heads:
+                quotas[layer] += direction
+                gap -= direction
+    return quotas
+
+
+def ratio_groups(
+    quotas: Sequence[int], num_heads: int, max_variables: int
+) -> list[tuple[list[int], int]]:
+    """Layers of equal quota, most sliding first, as (layers, units of one layer).
+
+    A group of too many variables is split into subgroups of neighbours in depth, of equal size or
+    nearly so. The deepest one comes first: while it is searched, no layer below it has changed.
+    Layers with no sliding unit are left out.
+    """
+    limit = max_layers_per_group(num_heads, max_variables)
+    groups = []
+    for quota in sorted(set(quotas) - {0}, reverse=True):
+        layers = [layer for layer, q in enumerate(quotas) if q == quota]
+        subgroups = -(-len(layers) // limit) if quota < num_heads else 1
+        groups += [(subgroup, quota) for subgroup in reversed(split_evenly(layers, subgroups))]
+    return groups
+
+
+def head_selection(
+    evaluator: Evaluator, settings: SearchSettings, loss: Loss, quotas: Sequence[int]
+) -> HeadMask:
+    """Choose `quotas[l]` units of each layer, summed over the layers of a group (Algorithm 3).
+
+    `quotas` are M of line 5. Starts from all full. Groups of ratio 0 and 1 are set, not searched.
+    """
+    num_layers, units = evaluator.shape
+    mask = HeadMask.all_full(num_layers, units)  # line 4
+    groups = ratio_groups(quotas, units, settings.max_group_variables)  # line 6
+    for number, (layers, quota) in enumerate(groups):  # line 7
+        if quota == units:
+            for layer in layers:
+                mask = mask.with_layer(layer, np.zeros(units, dtype=np.bool_))
+            continue
+        solution = optimise_layers(
+            evaluator, settings, loss, mask, layers, quota * len(layers),
+            "head_selection", f"group {number}",
+        )  # lines 8 to 10  # fmt: skip
+        mask = solution.mask
+        if solution.plateau:
+            evaluator.note(
+                f"group {number} ({_named(layers)}): every candidate scored "
+                f"{solution.evaluation.score:.4g}; " + _plateau_consequence(settings.break_ties)
+            )
+    return mask  # line 11
+
+
+def _named(layers: Sequence[int]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+
+
+def _plateau_consequence(break_ties: bool) -> str:
+    if break_ties:
+        return "its heads were chosen by log-likelihood alone"
+    return "the choice of its heads is arbitrary"

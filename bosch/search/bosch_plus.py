@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,13 +38,14 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
 from bosch.search.gates import Gates, RunningWorth, largest, scaled
+from bosch.search.gradient_search import Move, Worth
 from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
 
 logger = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.bool_]
-Worth = npt.NDArray[np.float64]
+Values = npt.NDArray[np.float64]
 Units = npt.NDArray[np.int64]
 
 _STEPS = 8
@@ -87,7 +87,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     anchors.check()
     search = _Search(evaluator, settings)
     _note_least_budget(evaluator, settings)
-    if evaluator.has_gradients and search.left >= 1 + search.gradient_cost:
+    if evaluator.has_gradients and search.left >= 1 + search.worth.cost:
         search.start()
         search.improve()
     else:
@@ -132,29 +132,10 @@ class _Incumbent:
         return (score, log_likelihood) > self.evaluation.rank
 
 
-@dataclass
-class _Move:
-    """One way to a new mask, how often it won, and the passes that it took.
-
-    One that is `last` waits until swaps no longer win.
-    """
-
-    name: str
-    propose: Callable[[_Track], Bits | None]
-    last: bool = True
-    wins: int = 0
-    passes: float = 0.0
-
-    @property
-    def promise(self) -> float:
-        """Wins per pass, starting from one win in two passes, so that each move is tried."""
-        return (self.wins + 1.0) / (self.passes + 2.0)
-
-
 class _Track:
     """The search from one start: its best mask, its moves, and how they fare."""
 
-    def __init__(self, start: _Incumbent, units: int, moves: list[_Move]) -> None:
+    def __init__(self, start: _Incumbent, units: int, moves: list[Move]) -> None:
         self.best, self.moves = start, moves
         self.failed_swaps = np.zeros(units)
         # Masks since a swap won, masks since any move won, and proposals in a row of nothing new.
@@ -176,17 +157,10 @@ class _Search:
         self.num_units = self.shape[0] * self.shape[1]
         self.full_units = self.num_units - evaluator.budget
         self.budget = self.left = float(plus_budget(settings, self.shape[0]))
-        self.gradients = 0
-        # The dearest share's, so that no gradient costs more than was left for it.
-        self.gradient_cost = max(
-            (evaluator.cost_of_gradient(share, SHARES) for share in range(SHARES))
-            if evaluator.has_gradients
-            else (0.0,)
-        )
+        self.worth = Worth(evaluator, self._gradient)
         self.tracks: list[_Track] = []
         self._rng = np.random.default_rng(0)
         self._tried: set[bytes] = set()
-        self._worth_at: dict[bytes, tuple[Worth, int]] = {}
         self._total_worth = np.zeros(self.num_units)
 
     @property
@@ -201,31 +175,31 @@ class _Search:
             self.full_units, self.num_units, self.left,
         )  # fmt: skip
         everything = np.ones(self.num_units, dtype=np.bool_)
-        at_full = self._gradient(everything)
+        at_full = self.worth.with_another(everything)
         self._start_gates()
         bits = self._eliminated(everything, self._for_elimination)
-        if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradient_cost:
+        if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.worth.cost:
             bits = self._exchanged(bits, max(1, self.full_units // 4))
         track = self._track(bits, "gradients", self._moves())
         if track is None:
             return
         if len(self.tracks) == 1:
-            if self.left >= 1 + self.gradient_cost:
-                at_sliding = self._gradient(~everything)
+            if self.left >= 1 + self.worth.cost:
+                at_sliding = self.worth.with_another(~everything)
                 self._measure(track, self._largest(scaled(at_full) + scaled(at_sliding)), "start")
             return
         of_layer = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
         layers = np.zeros(self.num_units, dtype=np.bool_)
         layers[np.lexsort((-at_full, -of_layer))[: self.full_units]] = True
         for name, mask in (("layers", layers), ("mean", self._largest(self._total_worth))):
-            if self.left >= 2 + _EXCHANGES * self.gradient_cost:
+            if self.left >= 2 + _EXCHANGES * self.worth.cost:
                 self._measure(track, mask, "start", name)
 
-    def _moves(self) -> list[_Move]:
+    def _moves(self) -> list[Move]:
         return [
-            _Move("swap", self._swap, last=False),
-            _Move("kick", self._kick),
-            _Move("regrowth", self._regrowth),
+            Move("swap", self._swap),
+            Move("kick", self._kick, last=True),
+            Move("regrowth", self._regrowth, last=True),
         ]
 
     def _start_gates(self) -> None:
@@ -237,18 +211,18 @@ class _Search:
 
         def learn(gradients: int) -> Bits:
             for _ in range(gradients):
-                gates.learn(self._gradient(gates.drawn()))
+                gates.learn(self.worth.with_another(gates.drawn()))
             return gates.mask()
 
         def go_on(track: _Track) -> Bits | None:
-            affordable = self.left >= 1 + _MORE_GATES * self.gradient_cost
+            affordable = self.left >= 1 + _MORE_GATES * self.worth.cost
             return learn(_MORE_GATES) if affordable else None
 
-        self._track(learn(count), "gates", [*self._moves(), _Move("gates", go_on, last=False)])
+        self._track(learn(count), "gates", [*self._moves(), Move("gates", go_on)])
 
     def _gates_to_learn(self) -> int:
         """How many gradients learned gates get; none where one start has use for all of them."""
-        cost = self.gradient_cost
+        cost = self.worth.cost
         if self.full_units < _FEWEST_FULL:
             return 0
         if self.left < 2 * (1 + _STEPS * cost):
@@ -258,7 +232,7 @@ class _Search:
         count = int(min(most, _GATES_OF_SPARE * spare / cost)) if cost > 0 else most
         return count if count >= _FEWEST_GATES else 0
 
-    def _track(self, bits: Bits, name: str, moves: list[_Move]) -> _Track | None:
+    def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
         """A new track from a mask that is measured; None where another track has that mask."""
         if bits.tobytes() in self._tried:
             return None
@@ -277,13 +251,13 @@ class _Search:
 
         A share of the budget; of a small budget all that first exchanges and one mask leave.
         """
-        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradient_cost
-        return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradient_cost))
+        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.worth.cost
+        return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.worth.cost))
 
     def improve(self) -> None:
         """Exchanges in each track, then moves until nothing is left to spend or to propose."""
         for track in sorted(self.tracks, key=lambda t: t.best.evaluation.rank, reverse=True):
-            if self.left > 1 + 2 * self.gradient_cost:
+            if self.left > 1 + 2 * self.worth.cost:
                 bits = self._exchanged(track.bits, max(1, self.full_units // 4))
                 self._measure(track, bits, "swaps")
 
@@ -300,7 +274,7 @@ class _Search:
     def _move(self, track: _Track) -> None:
         """The move of a track that promises most of those it may make."""
         before = self.left
-        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.gradient_cost
+        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.worth.cost
         moves = [move for move in track.moves if may_kick or not move.last]
         move = max(moves, key=lambda m: m.promise)
         bits = move.propose(track)
@@ -345,7 +319,7 @@ class _Search:
             fruitless = 0
             self._measure(track, child, "swaps")
 
-    def _worth_alone(self) -> Worth:
+    def _worth_alone(self) -> Values:
         """How much log-likelihood each unit costs that slides while all others are full."""
         worth = np.empty(self.num_units)
         for unit in range(self.num_units):
@@ -360,37 +334,25 @@ class _Search:
 
     def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""
-        has_gradient = track.bits.tobytes() in self._worth_at
-        return self.left >= 1 + (0.0 if has_gradient else self.gradient_cost)
+        is_known = self.worth.known(track.bits) is not None
+        return self.left >= 1 + (0.0 if is_known else self.worth.cost)
 
     def _mask(self, bits: Bits) -> HeadMask:
         return HeadMask(bits.reshape(self.shape))
 
-    def _gradient(self, bits: Bits) -> Worth:
-        """Worth of each unit at a mask: the mean of the gradients that were taken there."""
-        share = self.gradients % SHARES
+    def _gradient(self, bits: Bits, share: int) -> Values:
+        """A gradient at a mask: what each unit is worth there."""
         result = self.evaluator.gate_gradient(self._mask(bits), share, SHARES)
-        self.gradients += 1
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
-            self.gradients, bits.sum(), max(0.0, self.left),
+            self.worth.taken + 1, bits.sum(), max(0.0, self.left),
         )  # fmt: skip
-        mean, count = self._worth_at.get(bits.tobytes(), (np.zeros(self.num_units), 0))
         values = np.array(result.values, dtype=np.float64).reshape(-1)
-        updated: Worth = (mean * count + values) / (count + 1)
-        self._worth_at[bits.tobytes()] = updated, count + 1
         self._total_worth += values
-        return updated
+        return values
 
-    def _worth(self, bits: Bits, shares: int = 1) -> Worth:
-        """Mean of at least `shares` gradients at a mask, those taken there before included."""
-        mean, count = self._worth_at.get(bits.tobytes(), (np.zeros(self.num_units), 0))
-        for _ in range(shares - count):
-            mean = self._gradient(bits)
-        return mean
-
-    def _largest(self, worth: Worth) -> Bits:
+    def _largest(self, worth: Values) -> Bits:
         """The mask that keeps the units of greatest worth full."""
         return largest(worth, self.full_units)
 
@@ -428,13 +390,13 @@ class _Search:
         """
         surplus = int(bits.sum()) - self.full_units
         steps, shares = min(_STEPS, math.ceil(math.sqrt(surplus))), 1
-        if self.gradient_cost > 0:
-            steps = min(steps, max(1, int(passes / self.gradient_cost)))
-            shares = min(SHARES, max(1, int(0.6 * passes / self.gradient_cost / max(1, steps))))
+        if self.worth.cost > 0:
+            steps = min(steps, max(1, int(passes / self.worth.cost)))
+            shares = min(SHARES, max(1, int(0.6 * passes / self.worth.cost / max(1, steps))))
         start = int(bits.sum())
         running = RunningWorth(self.num_units)
         for step in range(1, steps + 1):
-            worth = running.add(self._worth(bits, shares))
+            worth = running.add(self.worth.at(bits, shares))
             rest = self.full_units
             if step < steps and rest > 0:
                 rest = round(start * (rest / start) ** (step / steps))
@@ -446,8 +408,8 @@ class _Search:
 
     def _exchanged(self, bits: Bits, most: int) -> Bits:
         """Exchange up to `most` pairs, then half as many, as long as gradients promise a gain."""
-        while most >= 1 and self.left >= 1 + self.gradient_cost:
-            worth = self._worth(bits)
+        while most >= 1 and self.left >= 1 + self.worth.cost:
+            worth = self.worth.at(bits)
             gains, losses = self._ordered(bits, worth)
             # Units that can stand in for each other all promise the same gain: take some of them.
             pool = gains[: 2 * most]
@@ -462,7 +424,7 @@ class _Search:
             most //= 2
         return bits
 
-    def _ordered(self, bits: Bits, worth: Worth) -> tuple[Units, Units]:
+    def _ordered(self, bits: Bits, worth: Values) -> tuple[Units, Units]:
         """Sliding units of greatest worth first, full units of least worth first."""
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         return (
@@ -473,7 +435,7 @@ class _Search:
     def _swap(self, track: _Track) -> Bits | None:
         """The most promising swap of two units of the best mask, among those not tried."""
         bits = track.bits
-        worth = self._worth(bits)
+        worth = self.worth.at(bits)
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         if not len(gains) or not len(losses):
             return None
@@ -510,7 +472,7 @@ class _Search:
         count = math.ceil(len(sliding) * self._rng.choice([0.125, 0.25, 0.5]))
         bits = track.bits.copy()
         bits[self._rng.choice(sliding, count, replace=False)] = True
-        return self._eliminated(bits, min(4 * self.gradient_cost, self.left - 1))
+        return self._eliminated(bits, min(4 * self.worth.cost, self.left - 1))
 
 
 def _exchange(bits: Bits, losses: Units, gains: Units) -> Bits:

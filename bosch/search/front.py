@@ -87,7 +87,7 @@ class _Search(Moves):
         """
         if not self.budgets:
             return
-        each = max(self.gradient_cost, 1e-9)
+        each = max(self.worth.cost, 1e-9)
         gradients = int(_START_SHARE * self.free / each)
         for_gates = self._gates_to_learn(gradients)
         if for_gates:
@@ -131,7 +131,7 @@ class _Search(Moves):
             if not self._pays(point.choices):
                 break
             is_blind = point.evaluation.score <= self._end(self.nothing).score
-            local = worth if is_blind else self._worth(point.choices)
+            local = worth if is_blind else self.worth.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
             kind = max(promised, key=lambda one: promised[one])
             if promised[kind] <= _sum_of(local, point.choices):
@@ -162,7 +162,7 @@ class _Search(Moves):
         worth: Values = np.zeros((*self.shape, self.kinds))
         for number, level in enumerate(levels):
             if number % every == 0:
-                fresh = self._worth(choices, shares)
+                fresh = self.worth.at(choices, shares)
                 worth = running.add(fresh.reshape(-1)).reshape(fresh.shape)
             order = order_of(chain, worth)
             choices = self._of_window(self.kinds - 1, worth, level, order, choices)
@@ -199,7 +199,7 @@ class _Search(Moves):
         """How many of so many gradients gates get; none where these are too few for two starts."""
         most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
-        if self._fixed is not None or not self._drawn or count < _FEWEST_GATES:
+        if self.worth.fixed is not None or not self._drawn or count < _FEWEST_GATES:
             return 0
         return count
 
@@ -218,7 +218,7 @@ class _Search(Moves):
             kind = self.kinds - 1 - turn % (self.kinds - 1)
             wanted = gates[..., 0] - gates[..., kind] + _NOISE * self._rng.gumbel(size=self.shape)
             choices = np.where(largest(wanted.reshape(-1), counts[number]), 0, kind)
-            gates = gates + _STEP * scaled(self._gradient(choices.reshape(self.shape)))
+            gates = gates + _STEP * scaled(self.worth.with_another(choices.reshape(self.shape)))
         return gates
 
     def _add(self, number: int, choices: Choices, name: str) -> None:
@@ -264,7 +264,7 @@ class _Search(Moves):
                 known.append((evaluation.rank, choices))
         best = max(known, key=lambda one: one[0], default=None)
         if best is None or best[0] < point.evaluation.rank:
-            worth = self._worth_at.get(point.choices.tobytes(), (self._fixed, 0))[0]
+            worth = self.worth.known(point.choices)
             own = np.arange(self.kinds) == point.choices[..., None]
             worth = np.zeros(own.shape) if worth is None else worth
             worth = worth + own * (float(np.abs(worth).mean()) or 1.0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
 from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
 from bosch.search.front_state import Point, State
+from bosch.search.gradient_search import Move
 
 # Masks in a row that bring a budget nothing before another one has its turn.
 _PATIENCE = 6
@@ -21,35 +19,20 @@ _STEPS = 256
 _NESTING_SHARE = 0.1
 
 
-@dataclass
-class _Move:
-    """One way to a new layout for a budget, how often it won, and the passes that it took."""
-
-    name: str
-    propose: Callable[[int], Choices | None]
-    wins: int = 0
-    passes: float = 0.0
-
-    @property
-    def promise(self) -> float:
-        """Wins per pass, starting from one win in two passes, so that each move is tried."""
-        return (self.wins + 1.0) / (self.passes + 2.0)
-
-
 class Moves(State):
     """The state with its moves."""
 
     def improve(self) -> None:
         """Moves for one budget after the other until nothing is left to spend or to propose."""
         self.for_nesting = _NESTING_SHARE * self.all_passes
-        grown = _Move("grown", self._grown_move)
+        grown = Move("grown", self._grown_move)
         moves = [
-            _Move("exchange", self._exchange_move),
-            _Move("swap", self._swap),
+            Move("exchange", self._exchange_move),
+            Move("swap", self._swap),
             grown,
-            _Move("shrunk", self._shrunk_move),
-            _Move("kick", self._kick),
-            *([_Move("other start", self.other_start)] if self.other_start else []),
+            Move("shrunk", self._shrunk_move),
+            Move("kick", self._kick),
+            *([Move("other start", self.other_start)] if self.other_start else []),
         ]
         fruitless = 0
         while self.points and self.free >= 1 and fruitless < _FRUITLESS * len(self.points):
@@ -103,7 +86,7 @@ class Moves(State):
     def _exchanged(self, choices: Choices, budget: int, most: int) -> Choices:
         """Change up to 2 x `most` units as gradients propose, then half as many, and so on."""
         while most >= 1 and self._pays(choices):
-            changed = self._stepped(choices, self._worth(choices), budget, 2 * most)
+            changed = self._stepped(choices, self.worth.at(choices), budget, 2 * most)
             if (changed == choices).all():
                 break
             choices = changed
@@ -144,7 +127,7 @@ class Moves(State):
     def _swap(self, number: int) -> Choices | None:
         """The most promising change of two units, one wider and one narrower, not yet tried."""
         point = self.points[number]
-        choices, worth = point.choices, self._worth(point.choices)
+        choices, worth = point.choices, self.worth.at(point.choices)
         own = np.take_along_axis(worth, choices[..., None], axis=2)
         penalty = _FAILURE * float(np.abs(worth[..., 0]).mean()) * point.failed
         gains = (worth - own - penalty[..., None]).reshape(-1)
@@ -196,7 +179,7 @@ class Moves(State):
     def _grown(self, number: int) -> Choices:
         """The layout of the next scarcer budget, wider by its gradients, in one order with it."""
         below = self.points[number - 1]
-        worth, budget = self._worth(below.choices), self.budgets[number]
+        worth, budget = self.worth.at(below.choices), self.budgets[number]
         order = order_of(
             self._chain(below.choices, [self.points[one] for one in range(number - 1)]), worth
         )
@@ -207,7 +190,7 @@ class Moves(State):
         if number + 1 == len(self.points):
             return None
         above = self.points[number + 1]
-        worth, budget = self._worth(above.choices), self.budgets[number]
+        worth, budget = self.worth.at(above.choices), self.budgets[number]
         order = order_of(
             self._chain(
                 above.choices, [self.points[one] for one in range(number + 2, len(self.points))]

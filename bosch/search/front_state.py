@@ -14,6 +14,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, slots_of
 from bosch.search.evaluator import SHARES, Evaluator, Phase, SlotBudgets
+from bosch.search.gradient_search import Worth
 from bosch.search.methods import front_budget
 from bosch.search.settings import SearchSettings
 
@@ -63,21 +64,14 @@ class State:
             int(slots_of(choices, self.costs)) for choices in (self.nothing, self.everything)
         )
         self.left = self.all_passes = float(front_budget(settings, self.shape[0]))
-        self.has_gradients = evaluator.has_gradients
-        self.gradient_cost = max(
-            (evaluator.cost_of_gradient(share, SHARES) for share in range(SHARES))
-            if self.has_gradients
-            else (0.0,)
-        )
+        self.worth = Worth(evaluator, self._gradient)
         self.held_out_cost = evaluator.held_out_passes
         self.for_nesting = 0.0
-        self.gradients = self.evaluations = 0
+        self.evaluations = 0
         self.points: dict[int, Point] = {}
         self.kinds_tried = False
         self.other_start: Callable[[int], Choices | None] | None = None
         self._rng = np.random.default_rng(0)
-        self._worth_at: dict[bytes, tuple[Values, int]] = {}
-        self._fixed: Values | None = None
         self._measured: dict[bytes, Evaluation] = {}
         self._tried: set[tuple[int, bytes]] = set()
         self._cost_of: dict[bytes, float] = {}
@@ -111,7 +105,7 @@ class State:
             inside.append(self.chosen)
         inside = sorted({*inside})
         costs = [self._cost_of_first(one) for one in inside]
-        rest = self.left - self._for_ends - 2 * self.gradient_cost
+        rest = self.left - self._for_ends - 2 * self.worth.cost
         affordable = max(1, int(rest / max([1e-9, *costs])))
         if sum(costs) > rest and len(inside) > affordable:
             self.evaluator.note(
@@ -176,14 +170,14 @@ class State:
 
     def find_values(self) -> None:
         """Values of single changes, for a scorer without gradients or a budget without any."""
-        if self.has_gradients and self.free >= self.gradient_cost:
+        if self.evaluator.has_gradients and self.free >= self.worth.cost:
             return
         reason = (
             "the budget does not pay for one gradient"
-            if self.has_gradients
+            if self.evaluator.has_gradients
             else "the scorer has no gradients of gates"
         )
-        self.has_gradients, self.gradient_cost = False, 0.0
+        self.worth.cost = 0.0
         layers, units = self.shape
         extra = self.kinds - 2
         if self.free >= layers * units + extra:
@@ -196,7 +190,7 @@ class State:
         shares = np.array([1.0, *[0.5] * extra, 0.0])
         if self.free >= extra:
             shares[1:-1] = [self._share_of_window(kind) for kind in range(1, self.kinds - 1)]
-        self._fixed = alone[..., None] * shares
+        self.worth.fixed = alone[..., None] * shares
 
     def _end(self, choices: Choices) -> Evaluation:
         """The anchor's evaluation: every unit with one choice."""
@@ -223,32 +217,14 @@ class State:
         own = self._spend(np.full(self.shape, kind), "ablation", f"window {kind}").log_likelihood
         return float(np.clip((own - low) / (high - low), 0.0, 1.0)) if high > low else 0.5
 
-    def _gradient(self, choices: Choices) -> Values:
-        """Values of the choices at a layout: the mean of the gradients that were taken there."""
-        if self._fixed is not None:
-            return self._fixed
-        share = self.gradients % SHARES
-        values = self.evaluator.window_values(self._mask(choices), share, SHARES)
-        self.gradients += 1
+    def _gradient(self, choices: Choices, share: int) -> Values:
+        """A gradient at a layout: the values of all choices there."""
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
-        mean, count = self._worth_at.get(choices.tobytes(), (np.zeros(1), 0))
-        updated: Values = (mean * count + values) / (count + 1)
-        self._worth_at[choices.tobytes()] = updated, count + 1
-        return updated
-
-    def _worth(self, choices: Choices, shares: int = 1) -> Values:
-        """Mean of at least `shares` gradients at a layout, those taken there before included."""
-        if self._fixed is not None:
-            return self._fixed
-        mean, count = self._worth_at.get(choices.tobytes(), (np.zeros(1), 0))
-        for _ in range(shares - count):
-            mean = self._gradient(choices)
-        return mean
+        return self.evaluator.window_values(self._mask(choices), share, SHARES)
 
     def _pays(self, choices: Choices) -> bool:
         """Whether one more mask can be paid, and the gradient at a layout that proposes it."""
-        known = self._fixed is not None or choices.tobytes() in self._worth_at
-        gradient = 0.0 if known else self.gradient_cost
+        gradient = self.worth.cost if self.worth.known(choices) is None else 0.0
         return self.free - gradient >= (1 + self.held_out_cost) * self._cost(choices)
 
     @property

@@ -21,10 +21,10 @@ MethodName = Literal[
     "one_plus_one", "annealing", "learned_gates", "one_gradient",
     "single_ablation", "layer_ablation", "layer_restoration",
     "rand", "bme", "intr",
-    "dcam", "apl", "proxy", "qada", "razor", "fisher",
+    "dcam", "apl", "proxy", "qada", "razor", "fisher", "moa", "lu_kv",
     "given",
 ]  # fmt: skip
-Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "file"]
+Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "profile", "file"]
 MostLocal = Literal["largest", "smallest"]
 
 ANCHORS = 2
@@ -39,9 +39,9 @@ class Method:
     `label` is its name in tables, `about` says in a few words what it does. `runner` is
     "module:function"; the function's signature depends on the kind (see `bosch.search.runs`).
     `most_local` is the end of a ranking's scores that becomes sliding. `gradients`: it reads
-    gradients of gates where the scorer has them. `several_windows`: its masks may have heads of
-    several windows. `finds_front`: it finds masks for a row of budgets, one of which is chosen
-    later.
+    gradients of gates where the scorer has them. `several_windows`: recipes may give it several
+    windows; a profile gets them in studies. `finds_front`: it finds masks for a row of budgets, one
+    of which is chosen later.
     `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
     `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
     that of `most_evaluations`.
@@ -63,6 +63,11 @@ class Method:
     def searches(self) -> bool:
         """Whether it spends a budget of evaluations."""
         return "budget_per_layer" in self.settings
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether it reads a model's attention on whole examples in one process."""
+        return self.kind in ("ranking", "profile")
 
     @property
     def seeded(self) -> bool:
@@ -191,6 +196,11 @@ def _ranking(
     return Method(label, "ranking", runner, about, reads, _no_search, most_local=most_local)
 
 
+def _profile(label: str, name: str, about: str) -> Method:
+    runner = f"bosch.baselines.{name}:{name}"
+    return Method(label, "profile", runner, about, frozenset(), _no_search, in_paper=False)
+
+
 METHODS: dict[str, Method] = {
     "bosch": Method(
         "BOSCH", "search", "bosch.search.bosch:bosch", "the published search, Algorithms 1 to 3",
@@ -270,6 +280,12 @@ METHODS: dict[str, Method] = {
     ),
     "fisher": _ranking(
         "Fisher", "fisher", "ranks heads by gradient-weighted mass inside the window"
+    ),
+    "moa": _profile(
+        "MoA", "moa", "windows by a profile of what masked attention costs (arXiv 2406.14909)"
+    ),
+    "lu_kv": _profile(
+        "LU-KV", "lu_kv", "windows by the attention that answers lose (after arXiv 2602.08585)"
     ),
     "given": Method(
         "Given", "file", "bosch.search.given:given_mask", "takes the mask of search.mask",

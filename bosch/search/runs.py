@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,9 @@ from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.finite import remedy
 from bosch.objective.objective import Objective
 from bosch.progress import Progress
+from bosch.search.allotment import allotted
 from bosch.search.bosch import SearchResult, final_result
-from bosch.search.evaluator import SHARES, Evaluator, Scorer, TracePoint
+from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets, TracePoint
 from bosch.search.methods import METHODS, Method
 from bosch.search.settings import SearchSettings
 from bosch.units import Units
@@ -55,13 +57,15 @@ def run_method(
     seed: int | None = None,
     log: EvaluationLog | None = None,
     progress: Progress | None = None,
+    slot_budgets: SlotBudgets | None = None,
 ) -> MethodRun:
     """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
 
     `swa_ratio` and `seed` replace those of `settings`. Evaluations that `log` knows cost nothing;
     without one the run remembers its own only. Raises UserError when the name is unknown, when a
     static ranking gets a scorer that is no model or learned gates one without gradients, or when
-    the calibration set tells no mask from another.
+    the calibration set tells no mask from another. With `slot_budgets` methods of several windows
+    meet their chosen one in place of the ratio.
     """
     if swa_ratio is not None:
         settings = replace(settings, swa_ratio=swa_ratio)
@@ -71,6 +75,7 @@ def run_method(
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
         log = EvaluationLog(None, context)
     evaluator = Evaluator(scorer, log, progress)
+    evaluator.slot_budgets = slot_budgets
     started = time.perf_counter()
     result = find_mask(name, evaluator, settings)
     costs = evaluator.costs()
@@ -84,7 +89,8 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
 
     The function of a search or ablation takes (evaluator, settings), that of a file (scorer,
     settings). A layer rule's takes (L, H, rho), a ranking's (model, calibration set, W), both with
-    the settings they read by name.
+    the settings they read by name. A profile's takes (model, calibration set, windows) and returns
+    what each choice of a head loses: the windows that lose least within the budget are its mask.
     """
     method = METHODS.get(name)
     if method is None:
@@ -93,11 +99,13 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     check_granularity(
         scorer.num_layers, scorer.num_key_value_heads, settings.swa_ratio, settings.head_granularity
     )
-    if settings.head_granularity > 1 and method.kind not in ("ranking", "file"):
+    if settings.head_granularity > 1 and not (method.reads_attention or method.kind == "file"):
         evaluator.units = _units(evaluator, settings.head_granularity, method.gradients)
     if method.kind in ("search", "ablation", "one by one"):
         result: SearchResult = method.load()(evaluator, settings)
         return result
+    if method.kind == "profile":
+        return _profiled(name, evaluator, settings)
     anchors = evaluator.anchors(settings.swa_ratio)
     if method.kind == "ranking":
         mask = _ranked(name, evaluator, settings)
@@ -174,13 +182,7 @@ def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:
 
 def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMask:
     """Mask of a static ranking, with notes on what its reader must know."""
-    objective: Any = evaluator.scorer
-    if not isinstance(objective, Objective):
-        raise UserError(
-            f"method '{name}' reads the attention of a model on a calibration set: pass an "
-            "Objective, or choose a method that asks for scores only"
-        )
-    started = time.perf_counter()
+    objective, started = _objective(name, evaluator), time.perf_counter()
     # Every rank goes by the first one's ranking: rounding on another device could differ.
     ranked = objective.ranks.from_first(
         static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
@@ -194,3 +196,43 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
     if objective.window.sinks:
         evaluator.note(f"{name} ranked the heads by the window alone, without the sinks")
     return ranked.mask
+
+
+def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+    """The windows by which a profile's losses sum to nearly the least within the budget.
+
+    The budget is the chosen one of `evaluator.slot_budgets`, by default that of the ratio's full
+    heads beside others of the narrowest window. MoA solves this by mixed integer programming
+    (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve: `allotted` goes
+    through the latter's layouts by their price and then spends what is left.
+    """
+    objective, windows = _objective(name, evaluator), evaluator.windows
+    losses = objective.ranks.from_first(
+        METHODS[name].load()(objective.model, objective.calibration, windows)
+    )
+    if not np.isfinite(losses).all():
+        raise RunError(f"{name} gives losses that are not finite: {remedy(objective.model)}")
+    group = settings.head_granularity
+    evaluator.units = Units.by_value(losses[..., -1], group)
+    by_choice = [evaluator.units.of_heads(one).sum(axis=2) for one in np.moveaxis(losses, 2, 0)]
+    anchors = evaluator.anchors(settings.swa_ratio, len(windows))
+    budgets = evaluator.slot_budgets or SlotBudgets(objective.calibration.max_length)
+    held = [budgets.context, *(window.held(budgets.context) for window in windows)]
+    costs = group * np.array(held, dtype=np.float64)
+    sliding, units = evaluator.budget, math.prod(evaluator.shape)
+    slots = float((units - sliding) * costs[0] + sliding * costs[-1])
+    if budgets.chosen is not None:
+        slots = budgets.chosen
+    mask = HeadMask.of_choices(allotted(-np.stack(by_choice, axis=2), costs, slots))
+    evaluation = evaluator.evaluate(mask, "final", "final mask")
+    return SearchResult(evaluator.units.head_mask(mask), evaluation, anchors, evaluation)
+
+
+def _objective(name: str, evaluator: Evaluator) -> Objective:
+    """The model and examples that a method reads; raises UserError where the scorer has none."""
+    if not isinstance(evaluator.scorer, Objective):
+        raise UserError(
+            f"method '{name}' reads the attention of a model on a calibration set: pass an "
+            "Objective, or choose a method that asks for scores only"
+        )
+    return evaluator.scorer

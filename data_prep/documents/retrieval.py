@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Literal, NamedTuple
 
-from data_prep.tasks.needles import (
-    NOISE_LINE,
-    draw_pair,
-    instruction,
-    needle_sentence,
-    question,
-)
+from data_prep.tasks.needles import NOISE_LINE, draw_pair, instruction, needle_sentence, question
 from data_prep.tasks.tables import TaskSpec
 from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
 

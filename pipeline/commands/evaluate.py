@@ -22,11 +22,7 @@ from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.score_tables import score_tables
-from stages.evaluate.scores import (
-    HYBRID,
-    ORIGINAL,
-    SelectedScores,
-)
+from stages.evaluate.scores import HYBRID, ORIGINAL, SelectedScores
 from stages.fields import path_text
 from stages.recipe import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_name

@@ -11,7 +11,7 @@ from pathlib import Path
 from bosch.commands import Command, print_json, text_aside
 from pipeline.commands import options as shared_options
 from pipeline.run import log
-from stages.measure.settings import MeasureSettings
+from stages.measure.stage import MeasureSettings
 
 COMMAND = Command("measure speed and memory of a model beside its hybrids", json=True)
 

@@ -23,9 +23,6 @@ ENDED = "ended.json"  # in which the launcher of several processes says which of
 REQUEUE_STATUS = 75
 
 
-# Counts the processes that Linux killed because memory ran out, on the whole machine.
-
-
 class Terminated(Exception):
     """SIGTERM or SIGUSR1 arrived at the command."""
 

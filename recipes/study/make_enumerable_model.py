@@ -22,12 +22,7 @@ from random import Random
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data_prep.documents.retrieval import retrieval_document
 from data_prep.text import haystack_words

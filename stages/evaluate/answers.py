@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError
 from bosch.files import canonical_json, remove
 from bosch.journal import Journal
-from bosch.progress import Progress
 from bosch.weight_files import weight_files
 from stages.context import ModelConfig
 from stages.published import Manifest
@@ -85,30 +84,6 @@ class TaskGroup:
 
 class ModelError(RunError):
     """A model cannot be evaluated; others can."""
-
-
-class Suite(Protocol):
-    """A benchmark on one rank: which samples are open, their answers, and what it could not do."""
-
-    name: str
-    missing: dict[str, str]
-    groups: dict[str, TaskGroup]
-
-    @property
-    def subtasks(self) -> list[Subtask]:
-        """Every task and length that has samples."""
-
-    def samples(self, subtask: Subtask) -> int:
-        """How many samples the subtask has on all ranks."""
-
-    def prepare(self) -> None:
-        """Make or read what is asked, as far as this rank does it."""
-
-    def open_samples(self, model: Evaluated) -> int:
-        """Samples of this rank that the model has not answered."""
-
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        """Answer them; every finished batch is on disk at once."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from bosch.files import file_digest
 from bosch.progress import Progress
 from data_prep.tasks import longbench
 from data_prep.tasks.samples import tokenizer_digest
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Numbers, Question, check_numbers, generate
+from stages.evaluate.answers import Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.generation import Numbers, Question, check_numbers
 from stages.evaluate.harness_tasks import (
     load_tasks,
     local_files,
@@ -34,6 +33,7 @@ from stages.evaluate.harness_tasks import (
 )
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.stage import HarnessEvaluation
+from stages.evaluate.suite import Suite, answer_record
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -46,20 +46,11 @@ _FEWSHOT_SEED = 1234
 _METRICS = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score")
 
 
-@dataclass
-class HarnessSuite:
-    """Tasks and answers of one of `world` ranks, which takes every `world`-th document."""
+@dataclass(kw_only=True)
+class HarnessSuite(Suite):
+    """Tasks of the harness, and the answers to their documents."""
 
     section: HarnessEvaluation
-    tokenizer: Any
-    answers: AnswerFolder
-    rank: int
-    world: int
-    batch_size: int
-    chat: ChatTemplate | None = None
-    name: str = "harness"
-    missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
     _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
 
@@ -111,12 +102,9 @@ class HarnessSuite:
                 name: TaskGroup(tuple(tasks)) for name, tasks in longbench.groups().items()
             }
 
-    def open_samples(self, model: Evaluated) -> int:
-        return sum(len(self._open(model, subtask)) for subtask in self.subtasks)
-
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         for subtask in self.subtasks:
-            indices = self._open(model, subtask)
+            indices = self.open(model, subtask)
             if not indices:
                 continue
             journal = self.answers.journal(model, subtask)
@@ -125,11 +113,6 @@ class HarnessSuite:
             for records in answers(subtask, indices, loaded):
                 journal.append(*records)
                 bar.update(len(records), note=subtask.task)
-
-    def _open(self, model: Evaluated, subtask: Subtask) -> list[int]:
-        answered = self.answers.answered(model, subtask)
-        indices = range(self.rank, self.samples(subtask), self.world)
-        return [index for index in indices if index not in answered]
 
     def _digest(self, manager: Any, name: str, task: Any) -> str:
         documents = [dict(document) for document in task.eval_docs]
@@ -194,18 +177,15 @@ class HarnessSuite:
                 ids = self.chat.ids(ids)
             ids = np.asarray(ids, np.int32)
             questions.append(Question(index, ids, [], text[-300:]))
-        for batch in generate(
-            loaded, self.tokenizer, questions, longbench.TASKS[name].new_tokens, self.batch_size,
-            stop_at_newline=name == "samsum",
-        ):  # fmt: skip
+        new_tokens, one_line = longbench.TASKS[name].new_tokens, name == "samsum"
+        for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
             records = []
             for question, output in batch:
                 document = task.eval_docs[question.index]
                 answers = [str(answer) for answer in document["answers"]]
                 score = longbench.score(name, output, answers, document["all_classes"])
-                record = {"index": question.index, "score": score, "answers": answers}
-                record["scores"] = {"score,none": score}
-                records.append({**record, "question": question.tail, "output": output})
+                scores = {"score,none": score}
+                records.append(answer_record(question, score, answers, output, scores=scores))
             yield records
 
     def _harness_answers(

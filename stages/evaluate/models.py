@@ -27,7 +27,7 @@ from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.words import sentences_identity, words_identity
 from data_prep.text import essay_identity, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Suite, digest_of
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, digest_of
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.needle_suite import NeedleSuite
@@ -48,6 +48,7 @@ from stages.evaluate.scores import (
 )
 from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suite import Suite
 from stages.evaluate.tables import (
     metric_scores,
     not_shares,
@@ -95,46 +96,7 @@ def evaluate_models(
         dealt = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
-        suites: list[Suite] = []
-        chat, tables["prompts"] = _chat_template(config.section, load_tokenizer(tokenizer))
-        if config.section.needle is not None:
-            needle = _needle_suite(config, tokenizer, calibration, chat, own, dealt)
-            suites.append(needle)
-            tables["corpus"] = _corpus(config, needle.corpus)
-        if config.section.harness is not None:
-            suites.append(
-                HarnessSuite(
-                    section=config.section.harness,
-                    tokenizer=load_tokenizer(tokenizer),
-                    **dealt,
-                    batch_size=config.runtime.eval_batch_size,
-                    chat=chat,
-                )
-            )
-        if config.section.positions is not None:
-            section = config.section.positions
-            suites.append(
-                PositionSuite(
-                    section=section,
-                    tokenizer=load_tokenizer(tokenizer),
-                    **dealt,
-                )
-            )
-            tables.setdefault("corpus", {})["long documents"] = documents_identity(section.path)
-        for name, prompts in config.section.prompts.items():
-            folder_of_data = Path(prompts.data_dir)
-            suites.append(
-                PromptSuite(
-                    name=name,
-                    section=prompts,
-                    files=file_hashes(folder_of_data, prompts.files(folder_of_data)),
-                    seed=config.seed,
-                    tokenizer=load_tokenizer(tokenizer),
-                    **dealt,
-                    batch_size=config.runtime.eval_batch_size,
-                    chat=chat,
-                )
-            )
+        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, dealt, tables)
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
@@ -164,29 +126,51 @@ def process_state(runtime: Runtime) -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
 
 
-def _needle_suite(
+def _suites(
     config: StageConfig[EvaluateConfig],
-    tokenizer: TokenizerSpec,
+    tokenizer: Any,
     calibration: CalibrationNeedles | None,
-    chat: ChatTemplate | None,
     own: Path,
     dealt: dict[str, Any],
-) -> NeedleSuite:
-    section = config.section.needle
-    assert section is not None
-    data_dir = Path(section.data_dir) if section.data_dir is not None else None
-    return NeedleSuite(
-        section=section,
-        seed=config.seed,
-        tokenizer=load_tokenizer(tokenizer),
-        corpus=Corpus(haystack_words(section.essay_dir), data_dir),
-        calibration=calibration,
-        folder=(config.shared or own) / "samples",
-        **dealt,
-        batch_size=config.runtime.eval_batch_size,
-        chat=chat,
-        card=Path(config.model.path, "README.md") if section.yarn else None,
-    )
+    tables: dict[str, Any],
+) -> list[Suite]:
+    """The suites of a recipe; `tables` gets what scores.json says of prompts and texts."""
+    section, suites = config.section, list[Suite]()
+    chat, tables["prompts"] = _chat_template(section, tokenizer)
+    common = {
+        **dealt, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
+        "seed": config.seed, "chat": chat,
+    }  # fmt: skip
+    if (needle := section.needle) is not None:
+        data_dir = Path(needle.data_dir) if needle.data_dir is not None else None
+        corpus = Corpus(haystack_words(needle.essay_dir), data_dir)
+        suites.append(
+            NeedleSuite(
+                name="needle",
+                section=needle,
+                corpus=corpus,
+                calibration=calibration,
+                folder=(config.shared or own) / "samples",
+                card=Path(config.model.path, "README.md") if needle.yarn else None,
+                **common,
+            )
+        )
+        tables["corpus"] = {  # what RULER's samples were made of, for reports
+            **essay_identity(needle.essay_dir, corpus.essay),
+            "keys": words_identity(),
+            "sentences": sentences_identity(),
+        }
+    if section.harness is not None:
+        suites.append(HarnessSuite(name="harness", section=section.harness, **common))
+    if section.positions is not None:
+        suites.append(PositionSuite(name="positions", section=section.positions, **common))
+        identity = documents_identity(section.positions.path)
+        tables.setdefault("corpus", {})["long documents"] = identity
+    for name, prompts in section.prompts.items():
+        folder = Path(prompts.data_dir)
+        files = file_hashes(folder, prompts.files(folder))
+        suites.append(PromptSuite(name=name, section=prompts, files=files, **common))
+    return suites
 
 
 def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
@@ -200,16 +184,6 @@ def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplat
         )
         return None, "raw; the tokenizer's chat template is not applied"
     return None, "raw"
-
-
-def _corpus(config: StageConfig[EvaluateConfig], corpus: Corpus) -> dict[str, Any]:
-    """What RULER's samples were made of, for reports."""
-    assert config.section.needle is not None
-    return {
-        **essay_identity(config.section.needle.essay_dir, corpus.essay),
-        "keys": words_identity(),
-        "sentences": sentences_identity(),
-    }
 
 
 def _answer(

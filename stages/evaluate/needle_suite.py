@@ -16,35 +16,23 @@ from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Question, generate
-from stages.evaluate.shared_reading import SharedReading
+from stages.evaluate.answers import Evaluated, Subtask, digest_of
+from stages.evaluate.generation import Question
 from stages.evaluate.stage import NeedleEvaluation, missing_ruler_file
+from stages.evaluate.suite import Suite, answer_record
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class NeedleSuite:
-    """Samples and answers of one of `world` ranks, which takes every `world`-th sample."""
+@dataclass(kw_only=True)
+class NeedleSuite(Suite):
+    """RULER's samples, and their answers."""
 
     section: NeedleEvaluation
-    seed: int
-    tokenizer: Any
     corpus: Corpus
     calibration: CalibrationNeedles | None
     folder: Path
-    answers: AnswerFolder
-    rank: int
-    world: int
-    batch_size: int
-    chat: ChatTemplate | None = None
     card: Path | None = None  # of the original model
-    shared: SharedReading | None = None
-    name: str = "needle"
-    missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +60,6 @@ class NeedleSuite:
 
     @property
     def subtasks(self) -> list[Subtask]:
-        """All subtasks in the order in which they are run."""
         return list(self._folders)
 
     def samples(self, subtask: Subtask) -> int:
@@ -89,21 +76,15 @@ class NeedleSuite:
             for subtask in mine:
                 self._folders[subtask].make(self.section.samples, bar.update)
 
-    def open_samples(self, model: Evaluated) -> int:
-        return sum(len(self._open(model, subtask)) for subtask in self.subtasks)
-
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         for subtask in self.subtasks:
-            indices = self._open(model, subtask)
+            indices = set(self.open(model, subtask))
             if not indices:
                 continue
             questions = [q for q in self._subtask_questions(subtask) if q.index in indices]
             factor = self.section.yarn_factor(subtask.length)
             with yarn(loaded, factor, self.section.yarn_original_length, self.card):
                 self._answer(model, subtask, questions, loaded, bar)
-
-    def _open(self, model: Evaluated, subtask: Subtask) -> set[int]:
-        return set(self._indices) - self.answers.answered(model, subtask)
 
     def _answer(
         self,
@@ -115,26 +96,20 @@ class NeedleSuite:
     ) -> None:
         journal, any_answer = self.answers.journal(model, subtask), subtask.task in ANY_ANSWER
         new_tokens = self.section.new_tokens(subtask.task)
-        for batch in generate(
-            loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared
-        ):
+        for batch in self.generated(loaded, questions, new_tokens):
             records = []
             for question, output in batch:
                 score = string_match(output, question.answers, any_answer)
-                record = {"index": question.index, "score": score, "answers": question.answers}
-                records.append({**record, "question": question.tail, "output": output})
+                records.append(answer_record(question, score, question.answers, output))
             journal.append(*records)
             bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
-
-    @property
-    def _indices(self) -> range:
-        return range(self.rank, self.section.samples, self.world)
 
     def _subtask_questions(self, subtask: Subtask) -> list[Question]:
         """The subtask's samples of this rank; cached, since every checkpoint answers the same."""
         if subtask not in self._questions:
             self._questions[subtask] = questions = []
-            for sample in self._folders[subtask].read(self._indices):
+            mine = range(self.rank, self.section.samples, self.world)
+            for sample in self._folders[subtask].read(mine):
                 if self.calibration is not None:
                     self.calibration.check(sample)
                 any_answer, ids = subtask.task in ANY_ANSWER, sample.ids

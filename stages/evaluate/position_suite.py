@@ -19,11 +19,12 @@ from bosch.errors import UserError
 from bosch.progress import Progress
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.answers import Evaluated, Subtask, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.scores import read_samples
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import PositionEvaluation
+from stages.evaluate.suite import Suite
 from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.
@@ -35,19 +36,11 @@ def edges(length: int) -> list[int]:
     return [*(2**power for power in range(math.ceil(math.log2(length)))), length]
 
 
-@dataclass
-class PositionSuite:
-    """Documents of one of `world` ranks, which takes every `world`-th."""
+@dataclass(kw_only=True)
+class PositionSuite(Suite):
+    """Long documents, and the loss of each by bins of positions."""
 
     section: PositionEvaluation
-    tokenizer: Any
-    answers: AnswerFolder
-    rank: int
-    world: int
-    shared: SharedReading | None = None
-    name: str = "positions"
-    missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _documents: list[np.ndarray] = field(default_factory=list)
 
     @property
@@ -83,21 +76,15 @@ class PositionSuite:
                 "lower the length or name a folder of longer ones as path"
             )
 
-    def open_samples(self, model: Evaluated) -> int:
-        return len(self._open(model))
-
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        journal = self.answers.journal(model, self.subtasks[0])
-        for index in self._open(model):
+        [subtask] = self.subtasks
+        journal = self.answers.journal(model, subtask)
+        for index in self.open(model, subtask):
             losses = token_losses(loaded, self._documents[index], self.shared)
             bounds = edges(self.section.length)
             bins = [float(losses[a - 1 : b - 1].mean()) for a, b in _pairs(bounds)]
             journal.append({"index": index, "loss": bins})
             bar.update(note="loss by position")
-
-    def _open(self, model: Evaluated) -> list[int]:
-        answered = self.answers.answered(model, self.subtasks[0])
-        return [i for i in range(self.rank, len(self._documents), self.world) if i not in answered]
 
     @property
     def _digest(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,10 @@ from bosch.errors import UserError
 from bosch.progress import Progress
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import encode_answer, encode_prompt
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, digest_of
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Question, generate
+from stages.evaluate.answers import Evaluated, Subtask, digest_of
+from stages.evaluate.generation import Question
 from stages.evaluate.prompt_sections import PromptEvaluation
-from stages.evaluate.shared_reading import SharedReading
+from stages.evaluate.suite import Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
@@ -47,31 +46,19 @@ class PromptSample:
     stop_at_newline: bool = False
 
 
-@dataclass
-class PromptSuite:
-    """Samples and answers of one of `world` ranks, which takes every `world`-th sample.
+@dataclass(kw_only=True)
+class PromptSuite(Suite):
+    """Samples and answers; `files` are names and hashes of the data.
 
-    `files` are the data's names and hashes, which tell its answers from those to other data.
+    They tell its answers from those to other data.
     """
 
-    name: str
     section: PromptEvaluation
     files: Any
-    seed: int
-    tokenizer: Any
-    answers: AnswerFolder
-    rank: int
-    world: int
-    batch_size: int
-    chat: ChatTemplate | None = None
-    shared: SharedReading | None = None
-    missing: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, TaskGroup] = field(default_factory=dict)
     _samples: dict[Subtask, list[PromptSample]] = field(default_factory=dict)
 
     @property
     def subtasks(self) -> list[Subtask]:
-        """Tasks at lengths that have samples."""
         return list(self._samples)
 
     def samples(self, subtask: Subtask) -> int:
@@ -102,25 +89,15 @@ class PromptSuite:
                 "tokens"
             )
 
-    def open_samples(self, model: Evaluated) -> int:
-        return sum(len(self._open(model, subtask)) for subtask in self.subtasks)
-
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         for subtask in self.subtasks:
             samples, journal = self._samples[subtask], self.answers.journal(model, subtask)
-            questions = [self._question(samples[i], i) for i in self._open(model, subtask)]
+            questions = [self._question(samples[i], i) for i in self.open(model, subtask)]
             new_tokens = max(sample.new_tokens for sample in samples)
-            for batch in generate(
-                loaded, self.tokenizer, questions, new_tokens, self.batch_size,
-                stop_at_newline=samples[0].stop_at_newline, shared=self.shared,
-            ):  # fmt: skip
-                journal.append(*(self._record(samples[q.index], q, text) for q, text in batch))
+            one_line = samples[0].stop_at_newline
+            for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
+                journal.append(*(_record(samples[q.index], q, text) for q, text in batch))
                 bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
-
-    def _open(self, model: Evaluated, subtask: Subtask) -> Sequence[int]:
-        answered = self.answers.answered(model, subtask)
-        mine = range(self.rank, len(self._samples[subtask]), self.world)
-        return [index for index in mine if index not in answered]
 
     def _question(self, sample: PromptSample, index: int) -> Question:
         turns = sample.turns()
@@ -132,12 +109,6 @@ class PromptSuite:
             ids = encode_prompt(self.tokenizer, text)
         return Question(index, np.asarray(ids, np.int32), [], text[-_TAIL:])
 
-    @staticmethod
-    def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:
-        return {
-            "index": question.index,
-            "score": sample.score(output),
-            "answers": list(sample.answers),
-            "question": question.tail,
-            "output": output,
-        }
+
+def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:
+    return answer_record(question, sample.score(output), sample.answers, output)

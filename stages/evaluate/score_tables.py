@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from stages.evaluate.scores import (
-    ABOUT_MARKS,
-    MeanScore,
-    SelectedScores,
-    SuiteScores,
-    mark,
-    power,
-)
+from stages.evaluate.scores import ABOUT_MARKS, MeanScore, SelectedScores, SuiteScores, mark, power
 from stages.formats import format_length, format_score
 from stages.pages.tables import Table
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from bosch.analysis.intervals import Interval, compare, mean_score
 from bosch.errors import RunError
-from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Suite, TaskGroup
+from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, TaskGroup
+from stages.evaluate.suite import Suite
 
 # Scores in [0, 1] of a model in a suite, by task and length, in the order of the samples.
 SubtaskScores = Mapping[tuple[str, int], Sequence[float]]

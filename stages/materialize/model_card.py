@@ -8,7 +8,7 @@ from typing import Any
 
 from bosch.heads import HeadMaskFile
 from stages.context import ModelConfig
-from stages.licence import licence_of
+from stages.materialize.stage import licence_of
 from stages.versions import installed_versions
 
 _FRONT = "---"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bosch.backends import BACKENDS, check_backend, resolve_backend
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import file_stamp, read_json, write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
@@ -20,23 +25,27 @@ from bosch.model.families import decoder_layers, family_of, text_config
 from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
 from bosch.progress import progress
-from bosch.this_process import process_place
+from bosch.this_process import killed_by_kernel, process_place
 from bosch.weight_files import weight_files
 from stages.finished import FinishedWork
-from stages.measure.charts import draw_figures, figures
-from stages.measure.one_run import run_in_process
-from stages.measure.results import point_of, results_table, set_against_original
-from stages.measure.settings import MeasureSettings
-from stages.measure.variants import Variant, planned_variants
+from stages.measure.measured_model import Variant, planned_variants
+from stages.measure.results import (
+    draw_figures,
+    figures,
+    point_of,
+    results_table,
+    set_against_original,
+)
+from stages.measure.stage import MeasureSettings
 from stages.pages.page import render
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-REPORT = "efficiency.json"
-PAGE = "efficiency.html"
-_PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+# Without the current directory in the path: a yaml.py there is somebody's file.
+_PROCESS = f"import sys; sys.path.insert(0, {str(_CHECKOUT)!r}); "
+_PROCESS += "from stages.measure.process import main; main()"
 
 
 def measure(
@@ -230,3 +239,56 @@ def _title(report: dict[str, Any]) -> str:
     name = os.path.basename(os.path.realpath(report["model"]["path"]))
     clock = "; processor time" if settings["clock"] == "processor" else ""
     return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}{clock}"
+
+
+def run_in_process(request: dict[str, Any], what: str) -> dict[str, Any]:
+    """Figures of one run, or {"out_of_memory": reason}; `what` names the run in messages.
+
+    Raises UserError or RunError with the sentence the process left, RunError for any other end.
+    """
+    with tempfile.TemporaryDirectory(prefix="bosch-measure-") as folder:
+        request_file, result_file, log = (
+            Path(folder) / name for name in ("request.json", "result.json", "log")
+        )
+        request_file.write_text(json.dumps(request))
+        command = [sys.executable, "-P", "-c", _PROCESS, str(request_file), str(result_file)]
+        killed_before = killed_by_kernel()
+        with log.open("wb") as output:
+            done = subprocess.run(command, stdout=output, stderr=output)
+        output_text = log.read_text(encoding="utf-8", errors="replace").strip()
+        if done.returncode == 0:
+            return _outcome(json.loads(result_file.read_text()))
+        reason = lack_of_memory(done.returncode, output_text, killed_before, killed_by_kernel)
+        if reason is not None:
+            return {"out_of_memory": reason}
+        logger.error("%s", output_text)
+        last = output_text.splitlines()[-1] if output_text else "it printed nothing"
+        raise RunError(f"measuring {what} failed with status {done.returncode}: {last[:300]}")
+
+
+def _outcome(result: dict[str, Any]) -> dict[str, Any]:
+    status, reason = result.pop("status"), result.get("reason")
+    if status == "user_error":
+        raise UserError(str(reason))
+    if status == "run_error":
+        raise RunError(str(reason))
+    return {"out_of_memory": reason} if status == "out_of_memory" else result
+
+
+def lack_of_memory(
+    status: int, output: str, killed_before: int | None, killed_now: Callable[[], int | None]
+) -> str | None:
+    """Why a process that left no result had no memory; None when it ended by something else."""
+    if status == -signal.SIGKILL:
+        now = killed_now()
+        if now is None or killed_before is None or now > killed_before:
+            return "killed by the system for want of memory"
+    if status == -signal.SIGABRT and "std::bad_alloc" in output:
+        return "std::bad_alloc"
+    return None
+
+
+FORMAT = 1
+REPORT = "efficiency.json"
+PAGE = "efficiency.html"
+_PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")

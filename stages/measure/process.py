@@ -8,16 +8,20 @@ Shapes: B batch, T tokens of the prompt.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
+from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError
 from bosch.hardware import cpu_cores
 from bosch.model.cache import held_bytes, state_bytes
@@ -25,16 +29,11 @@ from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import NAME
 from bosch.this_process import die_with_parent
-from stages.measure.kernels import attention_kernels, check_kernels
-from stages.measure.measured_model import MeasuredModel, build_model, chosen_device
-from stages.measure.memory import (
-    MemoryMeter,
-    is_out_of_memory,
-    limit_memory,
-    memory_meter,
-)
-from stages.measure.settings import MeasureSettings
-from stages.measure.variants import Variant
+from stages.measure.measured_model import MeasuredModel, Variant, build_model, chosen_device
+from stages.measure.stage import MeasureSettings
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_HIGH_WATER = "5"
 
 
 def measure_run(request: dict[str, Any]) -> dict[str, Any]:
@@ -174,3 +173,113 @@ def main() -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         result = {"status": "out_of_memory", "reason": reason[:200]}
     Path(result_file).write_text(json.dumps(result))
+
+
+class MemoryMeter:
+    """The peak since `restart`, in bytes."""
+
+    source: str
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def peak(self) -> int:
+        raise NotImplementedError
+
+    def now(self) -> int:
+        raise NotImplementedError
+
+
+class _CudaMeter(MemoryMeter):
+    source = "allocated by torch on the GPU"
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated()
+
+
+class _ResidentMeter(MemoryMeter):
+    source = "resident set of the process"
+
+    def restart(self) -> None:
+        _CLEAR.write_text(_RESET_HIGH_WATER)
+
+    def peak(self) -> int:
+        return self._read("VmHWM")
+
+    def now(self) -> int:
+        return self._read("VmRSS")
+
+    def _read(self, name: str) -> int:
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """The meter of a device; raises UserError where the system has none for the CPU."""
+    if device.type == "cuda":
+        return _CudaMeter()
+    meter = _ResidentMeter()
+    try:
+        meter.restart()
+        meter.peak()
+    except (OSError, StopIteration):
+        raise UserError(
+            f"--device cpu: memory is read from {_STATUS} and {_CLEAR}, which this system does not "
+            "have; measure on Linux or on a GPU"
+        ) from None
+    return meter
+
+
+def limit_memory(device: torch.device, limit: int) -> None:
+    """Keep this process below `limit` bytes: of GPU memory, or on the CPU of private memory."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that there was no memory left, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    signs = ("can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+_SIGNS = ("attention", "attn", "flash", "fmha", "softmax")
+_NAME_LENGTH = 100
+
+# For each way to compute attention, a substring of the name of an operation it cannot do without.
+_NEEDED = {
+    **{name: e.kernel for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
+    "flash_attention_3": "flash_attn",  # transformers' own, for the original model alone
+}
+
+
+def attention_kernels(work: Callable[[], None], device: torch.device) -> list[str]:
+    """Names of the operations and kernels of attention that `work` runs."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        work()
+    names = {event.key[:_NAME_LENGTH] for event in profiler.key_averages()}
+    return sorted(name for name in names if any(sign in name.lower() for sign in _SIGNS))
+
+
+def check_kernels(backend: str, kernels: list[str]) -> None:
+    """Raise RunError unless `kernels` are those of the attention `backend`."""
+    fused = any(_NEEDED["sdpa"] in name for name in kernels)
+    ran = any(_NEEDED[backend] in name for name in kernels)
+    if not ran or (backend == "eager" and fused):
+        raise RunError(
+            f"attention '{backend}' was requested, but what ran was "
+            f"{', '.join(kernels) or 'another'}"
+        )

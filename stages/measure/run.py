@@ -9,8 +9,7 @@ from typing import Any
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL
 from stages.measure.measurement import measure
-from stages.measure.settings import MeasureSettings
-from stages.measure.stage import Efficiency, MeasureConfig
+from stages.measure.stage import Efficiency, MeasureConfig, MeasureSettings
 
 
 def run(

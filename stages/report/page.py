@@ -36,22 +36,9 @@ from stages.report import charts
 from stages.report.decision import comparisons, headline
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.provenance import Provenance
-from stages.report.results import (
-    SHOWN_SAMPLES,
-    NeedleScores,
-    Results,
-    label_of,
-    served_bytes,
-)
+from stages.report.results import SHOWN_SAMPLES, NeedleScores, Results, label_of, served_bytes
 from stages.report.stage import ReportConfig
-from stages.report.verdict import (
-    NEEDLE,
-    Difference,
-    differences,
-    final_model,
-    kind_of,
-    verdict,
-)
+from stages.report.verdict import NEEDLE, Difference, differences, final_model, kind_of, verdict
 from stages.search.charts import front_picture, trace
 
 _TEMPLATE = "stages/report/page.html"

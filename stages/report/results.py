@@ -28,12 +28,7 @@ from stages.evaluate.scores import (
     named_window,
     read_samples,
 )
-from stages.materialize.stage import (
-    MODEL,
-    BudgetedCache,
-    MaterializeSummary,
-    read_model_config,
-)
+from stages.materialize.stage import MODEL, BudgetedCache, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
 from stages.published import Manifest

@@ -37,7 +37,7 @@ def _shards(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _split(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
     yield from split_faults(loaded, _FIELD)
-    if METHODS[search.method].kind == "ranking":
+    if METHODS[search.method].reads_attention:
         yield (
             f"{_FIELD}: context splits what a search measures, and {search.method} reads the "
             "examples in one process; set data"

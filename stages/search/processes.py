@@ -1,4 +1,4 @@
-"""The processes that torchrun started for the search, one GPU each where there are GPUs."""
+"""What a search runs on: its processes, one GPU each where there are GPUs, kernels and memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,41 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.memory import reuse_room
 from bosch.ranks import Ranks
+from bosch.window import Windows
 from stages.context import Runtime
+
+
+def numerics(
+    device: torch.device,
+    attention: str,
+    batch_size: int,
+    version: int,
+    *,
+    shards: int = 1,
+    parts: int = 1,
+) -> str:
+    """What the last bits of a result depend on: device, kernels, batches and code, as one line.
+
+    `version` is that of the stage, `shards` the number of processes that share one model, `parts`
+    of those that share each sequence.
+    """
+    where = f"{torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    return (
+        f"torch {torch.__version__}, {device.type}, {where}, {attention} attention, "
+        f"batches of {batch_size}, version {version}"
+        + (f", {shards} shards" if shards > 1 else "")
+        + (f", {parts} parts" if parts > 1 else "")
+    )
 
 
 @contextmanager
@@ -22,8 +51,8 @@ def join_process_group(
     """Join the process group that torchrun's variables describe, if they do; leave it at the end.
 
     With `parallel` "tensor" the processes hold the shards of one model, with "context" those of
-    each sequence. A rank waits for the others
-    for `timeout_minutes`; that one has died is noticed much sooner, by torchrun.
+    each sequence. A rank waits for the others for `timeout_minutes`; that one has died is noticed
+    much sooner, by torchrun.
 
     After a failure the group is left to the end of the process: parting from ranks that are gone
     can hang.
@@ -46,3 +75,25 @@ def join_process_group(
         logging.getLogger("bosch.search").setLevel(logging.ERROR)
     yield ranks
     dist.destroy_process_group()
+
+
+def reuse_bytes(
+    runtime: Runtime, model: Any, windows: Windows, calibration: CalibrationSet, ranks: Ranks
+) -> int:
+    """Bytes of `runtime.reuse_memory`, by default what this process has room for.
+
+    Shards have as much as the one with the least. Call it when the model is loaded.
+    """
+    if isinstance(runtime.reuse_memory, int):
+        return runtime.reuse_memory
+    split = runtime.search_parallel == "context"
+    room = reuse_room(
+        model,
+        windows,
+        min(runtime.eval_batch_size, len(calibration)),
+        calibration.max_length,
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        shards=1 if split else ranks.shards,
+        sharing=ranks.shards if split else 1,
+    )
+    return ranks.least(room)

@@ -35,14 +35,12 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from stages.context import StageConfig
 from stages.formats import format_bytes
-from stages.numerics import numerics
 from stages.prepare.stage import CALIBRATION
 from stages.search.budget import HELD_OUT_EVERY, Price
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
 from stages.search.live import BEST, LiveView, mask_file
-from stages.search.processes import join_process_group
-from stages.search.reuse import reuse_bytes
+from stages.search.processes import join_process_group, numerics, reuse_bytes
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)

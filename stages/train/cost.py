@@ -15,9 +15,8 @@ from stages.search.choice import point_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
-from stages.train.exchange import step_traffic
 from stages.train.fit import Budget, remedy, training_budget
-from stages.train.footprint import trained_parameters
+from stages.train.footprint import step_traffic, trained_parameters
 from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
 from stages.train.stage import TrainConfig, batch_faults
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import fsdp2_prepare_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bosch.attention import fastest_backend
@@ -27,9 +34,9 @@ from stages.train.trainable import first_adapters, restrict_training
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GROUPED = "grouped_mm"  # transformers' name of it
-
 logger = logging.getLogger(__name__)
+
+_GROUPED = "grouped_mm"  # transformers' name of it
 
 
 def load_for_training(
@@ -209,3 +216,41 @@ def check_liger_runs(model: Any) -> None:
                 f"train.liger = true, but {name} ({type(module).__name__}) still "
                 f"runs {code}; set train.liger = false"
             )
+
+
+def shard_and_fill(
+    accelerator: Any, model: Any, weights: dict[str, Tensor], names: Callable[[str], str]
+) -> None:
+    """Shard `model`, whose parameters are on the meta device, and fill it with `weights`.
+
+    So no process holds all of them in float32. Only the first process has `weights`, in the
+    precision they were saved in and by what `names` makes of a parameter's name; it sends one after
+    the other.
+    """
+    fsdp2_prepare_model(accelerator, model)
+    _fill(model, weights, accelerator.device, names)
+
+
+def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device) -> None:
+    """As `shard_and_fill`, for a model that is only read: layer by layer, in its own precision."""
+    teacher.tie_weights()  # one parameter for both tables, before it is sharded
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in teacher.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(teacher, mesh=mesh)
+    _fill(teacher, weights, device, str)
+
+
+def _fill(
+    model: Any, weights: dict[str, Tensor], device: torch.device, names: Callable[[str], str]
+) -> None:
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    model.tie_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if dist.get_rank() == 0:
+                whole = weights.pop(names(name)).to(device, parameter.dtype)
+            else:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+    weights.clear()

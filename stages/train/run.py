@@ -31,7 +31,14 @@ from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.fit import budget_of
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, check_wandb, step_flops
-from stages.train.model import attention_backend, load_for_training, saved_dtype, saved_weights
+from stages.train.model import (
+    attention_backend,
+    load_for_training,
+    saved_dtype,
+    saved_weights,
+    shard_and_fill,
+    shard_teacher,
+)
 from stages.train.optimizer import make_optimizer
 from stages.train.parallel import (
     check_offloading_possible,
@@ -45,7 +52,6 @@ from stages.train.parallel import (
     world_size,
 )
 from stages.train.schedule import make_schedule
-from stages.train.sharded_load import shard_and_fill, shard_teacher
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step, wait
 from stages.train.trainable import first_adapters, saved_name

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
 from bosch.model.cache import HybridCache
 from bosch.window import Window
-from stages.measure.memory import memory_meter
+from stages.measure.process import memory_meter
 from tests.attention_case import by_rows, full_first
 
 LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64

@@ -18,7 +18,7 @@ from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
-from stages.train.exchange import step_traffic
+from stages.train.footprint import step_traffic
 from stages.train.stage import TrainConfig
 from tests.training_case import make_case, metrics, train_here, train_in_processes
 

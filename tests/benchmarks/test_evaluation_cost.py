@@ -102,7 +102,10 @@ def test_shared_examples_are_computed_once(tmp_path: Path) -> None:
     (tmp_path / "data/gsm8k/test.jsonl").write_text("\n".join(lines))
     section = HarnessEvaluation(tasks=["gsm8k_cot"], data_dir=str(tmp_path / "data"), hub=False)
     answers = AnswerFolder(tmp_path / "answers", None, 0)
-    suite = HarnessSuite(section, tokenizer, answers, 0, 1, _BATCH)
+    suite = HarnessSuite(
+        name="harness", section=section, tokenizer=tokenizer, answers=answers, rank=0, world=1,
+        batch_size=_BATCH,
+    )  # fmt: skip
     suite.prepare()
     [subtask] = suite.subtasks
     prompts = [request.args[0] for [request] in suite.requests(subtask).values()]

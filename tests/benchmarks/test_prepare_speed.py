@@ -27,7 +27,7 @@ from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import WINDOW, Encoder, TokenizerSpec
 from data_prep.text import pydoc_topics
-from stages.measure.memory import memory_meter
+from stages.measure.process import memory_meter
 from tests.tiny_data import tiny_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ import pytest
 
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.methods import METHODS
-from stages.measure.memory import memory_meter
+from stages.measure.process import memory_meter
 
 pytestmark = pytest.mark.slow
 

@@ -67,8 +67,7 @@ def _case(tmp_path_factory: pytest.TempPathFactory, model_class: Any, config: An
     return directory
 
 
-@pytest.mark.parametrize("options", [{}, {"teacher": "original"}, {"freeze": "attention_only"}])
-@pytest.mark.parametrize(
+_WAYS = pytest.mark.parametrize(
     ("sharding", "checkpointing", "accumulation"),
     [
         ("fsdp", "full", 1),
@@ -78,7 +77,12 @@ def _case(tmp_path_factory: pytest.TempPathFactory, model_class: Any, config: An
         ("none", "full", 1),
     ],
 )
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+_PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
+
+
+@pytest.mark.parametrize("options", [{}, {"teacher": "original"}, {"freeze": "attention_only"}])
+@_WAYS
+@_PRECISIONS
 def test_a_plan_is_within_10_percent_of_the_measured_peak(
     case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
     accumulation: int, options: dict[str, str],
@@ -87,17 +91,8 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak(
     _check(case, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "checkpointing", "accumulation"),
-    [
-        ("fsdp", "full", 1),
-        ("fsdp", "full", 2),
-        ("fsdp", "attention", 1),
-        ("fsdp", "none", 1),
-        ("none", "full", 1),
-    ],
-)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@_WAYS
+@_PRECISIONS
 def test_a_plan_is_within_10_percent_of_the_measured_peak_of_experts(
     experts: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
     accumulation: int,

@@ -14,12 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from stages.train.memory import (
-    gradient_bytes,
-    layer_input_bytes,
-    load_host_bytes,
-    parameter_bytes,
-)
+from stages.train.memory import gradient_bytes, layer_input_bytes, load_host_bytes, parameter_bytes
 from tests.training_case import DEEPSPEED, SEQUENCE_LENGTH, make_case, train_in_processes
 
 HIDDEN, INTERMEDIATE = 768, 3072

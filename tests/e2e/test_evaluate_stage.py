@@ -20,7 +20,7 @@ from bosch.window import Window
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.text import TokenCounter, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import models, needle_suite, rivals
+from stages.evaluate import models, rivals, suite
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.scores import Scores, named_budget, read_samples
@@ -205,7 +205,7 @@ def test_a_lost_rank_is_said_to_be_one(stages, tmp_path, monkeypatch):
 
 def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
     """A second attempt asks only what is missing and ends with the same scores."""
-    real, batches = needle_suite.generate, []
+    real, batches = suite.generate, []
 
     def failing(*args, **kwargs):
         for batch in real(*args, **kwargs):
@@ -215,7 +215,7 @@ def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
             yield batch
 
     config = _config(SECTION, stages / "model", eval_batch_size=2)
-    monkeypatch.setattr(needle_suite, "generate", failing)
+    monkeypatch.setattr(suite, "generate", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate.run(config, _inputs(stages), tmp_path)
     torn = next((tmp_path / "answers").glob("*/*-440-*.rank0.jsonl"))
@@ -226,7 +226,7 @@ def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
         questions.append(len(args[2]))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(needle_suite, "generate", counting)
+    monkeypatch.setattr(suite, "generate", counting)
     evaluate.run(config, _inputs(stages), tmp_path)
     # One record was torn: it is asked again, and nothing else that was answered.
     assert sum(questions) == 3 * 2 * 2 * 3 - sum(batches) + 1

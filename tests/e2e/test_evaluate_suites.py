@@ -27,6 +27,7 @@ from stages.evaluate.scores import Scores, SelectedScores, read_samples
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from stages.evaluate.tables import not_shares
 from stages.original import run as original
+from tests.evaluation_case import score_original, suites_config
 from tests.tiny_data import save_tiny_model
 
 QUESTIONS = [
@@ -58,20 +59,6 @@ def _write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def _run(folder, work, **section):
-    config = StageConfig(
-        EvaluateConfig(needle=None, **section),
-        ModelConfig(path=str(folder / "model"), dtype="float32"),
-        seed=1,
-        runtime=Runtime(eval_batch_size=2),
-        shared=folder / "pool",
-        model_identity="m" * 64,
-    )
-    work.mkdir()
-    original.run(config, {}, work)
-    return Scores.read(work)
-
-
 def _harness(folder, *tasks, **more):
     return {"tasks": list(tasks), "data_dir": str(folder / "data"), "hub": False} | more
 
@@ -79,7 +66,7 @@ def _harness(folder, *tasks, **more):
 def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     tasks = ("gsm8k", "longbench_trec", "longbench_triviaqa", "longbench_qasper", "hellaswag")
     section = _harness(folder, *tasks, max_length=300)
-    scores = _run(folder, tmp_path / "first", harness=section)
+    scores = score_original(folder, tmp_path / "first", harness=section)
     suite = scores.checkpoints["original"]["harness"]
     assert {task: by[0].samples for task, by in suite.tasks.items()} == {
         "gsm8k": 4, "longbench_trec": 3, "longbench_triviaqa": 2,
@@ -96,7 +83,7 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
 
     # All of it is in the pool: another run asks nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
-    again = _run(folder, tmp_path / "again", harness=section)
+    again = score_original(folder, tmp_path / "again", harness=section)
     assert again.checkpoints == scores.checkpoints
 
 
@@ -122,7 +109,10 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     answers = AnswerFolder(tmp_path / "answers", None, 0)
     found = {}
     for rank in (1, 0):
-        suite = HarnessSuite(section, tokenizer, answers, rank, 2, 2)
+        suite = HarnessSuite(
+            name="harness", section=section, tokenizer=tokenizer, answers=answers, rank=rank,
+            world=2, batch_size=2,
+        )  # fmt: skip
         suite.prepare()
         [subtask] = suite.subtasks
         assert {
@@ -182,7 +172,7 @@ def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
     small = harness_tasks.task_manager(["gsm8k"])
     monkeypatch.setattr(harness_tasks, "whole_index", lambda: small)
     with pytest.raises(UserError, match="lm-eval knows no task gsm9k"):
-        _run(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
+        score_original(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
 
 
 def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
@@ -190,7 +180,7 @@ def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
     _write(broken, QUESTIONS[:1])
     broken.write_text(broken.read_text() + "{")
     section = {"tasks": ["longbench_trec"], "data_dir": str(tmp_path / "data"), "hub": False}
-    scores = _run(folder, tmp_path / "work", harness=section)
+    scores = score_original(folder, tmp_path / "work", harness=section)
     assert scores.checkpoints["original"] == {}
     assert "line 2: not JSON" in scores.missing["harness"]["longbench_trec"]
 
@@ -218,14 +208,7 @@ def test_a_score_that_is_no_share_is_missing():
 
 def _select(folder, work, models, identities=None, **section):
     """The command's evaluation of model directories beside the original."""
-    config = StageConfig(
-        EvaluateConfig(needle=None, **section),
-        ModelConfig(path=str(folder / "model"), dtype="float32"),
-        seed=1,
-        runtime=Runtime(eval_batch_size=2),
-        shared=folder / "pool",
-        model_identity="m" * 64,
-    )
+    config = suites_config(folder, **section)
     work.mkdir()
     names = identities or {name: name.replace("/", "-") for name in models}
     (work / "models.json").write_text(json.dumps({"models": names}))
@@ -350,7 +333,7 @@ def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
     section = _harness(folder, "longbench_trec", max_length=300)
     even = {**section, "tasks": ["longbench_trec_e"], "data_dir": str(data.parent)}
     one, other = (
-        _run(folder, tmp_path / str(n), harness=part).checkpoints["original"]["harness"]
+        score_original(folder, tmp_path / str(n), harness=part).checkpoints["original"]["harness"]
         for n, part in enumerate((section, even))
     )
     assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
@@ -359,7 +342,7 @@ def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
 
 def test_loss_by_position(folder, tmp_path):
     section = {"length": 1100, "documents": 2, "path": str(folder / "texts")}
-    scores = _run(folder, tmp_path / "work", positions=section)
+    scores = score_original(folder, tmp_path / "work", positions=section)
     table = scores.positions["original"]
     assert table.edges == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1100]
     assert table.documents == 2 and len(table.loss) == 11
@@ -376,7 +359,7 @@ def test_loss_by_position(folder, tmp_path):
     [record] = [r for r in read_samples(tmp_path / "work") if r["index"] == 0]
     assert record["loss"][-1] == pytest.approx(float(whole[1023:].mean()), abs=1e-4)
     with pytest.raises(UserError, match="no document has 40,000 tokens"):
-        _run(folder, tmp_path / "long", positions=section | {"length": 40000})
+        score_original(folder, tmp_path / "long", positions=section | {"length": 40000})
 
 
 def test_a_copied_document_counts_once(folder, tmp_path):
@@ -385,7 +368,7 @@ def test_a_copied_document_counts_once(folder, tmp_path):
         (tmp_path / "texts").mkdir(exist_ok=True)
         shutil.copy(folder / f"texts/{of}.txt", tmp_path / f"texts/{name}.txt")
     section = {"length": 300, "documents": 3, "path": str(tmp_path / "texts")}
-    scores = _run(folder, tmp_path / "work", positions=section)
+    scores = score_original(folder, tmp_path / "work", positions=section)
     assert scores.positions["original"].documents == 2
 
 

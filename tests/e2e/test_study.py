@@ -126,11 +126,12 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
 
 
 def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> None:
-    options = "--methods", "bosch,rand,dcam,one_gradient", "--ratios", "0.5", "--budgets", "3"
+    options = "--methods", "bosch,rand,dcam,one_gradient,moa", "--ratios", "0.5", "--budgets", "3"
     assert study("headbench", searched, *options) == 0
     with (searched / "headbench.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", "uniform"}
+    uniform = {"uniform_0_sinks": 0, "uniform_4_sinks": 4}
+    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", "moa", *uniform}
     # By hand: 6 of 12 heads keep all of the longest example, the others 31 tokens each.
     examples = {line["key"]["examples"] for line in lines(searched) if held_out(line)}
     assert len(examples) == 1
@@ -139,25 +140,32 @@ def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> Non
     for name, row in rows.items():
         assert float(row["cache_generate"]) == pytest.approx(share, abs=1 / length), name
         assert float(row["cache_generate"]) <= share + 1e-9
-        assert (row["cache_vllm"] == "") == (name == "uniform")
+        assert (row["cache_vllm"] == "") == (name == "uniform_4_sinks")
     # A row's score is that of its masks on the held-out examples.
     scores = {
-        (line["key"]["mask"], line["key"]["window_size"]): line["result"]["exact"]
+        (line["key"]["mask"], str(line["key"]["window_size"]), line["key"]["sinks"]): line[
+            "result"
+        ]["exact"]
         for line in lines(searched)
         if held_out(line)
     }
-    masks = [
-        line["result"]["mask"]
-        for line in lines(searched)
-        if line["key"]["kind"] == "search" and line["key"]["method"] == "dcam"
-        if line["key"]["settings"]["swa_ratio"] == 0.5
-        and "head_granularity" not in line["key"]["settings"]
-    ]
-    assert len(masks) == 2
-    mean = np.mean([scores[mask, 32] for mask in masks])
-    assert float(rows["dcam"]["score"]) == pytest.approx(mean)
-    [uniform] = [exact for (_, window), exact in scores.items() if window != 32]
-    assert float(rows["uniform"]["score"]) == pytest.approx(np.mean(uniform))
+    for method, window in (("dcam", "32"), ("moa", "[8, 16, 32, 64, 128]")):
+        masks = [
+            line["result"]["mask"]
+            for line in lines(searched)
+            if line["key"]["kind"] == "search" and line["key"]["method"] == method
+            if line["key"]["settings"]["swa_ratio"] == 0.5
+            and "head_granularity" not in line["key"]["settings"]
+        ]
+        assert len(masks) == 2
+        mean = np.mean([scores[mask, window, 0] for mask in masks])
+        assert float(rows[method]["score"]) == pytest.approx(mean)
+    for name, sinks in uniform.items():
+        size = next(
+            key[1] for key in scores if key[1].isdigit() and key[1] != "32" and key[2] == sinks
+        )
+        exact = scores["3x4:0000", size, sinks]
+        assert float(rows[name]["score"]) == pytest.approx(np.mean(exact))
     best = max(rows.values(), key=lambda row: float(row["score"]))
     first = next(iter(rows.values()))
     assert first["p_holm"] == "" and float(first["score"]) == float(best["score"])

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
-from bosch.model.loading import load_config
+from bosch.model.loading import load_config, load_model
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.checkpoint import CheckpointWriter
@@ -32,10 +32,12 @@ from stages.train.metrics import MetricsLog
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
+from tests.elsewhere import run_elsewhere
 from tests.offloaded_training import train_offloaded
 from tests.training_case import (
     SEQUENCE_LENGTH,
     TRAIN,
+    VOCABULARY,
     make_case,
     metrics,
     stage_config,
@@ -441,3 +443,31 @@ def test_a_restart_point_of_more_deepspeed_processes_is_refused_before_the_model
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"runtime\.processes = 4, this run has 2; resume with 4"):
         train_here(case, tmp_path, runtime={"sharding": "deepspeed"})
+
+
+_LOAD = """
+model = AutoModelForCausalLM.from_pretrained(
+    "checkpoint", trust_remote_code=True, dtype=torch.float32
+)
+ids, wanted = torch.load("wanted.pt")
+with torch.inference_mode():
+    logits = model(ids).logits
+report([type(model).__name__, torch.equal(logits, wanted), "bosch" in sys.modules])
+"""
+
+
+def test_a_checkpoint_loads_by_transformers_alone(tmp_path: Path) -> None:
+    case, tokens = make_case(tmp_path / "case"), 3 * 4 * SEQUENCE_LENGTH
+    changes = {"total_tokens": tokens, "checkpoint_tokens": [tokens]}
+    train_here(case, tmp_path / "train", train=changes)
+    checkpoint = tmp_path / "train" / "checkpoints" / f"tokens-{tokens}"
+    (tmp_path / "checkpoint").symlink_to(checkpoint)
+    ids = torch.arange(SEQUENCE_LENGTH)[None] * 5 % VOCABULARY
+    trained = load_model(checkpoint, dtype="float32")
+    untrained = load_model(case / "materialize" / "model", dtype="float32")
+    with torch.inference_mode():
+        expected, before = trained(ids).logits, untrained(ids).logits
+    assert (expected - before).abs().max() > 0.01
+    torch.save((ids, expected), tmp_path / "wanted.pt")
+    logits = run_elsewhere(_LOAD, tmp_path, cache=tmp_path / "cache")
+    assert logits == [["HybridQwen3ForCausalLM", True, False]]

@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bosch.attention import (
-    BACKENDS,
-    AttentionContext,
-    fastest_backend,
-    hybrid_attention,
-)
+from bosch.attention import BACKENDS, AttentionContext, fastest_backend, hybrid_attention
 from bosch.model.materialize import materialize
 from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window
-from stages.measure.kernels import attention_kernels
+from stages.measure.process import attention_kernels
 from tests.attention_case import Case, by_rows
 from tests.hybrid_case import random_mask, small_model, tokens
 

@@ -18,13 +18,7 @@ from bosch.errors import UserError
 from bosch.mlx.models import SERVED, register
 from bosch.model.families import decoder_layers
 from tests.hybrid_case import FAMILY_NAMES, small_config
-from tests.vllm_case import (
-    SIZES,
-    load_reference,
-    random_prompts,
-    save_hybrid,
-    save_menu_hybrid,
-)
+from tests.vllm_case import SIZES, load_reference, random_prompts, save_hybrid, save_menu_hybrid
 
 WINDOW, COUNTS, TOLERANCE = 8, (1, 3, 2), 1e-4
 # A chunk, single tokens while the window fills and turns over, and longer ones after that.

@@ -21,7 +21,7 @@ from bosch.attention import (
     hybrid_attention,
     resolve_backend,
 )
-from bosch.attention.bands import bands
+from bosch.attention.sdpa import bands
 from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
 from bosch.model.code_file import MODULES

@@ -19,7 +19,7 @@ from bosch.heads import HeadMask
 from bosch.model.interface import layouts_of
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from pipeline.commands.plan.command import plan_costs, plan_devices
+from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime
 from stages.kv_budgets import budget_share, named_budgets

@@ -23,9 +23,9 @@ from pipeline.commands.compare.comparison import (
     SampleScores,
     ScoreRow,
     label_of,
+    paper_scores,
 )
 from pipeline.commands.compare.page import markdown, page, score_tables, task_tables
-from pipeline.commands.compare.paper import paper_scores
 from pipeline.commands.options import METHODS, read_options
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bosch.attention import AttentionContext
-from bosch.attention.bands import bands
+from bosch.attention.sdpa import bands
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search

@@ -12,7 +12,7 @@ from bosch.context_split import ContextSplit
 from bosch.errors import UserError
 from bosch.model.families import split_fault
 from bosch.window import Window
-from pipeline.commands.plan.command import plan_lines
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from tests.pipeline_case import Case
 

@@ -13,7 +13,7 @@ import pytest
 
 from bosch.errors import RunError
 from pipeline.run.launch import launch
-from stages.measure.one_run import run_in_process
+from stages.measure.measurement import run_in_process
 from stages.recipe import World
 from tests.pipeline_case import ROOT, Case
 

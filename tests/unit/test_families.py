@@ -21,13 +21,7 @@ from bosch.heads import HeadMask
 from bosch.model import configuration
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import (
-    FAMILIES,
-    decoder_layers,
-    family_of,
-    known_family,
-    logit_needs,
-)
+from bosch.model.families import FAMILIES, decoder_layers, family_of, known_family, logit_needs
 from bosch.model.interface import attention_module, layouts_of
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, permute_heads

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import (
-    BACKENDS,
-    AttentionContext,
-    flex,
-    hybrid_attention,
-    resolve_backend,
-)
+from bosch.attention import BACKENDS, AttentionContext, flex, hybrid_attention, resolve_backend
 from bosch.errors import UserError
 from bosch.window import Window
 from tests.attention_case import by_rows, full_first

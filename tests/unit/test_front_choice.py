@@ -16,7 +16,7 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers
 from bosch.model.loading import load_model
 from bosch.window import Window
-from pipeline.commands.plan.command import plan_lines
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.status import differences

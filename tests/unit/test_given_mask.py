@@ -19,7 +19,7 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.cli import main
-from pipeline.commands.plan.command import plan_lines
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.store import Store

@@ -1,4 +1,4 @@
-"""Head masks, their budgets and their file."""
+"""Head masks, their budgets and their file; units of heads, and the window convention."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.budget import heads_of_mask_file, swa_budget
+from bosch.budget import check_granularity, heads_of_mask_file, swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.units import Units
 from bosch.window import Window, window_menu
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
@@ -162,6 +163,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ({"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
         ({"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
         ({"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
+        ({"seed": True}, "seed has an unexpected value True"),
         ({"score": float("inf")}, "score is inf, expected a finite"),
         ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000; that is no model"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
@@ -222,3 +224,58 @@ def test_missing_field_missing_file_and_no_json(tmp_path: Path) -> None:
     path.write_text('{"format": 1, "model": "x"}')
     with pytest.raises(UserError, match="method is missing"):
         HeadMaskFile.load(path)
+
+
+def test_a_unit_holds_heads_of_similar_value() -> None:
+    values = np.array([[3.0, 0.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    units = Units.by_value(values, 2)
+    assert units.heads.tolist() == [[[1, 3], [2, 0]], [[0, 1], [2, 3]]]
+    mask = units.head_mask(HeadMask(np.array([[False, True], [True, False]])))
+    assert mask.swa_kv_heads == [[1, 3], [2, 3]]
+    assert units.of_heads(values)[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_units_of_one_head_are_the_heads() -> None:
+    mask = HeadMask(np.array([[True, False, False], [False, True, True]]))
+    assert Units.of_neighbours(2, 3).head_mask(mask) == mask
+
+
+@given(layers=st.integers(1, 50), heads=st.integers(1, 64), ratio=st.floats(0, 1), g=st.data())
+def test_a_refused_ratio_names_ratios_that_are_not(
+    layers: int, heads: int, ratio: float, g: st.DataObject
+) -> None:
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    granularity = g.draw(st.sampled_from(divisors))
+    try:
+        check_granularity(layers, heads, ratio, granularity)
+    except UserError as error:
+        assert swa_budget(layers * heads, ratio) % granularity
+        named = str(error).rpartition("swa_ratio ")[2].split(" or ")
+        assert len(named) == 2
+        for text in named:
+            check_granularity(layers, heads, float(text), granularity)
+    else:
+        assert swa_budget(layers * heads, ratio) % granularity == 0
+
+
+def test_heads_that_units_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match="choose a divisor of 8"):
+        check_granularity(4, 8, 0.5, 3)
+
+
+def test_window_counts_the_query_itself() -> None:
+    window = Window(1024, 4)
+    left, right = window.flash
+    assert (left + 1, right) == (1024, 0)
+    assert window.past + 1 == window.transformers == 1024
+    assert window.most_keys == 1028
+    assert (str(window), str(Window(512))) == ("1,024 with 4 sinks", "512")
+
+
+@pytest.mark.parametrize(
+    ("size", "sinks"), [(0, 0), (-3, 0), (2.5, 0), ("7", 0), (True, 0), (7, -1), (7, None)]
+)
+def test_impossible_windows_are_refused(size: Any, sinks: Any) -> None:
+    with pytest.raises(ValueError, match="window_size must be an integer") as caught:
+        Window(size, sinks)
+    assert f"found {size!r} and {sinks!r}" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The head masks in recipes/masks, the schema of the format, and the example in its page."""
+"""The head masks in recipes/masks, their format, and masks to and from other projects' files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bosch.budget import swa_budget
+from bosch.commands.mask.formats import WRITERS
+from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
+from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from recipes.masks.make_masks import with_provenance
 
@@ -74,3 +78,121 @@ def test_the_schema_has_the_fields_of_the_file() -> None:
     for path in MASKS:
         content = json.loads(path.read_text())
         assert set(SCHEMA["required"]) <= content.keys() <= set(SCHEMA["properties"])
+
+
+_MASK = HeadMask(np.array([[1, 0, 0], [0, 0, 1], [1, 1, 1]], dtype=bool))
+_HEADS = ["--attention-heads", "6"]
+_BOTH = [*_HEADS, "--key-value-heads", "3"]
+
+
+def _saved(folder: Path, sinks: int = 2) -> Path:
+    path = folder / "head_mask.json"
+    HeadMaskFile.of(_MASK, Window(10, sinks), model="m", method="rand", swa_ratio=4 / 9).save(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
+def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "head_mask.json"
+    HeadMaskFile.of(
+        HeadMask.of_choices([[0, 1, 2]]), [Window(4), Window(9)],
+        model="m", method="given", swa_ratio=2 / 3,
+    ).save(path)  # fmt: skip
+    file = HeadMaskFile.load(path)
+    with pytest.raises(UserError, match=r"takes one window for all .* windows of 4 and 9"):
+        WRITERS[form](file, tmp_path / "out", 6)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize(
+    ("form", "export", "imports"),
+    [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH)],
+)
+def test_a_mask_comes_back_as_it_went(
+    tmp_path: Path, form: str, export: list[str], imports: list[str], sinks: int
+) -> None:
+    other, back = str(tmp_path / "other"), tmp_path / "back.json"
+    source = str(_saved(tmp_path, sinks))
+    assert main(["mask", "export", source, other, "--format", form, *export]) == 0
+    assert main(["mask", "import", other, str(back), "--format", form, *imports]) == 0
+    read = HeadMaskFile.load(back)
+    assert (read.mask, read.window_size, read.sinks) == (_MASK, 10, sinks)
+    assert read.method == form
+
+
+def test_rtp_llm_counts_the_keys_before_the_query(tmp_path: Path) -> None:
+    target = tmp_path / "config.json"
+    arguments = ["mask", "export", str(_saved(tmp_path)), str(target), "--format", "rtp_llm"]
+    assert main([*arguments, *_HEADS]) == 0
+    settings = json.loads(target.read_text())["headwise_config"]
+    assert settings["swa_token_num"] == 9 and settings["sink_token_num"] == 2
+    # Up to 12 tokens a window of 10 with 2 sinks sees everything.
+    assert settings["seqlen_threshold"] == 12
+    assert settings["0"] == [1, 1, 0, 0, 0, 0] and settings["2"] == [1] * 6
+
+
+def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
+    """The heads of the lowest scores slide; a published file has this form."""
+    scores = "6.05e-01\t0.0e+00\t9.6e-01\n2.49e-02\t1.0e+00\t0.0e+00\n"
+    (tmp_path / "full_attention_heads.tsv").write_text(scores)
+    (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 256, "lr": 0.02}')
+    target = tmp_path / "mask.json"
+    arguments = ["mask", "import", str(tmp_path), str(target), "--format", "duoattention"]
+    assert main([*arguments, "--swa-ratio", "0.4"]) == 0
+    read = HeadMaskFile.load(target)
+    assert read.mask.swa_kv_heads == [[1], [0, 2]]
+    assert (read.window_size, read.sinks) == (256, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--format", "fastdeploy"], "FastDeploy takes one share"),
+        (["--format", "rtp_llm"], "--attention-heads: rtp-llm lists query heads"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    source = str(_saved(tmp_path, sinks=0))
+    assert main(["mask", "export", source, str(tmp_path / "out"), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "extra", "sentence"),
+    [
+        ("duoattention", "0.5\t0.1\n", [], "--swa-ratio"),
+        ("duoattention", "0.5\t0.1\n0.2\n", ["--swa-ratio", "0.5"], "rows of numbers"),
+        ("duoattention", "0.5\t0.1\n", ["--swa-ratio", "1.5"], "--swa-ratio: expected a share"),
+        ("rtp_llm", '{"a": 1}', _BOTH, "headwise_config"),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 0, 1, 1, 0, 0]}}', _BOTH, "query heads of KV"),
+        ("rtp_llm", '{"headwise_config": {"1": [1, 1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0]}}', _BOTH, "swa_token_num"),
+        ("rtp_llm", "{}", [], "--key-value-heads"),
+        ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),
+        ("rtp_llm", '{"headwise_config": {"²": [1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", '{"headwise_config": {"00": [1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", '{"headwise_config": {"' + "9" * 5000 + '": [1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", "[" * 5000, _BOTH, "inside each other"),
+        ("rtp_llm", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),
+        ("rtp_llm", "[]", _BOTH, "expected a JSON object"),
+        ("rtp_llm", "no json", _BOTH, "cannot be read as JSON ("),
+    ],
+)
+def test_damaged_files_are_refused_by_name(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    content: str,
+    extra: list[str],
+    sentence: str,
+) -> None:
+    source = tmp_path / "full_attention_heads.tsv"
+    source.write_text(content)
+    (tmp_path / "config.json").write_text('{"sink_size": 1, "recent_size": 2}')
+    read = tmp_path if form == "duoattention" else source
+    arguments = ["mask", "import", str(read), str(tmp_path / "m.json"), "--format", form, *extra]
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "m.json").exists()

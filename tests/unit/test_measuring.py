@@ -26,18 +26,17 @@ from bosch.model.search_mode import prepare_for_search, set_sink_bias
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
 from pipeline.commands.measure import default_output
-from stages.measure import measurement, memory, process
-from stages.measure import one_run as run_module
-from stages.measure.charts import draw_figures
-from stages.measure.kernels import check_kernels
-from stages.measure.measured_model import build_model, chosen_device
-from stages.measure.results import point_of, set_against_original
-from stages.measure.settings import MeasureSettings
-from stages.measure.variants import (
+from stages.measure import measurement, process
+from stages.measure.measured_model import (
     Variant,
+    build_model,
+    chosen_device,
     even_layout,
     planned_variants,
 )
+from stages.measure.process import check_kernels
+from stages.measure.results import draw_figures, point_of, set_against_original
+from stages.measure.stage import MeasureSettings
 from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
@@ -361,13 +360,13 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
 def test_lack_of_memory_is_told_from_other_ends(
     tmp_path: Path,
 ) -> None:
-    assert memory.is_out_of_memory(MemoryError())
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert memory.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"))
-    assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert process.is_out_of_memory(MemoryError())
+    assert process.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert process.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"))
+    assert not process.is_out_of_memory(RuntimeError("shape mismatch"))
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 5\noom_kill 3\n")
-    reason = partial(run_module.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
+    reason = partial(measurement.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
     assert reason(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
     assert reason(-signal.SIGKILL, "", 3) is None
     assert reason(-signal.SIGABRT, "what(): std::bad_alloc", 3) == "std::bad_alloc"
@@ -380,6 +379,6 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\necho first\necho the device caught fire\nexit 3\n")
     dying.chmod(0o755)
-    monkeypatch.setattr(run_module.sys, "executable", str(dying))
+    monkeypatch.setattr(measurement.sys, "executable", str(dying))
     with pytest.raises(RunError, match="measuring it failed with status 3: the device caught fire"):
-        run_module.run_in_process({}, "it")
+        measurement.run_in_process({}, "it")

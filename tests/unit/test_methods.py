@@ -29,7 +29,11 @@ from stages.search.stage import SearchConfig
 from tests.benchmarks.landscapes import RATIO, landscape
 from tests.search_case import WINDOW, searchable
 
-SEARCHED = [name for name, method in METHODS.items() if method.kind not in ("ranking", "file")]
+SEARCHED = [
+    name
+    for name, method in METHODS.items()
+    if not (method.reads_attention or method.kind == "file")
+]
 
 
 class RandomScores:

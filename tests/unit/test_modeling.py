@@ -22,14 +22,7 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
 from stages.train.checkpoint import save_model
-from tests.hybrid_case import (
-    KV_HEADS,
-    LAYERS,
-    mask_of,
-    random_mask,
-    small_model,
-    tokens,
-)
+from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 
 WINDOW = 7

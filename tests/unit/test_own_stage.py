@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bosch.errors import UserError
-from pipeline.commands.plan.command import plan_lines
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner

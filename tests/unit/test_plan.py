@@ -17,7 +17,7 @@ from bosch.objective.decoder_shape import DecoderShape
 from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
 from pipeline.cli import main
-from pipeline.commands.plan.command import find_hardware, plan_costs, plan_devices, plan_lines
+from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from stages.formats import format_bytes

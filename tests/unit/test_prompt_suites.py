@@ -25,17 +25,16 @@ from data_prep.documents.records import read_rows
 from data_prep.tasks import helmet, mrcr, nolima
 from data_prep.tasks.tables import HELMET_TASKS
 from pipeline.recipe.load import load_recipe
-from stages.context import ModelConfig, Runtime, StageConfig
+from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.mrcr import read_samples as read_mrcr
 from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
-from stages.evaluate.scores import Scores, read_samples
-from stages.evaluate.stage import EvaluateConfig
-from stages.original import run as original
+from stages.evaluate.scores import read_samples
 from tests import helmet_case, nolima_case
+from tests.evaluation_case import score_original
 from tests.pipeline_case import Case
 from tests.tiny_data import save_tiny_model
 
@@ -147,20 +146,6 @@ def test_scores_are_upstreams() -> None:
     assert mrcr.score("aB1Tapir 2 naps", answer, prefix) == partly
 
 
-def run(folder: Path, work: Path, **section: Any) -> Scores:
-    config = StageConfig(
-        EvaluateConfig(needle=None, **section),
-        ModelConfig(path=str(folder / "model"), dtype="float32"),
-        seed=1,
-        runtime=Runtime(eval_batch_size=2),
-        shared=folder / "pool",
-        model_identity="m" * 64,
-    )
-    work.mkdir()
-    original.run(config, {}, work)
-    return Scores.read(work)
-
-
 def test_all_are_evaluated_and_answered_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +155,7 @@ def test_all_are_evaluated_and_answered_once(
         "mrcr": {"data_dir": str(folder / "mrcr"), "lengths": [256, 512], "samples": 2},
         "helmet": {"data_dir": str(folder / "helmet"), "lengths": [8192], "samples": 1},
     }  # fmt: skip
-    scores = run(folder, tmp_path / "first", **section)
+    scores = score_original(folder, tmp_path / "first", **section)
     suites = scores.checkpoints["original"]
     counts = {(t, at): cell.samples for t, by in suites["nolima"].tasks.items()
               for at, cell in by.items()}  # fmt: skip
@@ -191,7 +176,7 @@ def test_all_are_evaluated_and_answered_once(
     assert all(one["question"].endswith("Assistant:") for one in records)
     # Other runs on the same data ask nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
-    assert run(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
+    assert score_original(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
 
 
 def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
@@ -199,7 +184,10 @@ def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
     tokenizer, open_samples = nolima_case.tokenizer(), []
     for rank in range(2):
         answers = AnswerFolder(tmp_path, None, rank)
-        suite = PromptSuite("mrcr", section, {}, 0, tokenizer, answers, rank, 2, 1)
+        suite = PromptSuite(
+            name="mrcr", section=section, files={}, tokenizer=tokenizer, answers=answers, rank=rank,
+            world=2, batch_size=1,
+        )  # fmt: skip
         suite.prepare()
         model = Evaluated("original", ModelConfig(path="x"))
         open_samples.append(suite.open_samples(model))

@@ -11,7 +11,7 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
-from pipeline.commands.plan.command import plan_costs, plan_devices
+from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.model_shape import SHAPES, read_model
 from stages.formats import format_flops

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.plan.command import plan_lines
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.recipe import LoadedRecipe
 

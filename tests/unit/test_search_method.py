@@ -16,13 +16,18 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.ablations import b_layer, b_multi, b_single
-from bosch.search.bosch import bosch
+from bosch.search.bosch import (
+    assign_ratios,
+    bosch,
+    head_selection,
+    layer_drops,
+    layer_importance,
+    layer_weights,
+    ratio_groups,
+)
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
-from bosch.search.head_selection import head_selection, ratio_groups
-from bosch.search.layer_importance import layer_importance
 from bosch.search.loss import Anchors, Loss
-from bosch.search.ratio_assignment import assign_ratios, layer_drops, layer_weights
 from bosch.search.settings import SearchSettings
 
 CONTEXT = EvaluationContext("data", "model", 16, 0)

@@ -30,12 +30,7 @@ from bosch.model.families import text_config
 from bosch.model.interface import attention_modules, head_state
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import (
-    apply_head_mask,
-    mask_shape,
-    prepare_for_search,
-    set_sink_bias,
-)
+from bosch.model.search_mode import apply_head_mask, mask_shape, prepare_for_search, set_sink_bias
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.gate_gradients import blended_attention
 from bosch.objective.objective import Objective

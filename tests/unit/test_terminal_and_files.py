@@ -1,4 +1,4 @@
-"""Terminals, clocks, disks and temporary files that are not as one would have them."""
+"""Terminals, clocks, disks and temporary files that are not as one would have them; progress."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bosch import progress
 from bosch.errors import LostRankError, RunError, UserError, printable
 from bosch.files import (
     JsonLimits,
@@ -410,3 +412,18 @@ def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:
     lines = "\n".join(f"fault {number}" for number in range(2000))
     assert str(RunError(lines)) == lines
     assert len(str(UserError(str(list(range(50_000)))))) < 400
+
+
+def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(
+        progress, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: False))
+    )
+    caplog.set_level("INFO")
+    bar = progress.Progress(100, "search", "evaluations")
+    bar.update(50, free=True)
+    clock.now = 20.0
+    bar.update(10, "layer 3: best score 0.500")
+    # 10 evaluations in 20 s: 40 more take 80 s.
+    assert "search: 60/100 evaluations, 20 s, 80 s left, layer 3: best score 0.500" in caplog.text

@@ -20,14 +20,14 @@ from bosch.files import read_json
 from bosch.search import methods
 from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
-from pipeline.commands.compare.comparison import Combination, Comparison, Result, read_result
-from pipeline.commands.compare.page import (
-    REPORT,
-    score_tables,
-    write_comparison,
-    write_predictions,
+from pipeline.commands.compare.comparison import (
+    Combination,
+    Comparison,
+    Result,
+    paper_scores,
+    read_result,
 )
-from pipeline.commands.compare.paper import paper_scores
+from pipeline.commands.compare.page import REPORT, score_tables, write_comparison, write_predictions
 from pipeline.commands.options import METHODS, Methods, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.load import find_faults, listing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,13 @@ from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
+from stages.evaluate.stage import EvaluateConfig, NeedleEvaluation
 from stages.evaluate.tables import subtask_scores
 from stages.materialize.stage import MODEL, MaterializeSummary
+from stages.recipe import Recipe
 from stages.report.charts import interval_of
 from stages.report.results import Search, cache_size, served_bytes
-from stages.search.stage import HEAD_MASK, SearchSummary
+from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
 from stages.train.stage import checkpoint_tokens
 
 # Rows of BOSCH Tables 1 and 2, by the kind of method.
@@ -355,3 +358,23 @@ def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
         for task, by_length in table.tasks.items():
             for length, one in by_length.items():
                 yield ScoreRow(models, suite, task, length, one.score, one.low, one.high)
+
+
+_FILE = Path(__file__).with_name("paper_scores.json")
+_WINDOW = 1024
+
+
+def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
+    """NIAH averages of untrained hybrids by ratio and method (BOSCH Table 1).
+
+    Empty for another model, window, sinks, tasks or lengths; the number of samples may differ.
+    """
+    evaluate, usual = recipe.get(EvaluateConfig), NeedleEvaluation()
+    needle = evaluate.needle if evaluate is not None else None
+    if needle is None or recipe[SearchConfig].window.size != _WINDOW or recipe[SearchConfig].sinks:
+        return {}
+    if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
+        return {}
+    scores = json.loads(_FILE.read_text(encoding="utf-8"))["scores"]
+    by_ratio = scores.get(Path(recipe.model.path).name, {})
+    return {float(ratio): methods for ratio, methods in by_ratio.items()}

@@ -9,13 +9,12 @@ from statistics import fmean
 import numpy as np
 
 from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test, holm
-from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
-from bosch.window import Window
+from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_text
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, Setting, interval_text, measured
@@ -26,7 +25,8 @@ from stages.pages.tables import Cell, Table
 from stages.report.charts import LOOK, POINTS, ranked
 from stages.search.stage import SearchConfig
 
-# Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four.
+# Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. Such windows without
+# training are what arXiv 2608.28444 asks linear attention to be compared with.
 _SINKS = 4
 # Context at which the cache in vLLM is stated.
 _SERVED = 32 * 1024
@@ -62,13 +62,13 @@ def study(model: StudiedModel) -> StudyResult:
     points = measured(
         model,
         [
-            Setting(method, ratio, kappa if METHODS[method].searches else None)
+            _setting(model, method, ratio, kappa)
             for ratio in options.ratios
             for method in options.methods
         ],
     )
     rows = [_row(model, point) for point in points]
-    rows += [_uniform(model, ratio) for ratio in options.ratios]
+    rows += [_uniform(model, ratio, sinks) for ratio in options.ratios for sinks in (0, _SINKS)]
     rows.sort(key=lambda row: (row.ratio, -row.mean))
     records = [record for ratio in options.ratios for record in _records(rows, ratio)]
     data = {
@@ -83,10 +83,29 @@ def study(model: StudiedModel) -> StudyResult:
     )
 
 
+def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
+    own = METHODS[method]
+    menu = _menu(model) if own.kind == "profile" or own.several_windows else None
+    return Setting(method, ratio, kappa if own.searches else None, menu=menu)
+
+
+def _menu(model: StudiedModel) -> tuple[Window, ...]:
+    """The windows of methods that choose among several: doubled, from a quarter of the recipe's."""
+    window = model.recipe[SearchConfig].window
+    menu: list[Window] = []
+    sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
+    shortest = min(one.max_length for one in sets)
+    size = max(1, window.size // 4)
+    while size + window.sinks < shortest and len(menu) < MOST_WINDOWS:
+        menu.append(Window(size, window.sinks))
+        size *= 2
+    return tuple(menu[::-1])
+
+
 def _row(model: StudiedModel, point: Measured) -> Row:
     own, method = point.setting, METHODS[point.setting.method]
-    window = model.recipe[SearchConfig].window
-    sizes = [_cache(model, run.mask, window) for run in point.runs]
+    windows = own.menu or model.recipe[SearchConfig].window
+    sizes = [_cache(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
         own.method, method.label, method.about, own.ratio, own.budget, point.results["score"],
@@ -96,31 +115,29 @@ def _row(model: StudiedModel, point: Measured) -> Row:
     )  # fmt: skip
 
 
-def _uniform(model: StudiedModel, ratio: float) -> Row:
-    """Every head slides, with sinks and the widest window that holds no more than the masks do."""
+def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
+    """Every head slides, with the widest window beside sinks that holds no more than the masks."""
     layers, heads = model.shape
-    units, tokens = layers * heads, model.held_out_set.max_length
-    sliding = swa_budget(units, ratio)
-    held = model.recipe[SearchConfig].window.held(tokens)
-    slots = ((units - sliding) * tokens + sliding * held) // units
-    sinks = min(_SINKS, max(0, slots - 1))
+    slots = model.slots(ratio) // (layers * heads)
+    sinks = min(most_sinks, max(0, slots - 1))
     window = Window(slots - sinks + 1, sinks)
     mask = HeadMask.all_sliding(layers, heads)
     scores = model.held_out(mask, window)[:, 0]
     return Row(
-        "uniform", f"Uniform, W = {window.size}, {sinks} sinks", "every head slides alike", ratio,
-        None, np.tile(scores, (model.options.seeds, 1)), _cache(model, mask, window)[0], None, 0.0,
+        f"uniform_{most_sinks}_sinks", f"Uniform, W = {window.size}, {sinks} sinks",
+        "every head slides alike", ratio, None, np.tile(scores, (model.options.seeds, 1)),
+        *_cache(model, mask, window), 0.0,
     )  # fmt: skip
 
 
-def _cache(model: StudiedModel, mask: HeadMask, window: Window) -> tuple[float, float | None]:
+def _cache(model: StudiedModel, mask: HeadMask, windows: Windows) -> tuple[float, float | None]:
     """Shares of the original's bytes: in `generate`, and in vLLM where it serves the mask."""
-    rows = mask.heads_per_layer((window,))
+    rows = mask.heads_per_layer(windows)
     layers = decoder_layers(model.model.config)
     size = CacheSize.of(rows, layers, model.model.dtype.itemsize)
     tokens = model.held_out_set.max_length
     share = size.dynamic(tokens) / size.original(tokens)
-    if window.sinks or layers.windows or layers.states:
+    if window_menu(windows)[0].sinks or layers.windows or layers.states:
         return share, None
     served = next(
         served_caches(engine_heads(rows), size.bytes_per_head, engine=LARGE_GPU, lengths=[_SERVED])
@@ -205,8 +222,9 @@ def _text(model: StudiedModel, kappa: int) -> str:
         f"each with its own calibration set; searches have κ = {kappa}. Untrained hybrids. All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
-        "windows hold no more, with sinks, and have no seeds. Brackets: 95 % intervals over seeds "
-        "and examples. Each selector is tested against the best of its ratio on the same examples "
-        "(paired, Holm): bold is one that is shown to be above all others, else those that are not "
-        "shown to be below the best are underlined."
+        "windows, with and without sinks, and masks of several windows hold no more there. The "
+        f"former have no seeds; the latter choose among {windows_text(_menu(model))} tokens. "
+        "Brackets: 95 % intervals over seeds and examples. Each selector is tested against the "
+        "best of its ratio on the same examples (paired, Holm): bold is one that is shown to be "
+        "above all others, else those that are not shown to be below the best are underlined."
     )

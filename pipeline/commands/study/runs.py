@@ -9,6 +9,7 @@ from typing import Any
 
 from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.progress import progress
+from bosch.window import Window
 from pipeline.commands.study.studied_model import Results, SearchOutcome, StudiedModel
 
 _MEASURES = ("score", "log_likelihood")
@@ -24,6 +25,7 @@ class Setting:
     budget: int | None = None
     granularity: int | None = None
     examples: int | None = None
+    menu: tuple[Window, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ def measured(
                 runs.append(
                     model.search(
                         one.method, one.ratio, seed, budget=one.budget,
-                        granularity=one.granularity, examples=one.examples,
+                        granularity=one.granularity, examples=one.examples, menu=one.menu,
                     )
                 )  # fmt: skip
                 bar.update()
             held_out: tuple[Results, ...] = ()
             if has_held_out:
-                held_out = model.held_out_over_seeds([run.mask for run in runs])
+                held_out = model.held_out_over_seeds([run.mask for run in runs], one.menu)
             results = dict(zip(_MEASURES, held_out, strict=has_held_out))
             rows.append(Measured(one, runs, results))
     return rows

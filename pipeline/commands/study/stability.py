@@ -7,8 +7,8 @@ from typing import Any
 
 from bosch.analysis.stability import Stability, ranking_stability
 from bosch.progress import progress
+from bosch.search.bosch import layer_drops
 from bosch.search.methods import METHODS
-from bosch.search.ratio_assignment import layer_drops
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.cost import budgets

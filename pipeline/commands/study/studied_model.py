@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bosch.budget import swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.families import text_config
@@ -30,10 +32,11 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
+from bosch.search.evaluator import SlotBudgets
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
-from bosch.window import Window
+from bosch.window import Window, Windows, window_menu
 from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import SeedSpace
@@ -43,7 +46,7 @@ from pipeline.commands.study.command import StudyOptions
 from stages.finished import FinishedWork, Record
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import Recipe
-from stages.search.reuse import reuse_bytes
+from stages.search.processes import reuse_bytes
 from stages.search.stage import STAGE as SEARCH
 from stages.search.stage import SearchConfig
 
@@ -90,6 +93,12 @@ def _changed_settings(settings: SearchSettings) -> Record:
     return {**changed, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
 
 
+def _windows_key(menu: tuple[Window, ...]) -> Record:
+    """Window and sinks in a key; the sizes of a menu of several from the smallest."""
+    sizes = [window.size for window in menu[::-1]]
+    return {"window_size": sizes[0] if len(sizes) == 1 else sizes, "sinks": menu[0].sinks}
+
+
 def digest_of(key: Record) -> str:
     """Short digest of a key, for names of files."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -112,7 +121,7 @@ class StudiedModel:
         if len(self.finished):
             logger.info("%d results are known already", len(self.finished))
         self._sets: dict[tuple[SeedSpace, int, int], CalibrationSet] = {}
-        self._objectives: dict[tuple[str, Window | None], Objective] = {}
+        self._objectives: dict[tuple[str, Windows | None], Objective] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -197,17 +206,17 @@ class StudiedModel:
             kind = " of the same file"
         return f"{own}, {len(self.held_out_set)} held-out examples{kind}"
 
-    def objective(self, examples: CalibrationSet, window: Window | None = None) -> Objective:
+    def objective(self, examples: CalibrationSet, window: Windows | None = None) -> Objective:
         """Measures masks on `examples`; later passes reuse what earlier ones cached.
 
-        Sliding heads have the `window`, by default the recipe's.
+        Sliding heads have the `window`, or one of a menu, by default the recipe's.
         """
         key = examples.fingerprint, window
         if key not in self._objectives:
             self._objectives[key] = self._new_objective(examples, window)
         return self._objectives[key]
 
-    def _new_objective(self, examples: CalibrationSet, other: Window | None = None) -> Objective:
+    def _new_objective(self, examples: CalibrationSet, other: Windows | None = None) -> Objective:
         window, runtime = other or self.recipe[SearchConfig].window, self.recipe.runtime
         return Objective(
             self.model,
@@ -237,11 +246,13 @@ class StudiedModel:
         granularity: int | None = None,
         examples: int | None = None,
         calibration_seed: int | None = None,
+        menu: tuple[Window, ...] | None = None,
         log: EvaluationLog | None = None,
     ) -> SearchOutcome:
         """Run `method` with search seed `seed`, on that seed's own calibration set by default.
 
-        With a `log` that is shared the costs are not this run's own.
+        With a `log` that is shared the costs are not this run's own. With a `menu` sliding heads
+        may have any of its windows, within the ratio's `slots`.
         """
         set_seed = seed if calibration_seed is None else calibration_seed
         calibration = self.calibration(set_seed, examples)
@@ -259,12 +270,21 @@ class StudiedModel:
             "shared_log": log is not None,
             **self.context(calibration),
         }
+        if menu is not None:
+            key |= {**_windows_key(menu), "slots": self.slots(ratio)}
         under_way = self.folder / f"under-way-{digest_of(key)}.jsonl"
         record = self.finished.once(
-            key, lambda: self._run_search(method, settings, calibration, log, under_way)
+            key, lambda: self._run_search(method, settings, calibration, menu, log, under_way)
         )
         under_way.unlink(missing_ok=True)
         return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
+
+    def slots(self, ratio: float) -> int:
+        """KV slots of the ratio's masks of the recipe's window, at the longest held-out example."""
+        units, tokens = math.prod(self.shape), self.held_out_set.max_length
+        sliding = swa_budget(units, ratio)
+        held = self.recipe[SearchConfig].window.held(tokens)
+        return (units - sliding) * tokens + sliding * held
 
     def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
         """The recipe's settings of a search, with another ratio, seed or budget per layer."""
@@ -272,11 +292,11 @@ class StudiedModel:
         settings = replace(settings, seed=self.recipe.seed + seed)
         return settings if budget is None else replace(settings, budget_per_layer=budget)
 
-    def held_out(self, mask: HeadMask, window: Window | None = None) -> Results:
+    def held_out(self, mask: HeadMask, window: Windows | None = None) -> Results:
         """Exact match and log-likelihood of each held-out example, [E, 2], as `objective`."""
         key = {"kind": "held_out", "mask": mask.key, **self.context(self.held_out_set)}
         if window is not None:
-            key |= {"window_size": window.size, "sinks": window.sinks}
+            key |= _windows_key(window_menu(window))
 
         def compute() -> Record:
             results = self.objective(self.held_out_set, window).example_results(mask).T.tolist()
@@ -285,9 +305,11 @@ class StudiedModel:
         record = self.finished.once(key, compute)
         return np.array([record["exact"], record["log_likelihood"]]).T
 
-    def held_out_over_seeds(self, masks: list[HeadMask]) -> tuple[Results, Results]:
+    def held_out_over_seeds(
+        self, masks: list[HeadMask], menu: tuple[Window, ...] | None = None
+    ) -> tuple[Results, Results]:
         """Exact match and log-likelihood of the masks of all seeds, each [S, E]."""
-        results = np.stack([self.held_out(mask) for mask in masks])
+        results = np.stack([self.held_out(mask, menu) for mask in masks])
         return results[:, :, 0], results[:, :, 1]
 
     def _run_search(
@@ -295,6 +317,7 @@ class StudiedModel:
         method: str,
         settings: SearchSettings,
         calibration: CalibrationSet,
+        menu: tuple[Window, ...] | None,
         log: EvaluationLog | None,
         under_way: Path,
     ) -> Record:
@@ -304,14 +327,18 @@ class StudiedModel:
         own.
         """
         if log is not None:
-            objective = self.objective(calibration)
+            objective = self.objective(calibration, menu)
         else:
-            objective = self._new_objective(calibration)
+            objective = self._new_objective(calibration, menu)
             log = EvaluationLog(under_way, objective.context)
         # Other processes on the machine slow a search down, but do not use its processor time.
         clock = time.process_time if self.model.device.type == "cpu" else time.perf_counter
         started = clock()
-        run = run_method(method, objective, settings, log=log)
+        slots = None
+        if menu is not None:
+            tokens, chosen = self.held_out_set.max_length, self.slots(settings.swa_ratio)
+            slots = SlotBudgets(tokens, (chosen,), chosen)
+        run = run_method(method, objective, settings, log=log, slot_budgets=slots)
         seconds = clock() - started
         full = next(point for point in run.trace if point.subproblem == "all full")
         logger.info(

@@ -1,0 +1,46 @@
+"""LU-KV: how much attention of the decoded answer a head loses at each window.
+
+arXiv 2602.08585 allots a cache to heads by curves of the long-horizon eviction loss: the importance
+that later steps of decoding with full attention give to what is evicted. Here a window evicts.
+The importance is the attention probability, summed over steps; whether the paper weighs it
+otherwise could not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bosch.baselines.blocks import block_scores, outside, row_blocks
+from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.ranking import Scores
+from bosch.model.search_mode import mask_shape
+from bosch.objective.calibration import CalibrationSet
+from bosch.window import Window
+
+
+def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
+    """Losses [L, HKV, 1 + windows] of each choice of a KV head, 0 where it is full.
+
+    The steps are the positions that predict an example's answer tokens, of which each counts alike;
+    the mean over the queries of a KV head.
+    """
+    shape = mask_shape(model.config)
+    sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)
+    for example in calibration.examples:
+        length = len(example.input_ids) - 1
+        first = length - example.answer_length
+
+        def add(layer: int, states: LayerStates, length: int = length, first: int = first) -> None:
+            for begin, end in row_blocks(length, first):
+                alpha = block_scores(states, begin, end).softmax(dim=-1)
+                by_head = alpha.view(shape[1], -1, *alpha.shape[1:]).mean(dim=1)
+                sums[layer] += outside(by_head, begin, end, windows).cpu()
+
+        visit_layers(model, torch.tensor(example.input_ids), add)
+    steps = sum(example.answer_length for example in calibration.examples)
+    losses: Scores = (sums / steps).numpy().astype(np.float64)
+    return losses

@@ -1,1 +1,0 @@
-"""`bosch plan`: what a run needs and costs, from the recipe and config.json alone."""

@@ -1,0 +1,79 @@
+"""What all suites share: their part of the samples, the answers on disk, and what has none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bosch.progress import Progress
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
+from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.generation import Question, generate
+from stages.evaluate.shared_reading import SharedReading
+
+
+@dataclass(kw_only=True)
+class Suite(ABC):
+    """A benchmark on one of `world` ranks, which takes every `world`-th sample.
+
+    `missing` says why tasks have no score, `groups` are tasks that have one together.
+    """
+
+    name: str
+    section: Any
+    tokenizer: Any
+    answers: AnswerFolder
+    rank: int
+    world: int
+    batch_size: int
+    seed: int = 0
+    chat: ChatTemplate | None = None
+    shared: SharedReading | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, TaskGroup] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def subtasks(self) -> list[Subtask]:
+        """Every task and length that has samples, in the order in which they are run."""
+
+    @abstractmethod
+    def samples(self, subtask: Subtask) -> int:
+        """How many samples the subtask has on all ranks."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make or read what is asked, as far as this rank does it."""
+
+    @abstractmethod
+    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
+        """Answer this rank's open samples; every finished batch is on disk at once."""
+
+    def open_samples(self, model: Evaluated) -> int:
+        """Samples of this rank that the model has not answered."""
+        return sum(len(self.open(model, subtask)) for subtask in self.subtasks)
+
+    def open(self, model: Evaluated, subtask: Subtask) -> list[int]:
+        """Those of a subtask, rising."""
+        answered = self.answers.answered(model, subtask)
+        mine = range(self.rank, self.samples(subtask), self.world)
+        return [index for index in mine if index not in answered]
+
+    def generated(
+        self, loaded: Any, questions: Sequence[Question], new_tokens: int, *, one_line: bool = False
+    ) -> Iterator[list[tuple[Question, str]]]:
+        """The outputs to questions, a batch at a time; with `one_line` up to a line's end."""
+        return generate(
+            loaded, self.tokenizer, questions, new_tokens, self.batch_size,
+            stop_at_newline=one_line, shared=self.shared,
+        )  # fmt: skip
+
+
+def answer_record(
+    question: Question, score: float, answers: Sequence[str], output: str, **more: Any
+) -> dict[str, Any]:
+    """A line of the answers."""
+    record = {"index": question.index, "score": score, "answers": list(answers), **more}
+    return {**record, "question": question.tail, "output": output}
