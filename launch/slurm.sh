@@ -21,6 +21,10 @@ if [ ! -f "$root/launch/torchrun.sh" ]; then
     echo "error: $root is no checkout of this project; call sbatch from it or set BOSCH_ROOT" >&2
     exit 2
 fi
+# Read only when the job has ended, which may be in days.
+case ${BOSCH_REQUEUES:-0} in
+    *[!0-9]*) echo "error: BOSCH_REQUEUES=$BOSCH_REQUEUES: expected a count of times" >&2; exit 2 ;;
+esac
 "$root/launch/setup.sh"
 
 export NNODES=$SLURM_JOB_NUM_NODES

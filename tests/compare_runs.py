@@ -3,9 +3,10 @@
     python -m tests.compare_runs runs/before/quickstart runs/after/quickstart
 
 Compares the training data, the calibration set, every evaluated mask with its score and
-log-likelihood and every gradient in order, the head mask, the losses, all weights, the evaluation's
-scores and answers. Prints what differs and exits 1 if anything does. Timings, manifests, checksums
-and the form of the files are not compared; scores may lie in one stage's folder or in several.
+log-likelihood and every gradient in order, the head masks, losses and all weights, those of the
+rival's hybrid too, the evaluation's scores and answers. Prints what differs and exits 1 if anything
+does. Timings, manifests, checksums and the form of the files are not compared; scores may lie in
+one stage's folder or in several.
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ def run_results(run: Path) -> dict[str, dict[str, Any]]:
 
     A section whose files are missing is empty.
     """
-    checkpoints = sorted((run / "train" / "checkpoints").glob("*"))
-    models = {"hybrid": run / "materialize" / "model", **{c.name: c for c in checkpoints}}
+    models = sorted([*run.glob("*/model"), *run.glob("*/checkpoints/*")])
     examples = _records(run / "prepare/calibration/calibration.jsonl")
     searched = _records(run / "search/evaluations.jsonl")
-    metrics = _records(run / "train/metrics.jsonl")
     samples = [r for file in run.glob("*/samples.jsonl") for r in _records(file)]
     return {
         "training data": {f.name: _digest(f.read_bytes()) for f in run.glob("prepare/train/*")},
         "calibration set": _numbered(examples, _CALIBRATION),
         "head mask": {
-            file.name: json.loads(file.read_text())["swa_kv_heads"]
-            for file in run.glob("search/head_mask.json")
+            str(file.relative_to(run)): json.loads(file.read_text())["swa_kv_heads"]
+            for file in (*run.glob("search/head_mask.json"), *run.glob("rival/mask/head_mask.json"))
         },
         "evaluations": {f"line {n}": _searched(r) for n, r in enumerate(searched, start=1)},
-        "metrics": _numbered(metrics, _METRICS),
+        "metrics": {
+            f"{file.parent.name} {line}": values
+            for file in run.glob("*/metrics.jsonl")
+            for line, values in _numbered(_records(file), _METRICS).items()
+        },
         "weights": {
-            f"{name} {tensor}": digest
-            for name, folder in models.items()
+            f"{folder.relative_to(run)} {tensor}": digest
+            for folder in models
             for tensor, digest in _tensors(folder)
         },
         "scores": {

@@ -239,10 +239,19 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
 
 
 def text_config(config: Any) -> Any:
-    """Configuration of the text decoder: nested in that of a model that takes more than text."""
+    """Configuration of the text decoder: nested in that of a model that takes more than text.
+
+    Raises UserError where something else stands in its place: transformers takes any value of a
+    family that has none there.
+    """
     if hasattr(config, "get_text_config"):
-        return config.get_text_config(decoder=True)
-    return getattr(config, "text_config", None) or config
+        text = config.get_text_config(decoder=True)
+    else:
+        text = getattr(config, "text_config", None) or config
+    if not hasattr(text, "model_type"):
+        where = getattr(config, "name_or_path", None) or "model.path: config.json"
+        raise UserError(f"{where}: its text decoder is {text!r:.60}, no configuration of a model")
+    return text
 
 
 def decoder_layers(config: Any) -> DecoderLayers:

@@ -87,12 +87,14 @@ def model_file_fault(path: Path) -> Iterator[str]:
             check_json(path, JSON_LIMITS)
             return
         content = load_json(path, CONFIG_LIMITS)
+        if not isinstance(content, dict):
+            raise ValueError("expected a JSON object")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         yield f"{path} cannot be read as JSON ({reason}); get the model again"
         return
     yield from (f"{path}: {fault}" for fault in config_faults(content))
-    for name in _SPECIAL_TOKENS if isinstance(content, dict) else ():
+    for name in _SPECIAL_TOKENS:
         tokens = content.get(name)
         if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
             yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"

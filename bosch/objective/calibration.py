@@ -48,8 +48,8 @@ class CalibrationSet:
         return cls(tuple(examples))
 
     @classmethod
-    def load(cls, path: Path) -> CalibrationSet:
-        """Read `calibration.jsonl`; raises UserError when it is missing or damaged."""
+    def load(cls, path: Path, advice: str = "run prepare again") -> CalibrationSet:
+        """Read `calibration.jsonl`; raises UserError, with the advice, for a file that is none."""
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:
@@ -57,11 +57,11 @@ class CalibrationSet:
             return cls.from_records(map(_record, filter(bytes.strip, lines)))
         except OSError as error:
             raise UserError(
-                f"{path}: cannot read the calibration set ({error.strerror}); run prepare again"
+                f"{path}: cannot read the calibration set ({error.strerror}); {advice}"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise UserError(
-                f"{path}: the calibration set is damaged ({error}); run prepare again"
+                f"{path}: the calibration set is damaged ({error}); {advice}"
             ) from error
 
     def __len__(self) -> int:
@@ -94,9 +94,14 @@ class CalibrationSet:
 
 
 def _record(line: bytes) -> tuple[list[int], int]:
-    """Token ids and answer length of a line; raises KeyError, TypeError or ValueError."""
+    """Token ids and answer length of a line; raises ValueError."""
     record = parse_json(line, _LIMITS)
-    ids, answer_length = record["input_ids"], record["answer_length"]
-    if type(answer_length) is not int or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise ValueError("token ids and the answer's length must be integers from 0")
+    fields = record if isinstance(record, dict) else {}
+    ids, answer_length = fields.get("input_ids"), fields.get("answer_length")
+    if (
+        not isinstance(ids, list)
+        or not all(type(i) is int and 0 <= i < 2**31 for i in ids)
+        or type(answer_length) is not int
+    ):
+        raise ValueError("expected input_ids and answer_length, integers from 0")
     return ids, answer_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     folder, name = _model(options.run, options.checkpoint)
     _check_name(options.repository)
     for stage in _STAGES:
-        if (options.run / stage).is_dir():
+        if os.path.lexists(options.run / stage):
             _check_whole(options.run / stage)
     files = dict(repository_files(options.run, folder, name))
     if options.dry_run:

@@ -303,3 +303,20 @@ def test_scripts_say_how_they_are_used() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     slurm = subprocess.run([ROOT / "launch/slurm.sh"], capture_output=True, text=True, env=env)
     assert slurm.returncode == 2
+
+
+@pytest.mark.parametrize("count", ["abc", "-1", "3.5"])
+def test_a_count_of_requeues_that_is_none_is_told_before_the_job(
+    tmp_path: Path, count: str
+) -> None:
+    (tmp_path / "launch").mkdir()
+    for name in ("torchrun.sh", "setup.sh"):
+        (tmp_path / "launch" / name).write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / "launch" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "BOSCH_REQUEUES": count}
+    done = subprocess.run(
+        ["bash", ROOT / "launch/slurm.sh", "recipe.yaml"],
+        capture_output=True, text=True, env={**os.environ, **job},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == f"error: BOSCH_REQUEUES={count}: expected a count of times\n"

@@ -306,6 +306,10 @@ def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path
     model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)
     with pytest.raises(UserError, match="has the token id 1,000,000, the model's vocabulary ends"):
         _ = model.about_examples
+    file.unlink()
+    model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)
+    with pytest.raises(UserError, match=r"\(No such file or directory\); name another file$"):
+        _ = model.about_examples
 
 
 def test_a_study_refuses_a_file_with_too_few_questions(

@@ -141,10 +141,13 @@ def test_new_quotes_names_that_yaml_reads_otherwise(
         (["new", "model", "--output", "dangling"], "is there already"),
         (["new", "a\nb"], "holds a line break"),
         (["upload", "x" * 5000, "a/b"], "File name too long"),
-        (["mask", "export", "mask.json", "file", "--format", "duoattention"], "File exists"),
+        # Replaced, a device would be a file, and a folder without a name has no place beside it.
+        *((["mask", "export", "mask.json", target, "--format", "duoattention"], "is there already")
+          for target in ("file", "pipe", "dangling", "", "..")),
         (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "Not a directory"),
         (["mask", "export", "mask.json", "empty", "--format", "rtp_llm", "--attention-heads", "8"],
-         "empty: Is a directory"),
+         "empty: is there already"),
+        (["mask", "import", "empty", "mask.json", "--format", "duoattention"], "is there already"),
         (["mask", "export", "mask.json", "t", "--format", "rtp_llm", "--attention-heads",
           str(2 * 10**12)], "--attention-heads"),
         (["show", "deep"], "num_hidden_layers = 1000000000; that is no model"),

@@ -39,15 +39,18 @@ def run(tmp_path: Path) -> Path:
     log = EvaluationLog(run / "search/evaluations.jsonl", EvaluationContext("data", "model", 16, 0))
     log.append(MASK, Evaluation(0.5, -1.25, seconds=0.1), "anchors")
     log.append_gradient(MASK, "0/8", GateGradient([[0.75, -0.5]]))
-    write(run / "search/head_mask.json", json.dumps({"swa_kv_heads": [[1]], "model": "x"}))
-    write(run / "train/metrics.jsonl", json.dumps(METRICS) + "\n")
+    for file in ("search/head_mask.json", "rival/mask/head_mask.json"):
+        write(run / file, json.dumps({"swa_kv_heads": [[1]], "model": "x"}))
+    for stage in ("train", "train_rival"):
+        write(run / stage / "metrics.jsonl", json.dumps(METRICS) + "\n")
     scores = {"checkpoints": {"hybrid": {"needle": {"average": 75.0}}}}
     write(run / "evaluate/scores.json", json.dumps(scores))
     sample = {**SAMPLE, "score": 1.0, "output": ": 7"}
     by_position = {**SAMPLE, "suite": "positions", "loss": [3.5, 1.25]}
     lines = "".join(json.dumps(one) + "\n" for one in (sample, by_position))
     write(run / "evaluate/samples.jsonl", lines)
-    for folder in ("materialize/model", "train/checkpoints/tokens-64"):
+    trained = ("train/checkpoints/tokens-64", "train_rival/checkpoints/tokens-64")
+    for folder in ("materialize/model", "rival/model", *trained):
         (run / folder).mkdir(parents=True)
         weights = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "s": torch.tensor(3.0)}
         save_file(weights, run / folder / "model.safetensors")
@@ -68,11 +71,14 @@ def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
-def other_weight(run: Path) -> None:
-    file = run / "train/checkpoints/tokens-64/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+def other_weight(folder: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = run / folder / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    return change
 
 
 def one_more_evaluation(run: Path) -> None:
@@ -91,13 +97,23 @@ def one_more_evaluation(run: Path) -> None:
         (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2"),
         (replace("search/evaluations.jsonl", "0.75", "0.8"), "line 2: ('1x2"),
         (one_more_evaluation, "line 3: only in the second run"),
-        (replace("search/head_mask.json", "[[1]]", "[[0]]"), "head_mask.json: [[1]] → [[0]]"),
-        (replace("train/metrics.jsonl", "2.5", "2.5000001"), "line 1: (1, 64, 2.5,"),
-        (other_weight, "tokens-64 "),
+        (
+            replace("search/head_mask.json", "[[1]]", "[[0]]"),
+            "search/head_mask.json: [[1]] → [",
+        ),
+        (
+            replace("rival/mask/head_mask.json", "[[1]]", "[[0]]"),
+            "rival/mask/head_mask.json: [[1]]",
+        ),
+        (replace("train/metrics.jsonl", "2.5", "2.5000001"), "train line 1: (1, 64, 2.5,"),
+        (replace("train_rival/metrics.jsonl", "2.5", "2.6"), "train_rival line 1: (1, 64, 2.5,"),
+        (other_weight("train/checkpoints/tokens-64"), "train/checkpoints/tokens-64 "),
+        (other_weight("rival/model"), "rival/model "),
+        (other_weight("train_rival/checkpoints/tokens-64"), "train_rival/checkpoints/tokens-64 "),
         (replace("evaluate/scores.json", "75", "76"), "hybrid.needle.average: 75.0 → 76.0"),
         (replace("evaluate/samples.jsonl", ": 7", ": 8"), "hybrid needle t 512 0: {'score': 1.0,"),
         (replace("evaluate/samples.jsonl", "1.25", "1.5"), "hybrid positions t 512 0: {'loss': "),
-        (lambda run: shutil.rmtree(run / "train"), "line 1: only in the first run"),
+        (lambda run: shutil.rmtree(run / "train"), "train line 1: only in the first run"),
     ],
 )
 def test_a_changed_result_is_reported(
@@ -125,7 +141,7 @@ def test_timings_checksums_and_places_of_files_do_not_count(
     assert compare(monkeypatch, run, other) == 0
     out = capsys.readouterr().out
     assert out.count("no differences") == len(run_results(run)) == 8
-    assert "weights: 4 results" in out
+    assert "weights: 8 results" in out
 
 
 def test_two_runs_without_results_are_not_equal(

@@ -172,6 +172,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", "{}", [], "--key-value-heads"),
         ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),
         ("rtp_llm", '{"headwise_config": {"²": [1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", '{"headwise_config": {"00": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"' + "9" * 5000 + '": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", "[" * 5000, _BOTH, "inside each other"),
         ("rtp_llm", "[" + "{}," * 150_000 + "{}]", _BOTH, "more than 200,000 values"),

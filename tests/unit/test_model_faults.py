@@ -60,6 +60,11 @@ from tests.pipeline_case import Case, truncate, write_safetensors
         (lambda c: c.change_config(experts_implementation="sonicmoe"), "would load code"),
         (lambda c: c.change_config(quantization_config={"quant_method": "eetq"}), "by 'eetq'"),
         (lambda c: c.change_config(transformers_weights="b.safetensors"), "other code or files"),
+        (lambda c: c.change_config(text_config={"a": 1}), "its text decoder is {'a': 1}, no conf"),
+        (
+            lambda c: (c.model / "generation_config.json").write_text("7"),
+            "generation_config.json cannot be read as JSON (expected a JSON object)",
+        ),
         (lambda c: write_generation(c, penalty_alpha=0.6), "penalty_alpha = 0.6 would load other"),
         (
             lambda c: (c.model / "tokenizer_config.json").write_text(

@@ -617,6 +617,10 @@ def test_calibration_files(tmp_path):
         path.write_text(damage, errors="surrogateescape")
         with pytest.raises(UserError, match=r"calibration\.jsonl"):
             CalibrationSet.load(path)
+    for other in ("null", "7", '"x"', "[1]", "{}", '{"input_ids": 3, "answer_length": 1}'):
+        path.write_text(other)
+        with pytest.raises(UserError, match=r"\(expected input_ids and answer_length.*; name it"):
+            CalibrationSet.load(path, "name it")
     with pytest.raises(UserError, match="cannot read"):
         CalibrationSet.load(tmp_path / "absent.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")

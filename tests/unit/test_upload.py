@@ -193,6 +193,17 @@ def test_only_what_the_run_has_published_is_uploaded(
     assert not hub.files
 
 
+@pytest.mark.parametrize("stage", ["search", "train"])
+def test_a_stage_whose_output_is_gone_is_not_left_out(
+    run: Path, hub: Hub, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / stage).rename(run / "elsewhere")
+    (run / stage).symlink_to("nowhere")
+    assert main(["upload", str(run), REPOSITORY]) == 1
+    assert f"{run / stage}/manifest.json: missing or damaged" in capsys.readouterr().err
+    assert not hub.files
+
+
 def test_without_a_token(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from bosch.commands import Command
@@ -52,6 +53,11 @@ def run(options: argparse.Namespace) -> int:
     """Write the mask in the other form and say what was written."""
     if options.format in _REFUSED:
         raise UserError(_REFUSED[options.format])
+    # A device would become a file, and a model's config.json would hold a mask alone.
+    if os.path.lexists(options.target):
+        raise UserError(
+            f"TARGET {options.target}: is there already; remove it or name another file"
+        )
     if options.direction == "export":
         return _export(options)
     return _import(options)

@@ -89,7 +89,7 @@ def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected an object headwise_config")
-    layers = sorted(int(key) for key in settings if re.fullmatch("[0-9]{1,5}", key))
+    layers = sorted(int(key) for key in settings if re.fullmatch("0|[1-9][0-9]{0,4}", key))
     if not layers or layers != list(range(len(layers))):
         raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
     _check_size(path, len(layers), 1)

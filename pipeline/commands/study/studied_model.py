@@ -184,7 +184,7 @@ class StudiedModel:
         path = self.options.examples
         if path is None:
             return None
-        examples = CalibrationSet.load(Path(path))
+        examples = CalibrationSet.load(Path(path), "name another file")
         largest = max(max(one.input_ids) for one in examples.examples)
         if largest >= (words := text_config(self.model.config).vocab_size):
             raise UserError(
