@@ -5,9 +5,9 @@
 Runs the recipe as it is with each seed (finished stages in FOLDER are used), prints a row per seed
 and fails unless in each of them the rule loses at least 10 points, the search's hybrid is ahead of
 the rule's by more than the 95 % interval of their paired difference, before training and after the
-same tokens, and loses something itself, training brings back at least 80 % of that, the trained
-hybrid's loss is at no position more than 0.1 nats above the original's, and the cache is a quarter
-at most.
+same tokens, training brings back at least 80 % of what it loses by more than its interval and makes
+its loss in text smaller, which then is from token 16 on at no position more than 0.1 nats above the
+original's (fewer tokens of a document say little), and the cache is a quarter at most.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from stages.report.verdict import final_model
 RECIPE = "recipes/quickstart.yaml"
 SEEDS = [42, 43, 44]
 LEAST_LOSS, LEAST_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
+FIRST = 16
 STAGES = (
     "prepare", "search", "materialize", "train", "original", "rival", "train_rival", "evaluate"
 )  # fmt: skip
@@ -58,23 +59,27 @@ def faults(results: Results) -> list[str]:
     if len(results.rivals) < 2:
         sentences.append("the rule was not trained")
     against = untrained.against_original
-    if against is None or against.difference_high >= 0:
-        sentences.append("the untrained hybrid loses nothing that is more than its interval")
-    elif trained.average - untrained.average < LEAST_RECOVERY * lost:
+    assert against is not None
+    recovered = trained.average - untrained.average
+    if against.difference_high < 0 and recovered < LEAST_RECOVERY * lost:
         sentences.append(f"training brings back less than {LEAST_RECOVERY:.0%}")
-    if worst_loss(results) > LARGEST_LOSS:
+    worst = worst_loss(results, final_model(results))
+    if worst >= worst_loss(results, HYBRID):
+        sentences.append("training does not make the loss in text smaller")
+    if worst > LARGEST_LOSS:
         sentences.append(f"the trained hybrid's loss is more than {LARGEST_LOSS:g} nats higher")
     if results.cache.dynamic(2048) > LARGEST_CACHE * results.cache.original(2048):
         sentences.append(f"the cache at 2,048 tokens is more than {LARGEST_CACHE:g}")
     return sentences
 
 
-def worst_loss(results: Results) -> float:
-    """The largest difference of loss by position, the trained hybrid's less the original's."""
+def worst_loss(results: Results, model: str) -> float:
+    """The largest difference of loss by position, from token FIRST on, to the original's."""
     assert results.scores is not None
-    table = results.scores.positions[final_model(results)].difference
-    assert table is not None
-    return max(one.mean for one in table)
+    table = results.scores.positions[model]
+    assert table.difference is not None
+    bins = zip(table.edges[:-1], table.difference, strict=True)
+    return max(one.mean for first, one in bins if first >= FIRST)
 
 
 def _needle(scores: Scores, name: str) -> SuiteScores:
@@ -85,7 +90,8 @@ def row(seed: int, results: Results) -> str:
     """The scores of a seed as a row of the table."""
     models = [*(results.needle or [])[:1], *results.rivals, *(results.needle or [])[1:]]
     cells = [f"{model.name} {model.average:.1f}" for model in models]
-    cells.append(f"{worst_loss(results):+.3f} nats")
+    losses = (worst_loss(results, name) for name in (HYBRID, final_model(results)))
+    cells.append("{:+.3f} → {:+.3f} nats".format(*losses))
     seconds = sum(value for _, value in results.stage_seconds)
     return f"| {seed} | {' | '.join(cells)} | {seconds:.0f} s |"
 

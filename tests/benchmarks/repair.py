@@ -30,7 +30,7 @@ LENGTH, TUNED, HELD_OUT = 256, 65_536, 16_384  # tokens
 TEXT = [
     f"prepare.sequence_length={LENGTH}",
     f"prepare.train_tokens={TUNED + HELD_OUT}",
-    f"prepare.sources=[{{name: other, kind: text, path: {ROOT / 'docs'}}}]",
+    f"prepare.sources=[{{name: other, kind: text, path: {ROOT / 'docs/**/*.md'}}}]",
 ]
 TUNE = ["train.teacher=none", f"train.total_tokens={TUNED}", f"train.checkpoint_tokens=[{TUNED}]"]
 WATCH = ["runtime.needle_every_steps=1", "runtime.needle_samples=96"]
