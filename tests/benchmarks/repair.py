@@ -53,7 +53,7 @@ def loss_of(model_dir: Path, rows: list[list[int]]) -> float:
     model = load_model(model_dir, dtype="float32").eval()
     install_loss(model)
     with torch.inference_mode():
-        losses = [model(input_ids=ids, labels=ids).loss for ids in torch.tensor(rows).split(8)]
+        losses = [model(input_ids=ids, labels=ids)["loss"] for ids in torch.tensor(rows).split(8)]
     return float(torch.stack(losses).mean())
 
 
