@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.repair FOLDER [SEED ...]
 
-The quickstart's trained hybrid is fine-tuned on this project's documentation, by the
-quickstart's own optimizer, without a teacher and in short sequences; then `bosch repair` takes its
-query and key weights back, whole and half. Needles are of the calibration's tasks and length, and
-no stage has seen them; the loss is that of sequences of the other text which are not read. The
+The quickstart's trained hybrid is fine-tuned on this project's documentation, at the quickstart's
+own rate and at ten times it, without a teacher and in short sequences; then `bosch repair` takes
+its query and key weights back, half and whole. Needles are of the calibration's tasks and length,
+and no stage has seen them; the loss is that of sequences of the other text which are not read. The
 search, the training and the fine-tuning go by the seed.
 """
 
@@ -33,6 +33,7 @@ TEXT = [
     f"prepare.sources=[{{name: other, kind: text, path: {ROOT / 'docs/**/*.md'}}}]",
 ]
 TUNE = ["train.teacher=none", f"train.total_tokens={TUNED}", f"train.checkpoint_tokens=[{TUNED}]"]
+RATES = ["5e-4", "5e-3"]
 WATCH = ["runtime.needle_every_steps=1", "runtime.needle_samples=96"]
 
 
@@ -58,9 +59,11 @@ def loss_of(model_dir: Path, rows: list[list[int]]) -> float:
 
 
 def main(folder: Path, seeds: list[int]) -> None:
-    """Print a row for each seed."""
+    """Print a row for each seed and rate."""
     folder.mkdir(parents=True, exist_ok=True)
-    print("seed: needles and loss on the other text: trained; fine-tuned; repaired, half, whole")
+    print(
+        "seed, rate: needles and loss on the other text: trained; fine-tuned; repaired, half, whole"
+    )
     for seed in seeds:
         own = f"seed={seed}"
         outputs = run_stages(folder, f"trained-{seed}", "train", own)
@@ -75,24 +78,26 @@ def main(folder: Path, seeds: list[int]) -> None:
         start.mkdir(exist_ok=True)
         if not (start / "model").exists():
             (start / "model").symlink_to(trained)
-        work = folder / f"tuned-{seed}"
-        work.mkdir(exist_ok=True)
-        run(
-            train_config(RECIPE, [own, *TEXT, *TUNE]),
-            {"prepare": split, "materialize": start},
-            work,
-        )
-        models = {"trained": trained, "tuned": work / "checkpoints" / checkpoint_name(TUNED)}
-        for name, share in (("half", 0.5), ("whole", 1.0)):
-            models[name] = folder / f"repaired-{name}-{seed}"
-            if not models[name].exists():
-                repair(models["tuned"], trained, models[name], share)
         needles = train_config(RECIPE, [own, *WATCH])
-        rows = [
-            f"{score_of(path, needles, outputs / 'prepare'):.3f} {loss_of(path, unread):.3f}"
-            for path in models.values()
-        ]
-        print(f"{seed}: {'; '.join(rows)}", flush=True)
+        for rate in RATES:
+            case = f"{rate}-{seed}"
+            work = folder / f"tuned-{case}"
+            work.mkdir(exist_ok=True)
+            run(
+                train_config(RECIPE, [own, *TEXT, *TUNE, f"train.learning_rate={rate}"]),
+                {"prepare": split, "materialize": start},
+                work,
+            )
+            models = {"trained": trained, "tuned": work / "checkpoints" / checkpoint_name(TUNED)}
+            for name, share in (("half", 0.5), ("whole", 1.0)):
+                models[name] = folder / f"repaired-{name}-{case}"
+                if not models[name].exists():
+                    repair(models["tuned"], trained, models[name], share)
+            rows = [
+                f"{score_of(path, needles, outputs / 'prepare'):.3f} {loss_of(path, unread):.3f}"
+                for path in models.values()
+            ]
+            print(f"{seed}, {rate}: {'; '.join(rows)}", flush=True)
 
 
 if __name__ == "__main__":
