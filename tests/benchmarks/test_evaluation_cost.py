@@ -69,13 +69,13 @@ def test_needle_prompts_are_padded_little(tmp_path: Path, monkeypatch: pytest.Mo
         passes.append(_count_tokens(model))
         return model
 
-    def ask(model: Any, tokenizer: Any, questions: Any, most: int, batch_size: int) -> Any:
+    def ask(model: Any, tokenizer: Any, questions: Any, most: int, *rest: Any, **more: Any) -> Any:
         nonlocal distinct
         distinct += sum(len(question.prompt_ids) + most - 1 for question in questions)
-        return generate(model, tokenizer, questions, most, batch_size)
+        return generate(model, tokenizer, questions, most, *rest, **more)
 
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", load)
-    monkeypatch.setattr("stages.evaluate.needle_suite.generate", ask)
+    monkeypatch.setattr("stages.evaluate.suite.generate", ask)
     tasks = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"]
     needle = {"tasks": tasks, "lengths": [512, 1024], "samples": 20, "max_new_tokens": 16}
     config = StageConfig(
