@@ -22,10 +22,10 @@ Values = npt.NDArray[np.float64]
 _TAIL = 0.025
 _LEVEL = 2 * _TAIL
 _POWER = 0.8
-# Losses of documents: so many have no interval; below each count, the tail of Student's, since
-# skewed ones hold it less often.
-_TOO_FEW = 2
-_SKEWED = ((10, 0.005), (30, 0.01))
+# Losses of documents: so many have no interval, since of two kinds they are often all of one; below
+# each count, the tail of Student's, since skewed ones hold it less often.
+_TOO_FEW = 4
+_SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
 # Means of seeds and examples below which 98 % stand for 95 %, for the same reason.
 _FEW = 10
 # Samples of the smallest of unequal subtasks from which on each enters with its own interval.
@@ -150,18 +150,16 @@ def visible_loss(samples: int, gains: float = 0.0) -> float | None:
 
 
 def student(values: npt.ArrayLike) -> Estimate:
-    """Student's interval of a mean of independent values [n], of which two are too few.
+    """Student's interval of a mean of independent values [n], of which four are too few.
 
-    Of fewer than ten values it is the one of 99 %, of fewer than thirty that of 98 %: values as
-    skewed as an exponential distribution's hold these 93 % of the time or more.
+    Of fewer than 30 values it is the one of 99.5 %, of fewer than 60 that of 99 %, of fewer than
+    200 that of 98 %: values as skewed as a log-normal's of sigma 1 hold these 93 % of the time.
     """
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
     if len(array) <= _TOO_FEW:
         return Estimate(mean, None, None)
-    tail = next((tail for count, tail in _SKEWED if len(array) < count), _TAIL)
-    quantile = float(special.stdtrit(len(array) - 1, 1 - tail))
-    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -170,8 +168,8 @@ def crossed_mean(
 ) -> Estimate:
     """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
 
-    The half-widths of both means, each by its own t, add as errors do. A score's interval
-    is that of a share with this variance (Korn and Graubard 1998), of no more than E samples. Of
+    The half-widths of both means, each by its own t, add as errors do; that of examples' losses is
+    wider, as in `student`. A score's interval is that of a share with this variance (Korn and Graubard 1998), of no more than E samples. Of
     one seed it is that of this seed's result. A single result is too few. With `counts` the
     examples are those of subtasks, one after another, which weigh the same. Raises ValueError when
     there is none or one is not finite.
@@ -180,7 +178,8 @@ def crossed_mean(
     if counts is not None:
         values = values * _weights(counts)
     mean = float(values.mean())
-    half = _half_width(_axis_variances(values))
+    by_seed, by_example = _axis_variances(values)
+    half = _half_width([by_seed, by_example if is_score else _of_losses(by_example)])
     if half is None:
         return Estimate(mean, None, None)
     if not is_score:
@@ -203,8 +202,8 @@ def crossed_difference(
     when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
-    mean, parts = _paired_parts(a, b)
-    half = _half_width(parts)
+    mean, (by_example, *by_seed) = _paired_parts(a, b)
+    half = _half_width([by_example if is_score else _of_losses(by_example), *by_seed])
     if half is None:
         return Estimate(mean, None, None)
     if is_score:
@@ -409,6 +408,17 @@ def _half_width(parts: Sequence[tuple[float, int]], tail: float = _TAIL) -> floa
     """
     known = [_t(freedom, tail) ** 2 * variance for variance, freedom in parts if freedom > 0]
     return math.sqrt(sum(known)) if known else None
+
+
+def _of_losses(part: tuple[float, int]) -> tuple[float, int]:
+    """Variance and degrees of freedom with which `_half_width` takes the t of skewed values."""
+    variance, freedom = part
+    return (variance * (_skewed_t(freedom) / _t(freedom)) ** 2, freedom) if freedom else part
+
+
+def _skewed_t(freedom: int) -> float:
+    tail = next((tail for count, tail in _SKEWED if freedom + 1 < count), _TAIL)
+    return float(special.stdtrit(freedom, 1 - tail))
 
 
 def _t(freedom: float, tail: float = _TAIL) -> float:

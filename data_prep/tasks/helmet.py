@@ -41,6 +41,7 @@ class HelmetSample(NamedTuple):
     question: str
     ending: str
     answers: tuple[str, ...]
+    document: str | None = None  # what rows of one question share
 
     def prompt(self, context: str | None = None) -> str:
         """The text before the answer's beginning `ending`."""
@@ -91,7 +92,7 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
         for one in shown.values()
     )
     return HelmetSample(
-        _QUESTION, _passages(row), demos, str(row["question"]), task.ending, _answers(row)
+        _QUESTION, _passages(row), demos, str(row["question"]), task.ending, _answers(row), str(key)
     )
 
 

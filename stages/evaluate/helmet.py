@@ -39,6 +39,7 @@ def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[Prompt
                         score=partial(helmet.score, answers=sample.answers, one_line=task.one_line),
                         plain=partial(_plain, sample.ending),
                         stop_at_newline=task.one_line,
+                        document=sample.document,
                     )
                 )
     return found

@@ -124,8 +124,8 @@ def position_table(
 ) -> dict[str, Any]:
     """Mean loss of each bin with a 95 % interval over documents, and by how much the original's.
 
-    `answers` [documents, bins] in nats per token; the difference is over the same documents. One
-    document has no interval.
+    `answers` [documents, bins] in nats per token; the difference is over the same documents. Four
+    documents have no interval.
     """
     values = np.asarray(answers)
     table: dict[str, Any] = {

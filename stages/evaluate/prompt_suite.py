@@ -19,7 +19,7 @@ from stages.evaluate.suite import Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
-_VERSION = 1
+_VERSION = 2
 _TAIL = 300
 
 
@@ -33,7 +33,7 @@ class PromptSample:
     """A conversation to be answered; `plain` is its text for a model without a chat template.
 
     `turns` are made when they are asked for. `score` is that of an output, in [0, 1]; with
-    `stop_at_newline` generation ends at a line's end.
+    `stop_at_newline` generation ends at a line's end. Samples of one `document` count as one.
     """
 
     task: str
@@ -44,6 +44,7 @@ class PromptSample:
     score: Callable[[str], float]
     plain: Callable[[Turns], str] = joined
     stop_at_newline: bool = False
+    document: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -111,4 +112,5 @@ class PromptSuite(Suite):
 
 
 def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:
-    return answer_record(question, sample.score(output), sample.answers, output)
+    more = {} if sample.document is None else {"document": sample.document}
+    return answer_record(question, sample.score(output), sample.answers, output, **more)

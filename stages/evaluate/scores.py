@@ -192,7 +192,7 @@ class SuiteScores(Record):
 class BinLoss(Record):
     """Mean over documents in one bin of positions, with its 95 % interval, nats per token.
 
-    Two documents are too few for an interval.
+    Four documents are too few for an interval.
     """
 
     mean: float

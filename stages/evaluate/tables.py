@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,12 +40,19 @@ def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Itera
 
 
 def subtask_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SubtaskScores:
-    """Scores of one model in one suite among lines of samples.jsonl."""
-    scores: dict[tuple[str, int], list[float]] = {}
+    """Scores of one model in one suite among lines of samples.jsonl.
+
+    Samples with the same `document` are not independent, so their mean counts as one sample.
+    """
+    scores: dict[tuple[str, int], dict[Any, list[float]]] = {}
     for record in records:
         if (record["checkpoint"], record["suite"]) == (model, suite):
-            scores.setdefault((record["task"], record["length"]), []).append(record["score"])
-    return scores
+            subtask = scores.setdefault((record["task"], record["length"]), {})
+            subtask.setdefault(record.get("document", len(subtask)), []).append(record["score"])
+    return {
+        key: [statistics.fmean(of_one) for of_one in subtask.values()]
+        for key, subtask in scores.items()
+    }
 
 
 def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> MetricScores:

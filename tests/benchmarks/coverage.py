@@ -28,6 +28,8 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "exponential": lambda rng, n: rng.exponential(1.0, n),
     "gamma, shape 4": lambda rng, n: rng.gamma(4.0, 0.25, n),
     "log-normal, sigma 0.5": lambda rng, n: rng.lognormal(-0.125, 0.5, n),
+    "log-normal, sigma 1": lambda rng, n: rng.lognormal(-0.5, 1.0, n),
+    "two kinds, as many of each": lambda rng, n: rng.choice([0.0, 2.0], n) + rng.normal(0, 0.1, n),
 }
 # Samples' scores in [0, 1] with the mean that is asked for.
 SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {
@@ -85,16 +87,19 @@ def of_comparisons(
 
 
 def of_seeds(
-    score: float, seeds: int, examples: int, draws: int, seed: int = 0
+    score: float, seeds: int, examples: int, draws: int, seed: int = 0, *, is_skewed: bool = False
 ) -> tuple[float, float]:
     """Coverage of a mean over seeds and examples, and of the difference of two such methods.
 
-    Examples are harder or easier, seeds luckier or less lucky.
+    Examples are harder or easier, or a few of them far harder (`is_skewed`: log-normal of sigma 1);
+    seeds luckier or less lucky.
     """
     rng = np.random.default_rng(seed)
     means, differences = [], []
     for _ in range(draws):
         hardness = rng.normal(0.0, 0.2, examples)
+        if is_skewed:
+            hardness = rng.lognormal(-0.5, 1.0, examples) - 1.0
         sides = [
             score
             + hardness

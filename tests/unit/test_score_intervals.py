@@ -46,15 +46,16 @@ def test_averages_cover(truths: list[float], counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", coverage.LOSSES)
-@pytest.mark.parametrize("count", [3, 6, 12])
+@pytest.mark.parametrize("count", [5, 12, 30])
 def test_losses_of_few_documents_cover(kind: str, count: int) -> None:
     assert coverage.of_documents(kind, count, 1000) >= LEAST
 
 
-def test_two_documents_have_no_interval() -> None:
-    """Two that agree by chance would have none to speak of, two that differ an endless one."""
-    assert student([2.5]) == (2.5, None, None) and student([2.0, 3.0]) == (2.5, None, None)
-    assert student([2.0, 3.0, 4.0]).low is not None
+def test_four_documents_have_no_interval() -> None:
+    """Of two kinds that are as frequent, four are of one in an eighth of the cases."""
+    assert student([2.5]) == (2.5, None, None)
+    assert student([2.0, 3.0, 2.0, 3.0]) == (2.5, None, None)
+    assert student([2.0, 3.0, 4.0, 3.0, 3.0]).low is not None
 
 
 @pytest.mark.parametrize("scores", [(0.9, 0.8), (0.97, 0.97), (0.1, 0.05), (0.2, 0.9)])
@@ -127,6 +128,7 @@ def test_seeds_vary_too() -> None:
     wide = crossed_mean(results, is_score=True)
     assert wide.mean == 0.5 and wide.low < 0.1 and wide.high > 0.9
     assert min(coverage.of_seeds(0.5, 3, 24, 400)) >= LEAST
+    assert min(coverage.of_seeds(0.5, 8, 12, 400, is_skewed=True)) >= LEAST
 
 
 def test_equal_scores_leave_room_for_the_next_example() -> None:

@@ -284,6 +284,10 @@ def group_of(method: str) -> str:
     return next(name for name, kinds in _GROUPS.items() if METHODS[method].kind in kinds)
 
 
+# What of an answer its suite's scores are made of: prompts and outputs, most of it, are not kept.
+_SCORED = ("checkpoint", "suite", "task", "length", "document", "score")
+
+
 def read_result(runner: Runner) -> Result:
     """Read what a combination's stages published; raises RunError if it cannot be read."""
     folders = {
@@ -293,9 +297,8 @@ def read_result(runner: Runner) -> Result:
     }
     search = SearchSummary.read(folders["search"])
     scores = Scores.read(folders["evaluate"])
-    # Without prompts and outputs, which are most of a record.
     records = [
-        {name: record[name] for name in ("checkpoint", "suite", "task", "length", "score")}
+        {name: record[name] for name in _SCORED if name in record}
         for record in read_samples(folders["evaluate"])
         if "score" in record
     ]
