@@ -169,10 +169,10 @@ def crossed_mean(
     """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
 
     The half-widths of both means, each by its own t, add as errors do; that of examples' losses is
-    wider, as in `student`. A score's interval is that of a share with this variance (Korn and Graubard 1998), of no more than E samples. Of
-    one seed it is that of this seed's result. A single result is too few. With `counts` the
-    examples are those of subtasks, one after another, which weigh the same. Raises ValueError when
-    there is none or one is not finite.
+    wider, as in `student`. A score's interval is that of a share with this variance (Korn and
+    Graubard 1998), of no more than E samples. Of one seed it is that of this seed's result. A single
+    result is too few. With `counts` the examples are those of subtasks, one after another, which
+    weigh the same. Raises ValueError when there is none or one is not finite.
     """
     values = _matrix(results)
     if counts is not None:
