@@ -170,7 +170,7 @@ def crossed_mean(
 
     The half-widths of both means, each by its own t, add as errors do; that of examples' losses is
     wider, as in `student`. A score's interval is that of a share with this variance (Korn and
-    Graubard 1998), of no more than E samples. Of one seed it is that of this seed's result. A single
+    Graubard 1998), of no more than E samples. Of one seed it is that of this seed's result. One
     result is too few. With `counts` the examples are those of subtasks, one after another, which
     weigh the same. Raises ValueError when there is none or one is not finite.
     """
