@@ -247,8 +247,8 @@ def evaluate(folder: Path, *models: str) -> None:
         name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}
         for name, subtasks in answers.items()
     }
-    original = [[3.0, 2.5, 2.0], [2.8, 2.4, 1.9], [2.9, 2.3, 1.8]]
-    more = [[0.0, 0.1, 0.2], [0.0, 0.1, 0.25], [0.0, 0.05, 0.21]]
+    original = [[3.0, 2.5, 2.0], [2.8, 2.4, 1.9], [2.9, 2.3, 1.8]] * 2
+    more = [[0.0, 0.1, 0.2], [0.0, 0.1, 0.25], [0.0, 0.05, 0.21]] * 2
     losses = [
         [a + b for a, b in zip(*rows, strict=True)] for rows in zip(original, more, strict=True)
     ]

@@ -40,7 +40,7 @@ _CONFIG = {
     "axis": {
         "labelColor": "var(--soft)", "titleColor": "var(--ink)", "gridColor": "var(--rule)",
         "domainColor": "var(--soft)", "tickColor": "var(--soft)", "titleFontWeight": "normal",
-        "labelFontSize": 12, "titleFontSize": 12.5, "labelLimit": 190, "labelOverlap": True,
+        "labelFontSize": 12, "titleFontSize": 12.5, "labelLimit": 280, "labelOverlap": True,
     },
     "axisX": {"grid": False},
     "axisY": {"domain": False, "ticks": False},

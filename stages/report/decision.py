@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ class Choice(NamedTuple):
 def choose(results: Results) -> Choice | None:
     """The earliest of the untrained hybrid and its checkpoints that is as good as the best.
 
-    The best has the highest mean over all tasks and lengths. Another one is as good where the 95 %
+    The best has the highest mean over all tasks and lengths, and of several with it the lowest loss
+    at the last positions. Another one is as good where the 95 %
     interval of its paired difference to the best stays above -`MARGIN` points: what few samples do
     not decide speaks for the best. None without scores.
     """
@@ -42,7 +44,9 @@ def choose(results: Results) -> Choice | None:
         return None
     if len(models) == 1:
         return Choice(models[0], "the only one with scores")
-    best = max(models, key=lambda name: _mean(subtasks[name]))
+    means = {name: _mean(subtasks[name]) for name in models}
+    highest = [name for name in models if math.isclose(means[name], max(means.values()))]
+    best = min(highest, key=lambda name: _loss(results, name))
     first, second = list(subtasks[best].values()), label_of(best).lower()
     for name in models[: models.index(best)]:
         found = intervals.compare(list(subtasks[name].values()), first).difference
@@ -53,6 +57,8 @@ def choose(results: Results) -> Choice | None:
                 f"the earliest shown to be within {MARGIN:g} points of the best, the {second}: "
                 f"{signed(100 * found.mean, 1)} [{ends}]",
             )
+    if best != highest[0]:
+        return Choice(best, f"of {len(highest)} with the highest score the lowest loss in text")
     earlier = models.index(best) > 0
     return Choice(
         best,
@@ -133,7 +139,7 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     count, difference = found
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
-        f"it scores {_points(difference)} against the original over {tasks} "
+        f"its score differs from the original's by {_points(difference)} over {tasks} "
         f"({power(difference).removeprefix('; ')})",
         _cache(results),
         *_speed(results.measured_points),
@@ -152,14 +158,16 @@ def _cache(results: Results) -> str:
     cache = results.cache
     if not any(lengths):
         before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
-        return f"takes {now} of KV cache per token instead of {before}"
+        return f"it takes {now} of KV cache per token instead of {before}"
     at = max(lengths)
     share = cache.dynamic(at) / cache.original(at)
-    return f"takes {share:.2f} of its KV cache at {format_length(at)}"
+    return f"it takes {share:.2f} of the original's KV cache at {format_length(at)}"
 
 
 def _speed(points: Sequence[Point]) -> Iterator[str]:
-    """Measured speed over the original's, the longest length first; none where none was."""
+    """Measured speed over the original's, the longest length first."""
+    if not points:
+        yield "its speed was not measured"
     texts = []
     for point in reversed(points):
         at = f"at {format_length(point.length)}"
@@ -190,6 +198,12 @@ def _cost(results: Results, section: ReportConfig) -> str:
 
 def _layout(subtasks: Scored) -> list[tuple[tuple[str, str, int], int]]:
     return [(at, len(scores)) for at, scores in subtasks.items()]
+
+
+def _loss(results: Results, model: str) -> float:
+    """Of the last positions; 0 where it was not measured."""
+    table = results.scores.positions.get(model) if results.scores is not None else None
+    return table.loss[-1].mean if table is not None else 0.0
 
 
 def _mean(subtasks: Scored) -> float:

@@ -17,8 +17,8 @@ from stages.report.stage import PAGE
 INDEX = "index.html"
 _TEMPLATE = "stages/report/index.html"
 _HEADER = (
-    "run", "model", "method", "sliding", "window", "original", "untrained", "trained",
-    "cache per token", "GPU hours", "cost", "date", "verdict",
+    "run", "verdict", "model", "method", "sliding", "window", "original", "untrained", "trained",
+    "cache per token", "GPU hours", "cost", "date",
 )  # fmt: skip
 
 
@@ -48,21 +48,22 @@ def _row(name: str, folder: Path) -> list[str]:
             raise RunError(f"{folder / Summary.FILE}: no JSON object")
         return [
             link,
+            summary.get("headline") or summary["verdict"] or "",
             *_cells(summary),
             created[:16].replace("T", " "),
-            summary.get("headline") or summary["verdict"] or "",
         ]
     except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
         # Of an older version, or damaged: the others are shown all the same.
-        return [link, *[""] * (len(_HEADER) - 2), f"cannot be read: {error}"]
+        return [link, f"cannot be read: {error}", *[""] * (len(_HEADER) - 2)]
 
 
 def _cells(summary: dict[str, Any]) -> list[str]:
     needle, cache = summary["needle"], summary["kv_cache_bytes_per_token"]
+    model = Path(summary["model"])
     hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
     cost = [f"{amount:,.2f} {currency}" for currency, amount in (summary["cost"] or {}).items()]
     return [
-        summary["model"],
+        model.name if model.is_absolute() else summary["model"],
         summary["method"],
         format_share(summary["swa_ratio"]),
         f"{summary['window_size']:,}",

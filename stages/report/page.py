@@ -174,6 +174,9 @@ def _why_no_score(results: Results, *, is_trained: bool) -> str:
     return "Not among the evaluated checkpoints."
 
 
+_NATS = ("nats", "the unit of loss: at +0.1 the right token is about a tenth less probable")
+
+
 def words(results: Results) -> list[tuple[str, str]]:
     """Terms of the first screen, each with what it means."""
     names = dict.fromkeys([results.search.mask.method, *(one.method for one in results.rivals)])
@@ -181,6 +184,7 @@ def words(results: Results) -> list[tuple[str, str]]:
         *((METHODS[name].label, METHODS[name].about) for name in names),
         ("ρ", "the share of the KV heads that slide: they see only a window"),
         ("W", "the window: the last tokens that a sliding head sees"),
+        *([_NATS] if results.document_count else []),
     ]
 
 

@@ -380,8 +380,8 @@ def test_documents_of_transformers_do_not_begin_alike():
 
 
 def test_position_table_compares_documents_in_pairs():
-    answers = [[1.0, 2.0], [3.0, 4.0], [2.0, 3.0]]
-    base = [[1.0, 1.0], [3.0, 3.0], [2.0, 2.0]]
+    answers = [[1.0, 2.0], [3.0, 4.0], [2.0, 3.0], [1.0, 2.0], [3.0, 4.0]]
+    base = [[1.0, 1.0], [3.0, 3.0], [2.0, 2.0], [1.0, 1.0], [3.0, 3.0]]
     table = position_table(3, answers, base)
     assert table["edges"] == edges(3) == [1, 2, 3]
     assert table["difference"][1] == {"mean": 1.0, "low": 1.0, "high": 1.0}

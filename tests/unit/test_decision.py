@@ -11,7 +11,14 @@ import pytest
 
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.scores import HYBRID, ORIGINAL, budget_name, rival_name
+from stages.evaluate.scores import (
+    HYBRID,
+    ORIGINAL,
+    BinLoss,
+    PositionLoss,
+    budget_name,
+    rival_name,
+)
 from stages.materialize.stage import ServedBudget
 from stages.measure import measurement
 from stages.measure.process import measure_run
@@ -58,6 +65,17 @@ def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
     assert choice is not None and choice.model == shipped and reason in choice.reason
 
 
+def test_of_equal_scores_the_lowest_loss_is_shipped(results: Results) -> None:
+    """Twenty samples that all are answered do not show that the untrained hybrid is as good."""
+    tables = {}
+    for name, loss in ((HYBRID, 0.9), (FIRST, 0.7), (LAST, 0.8)):
+        tables[name] = PositionLoss(edges=[2, 4], documents=6, loss=[BinLoss(mean=loss)])
+    assert results.scores is not None
+    scores = results.scores.model_copy(update={"positions": tables})
+    made = replace(of(results, {HYBRID: 20, FIRST: 20, LAST: 20}, 20), scores=scores)
+    assert choose(made) == (FIRST, "of 3 with the highest score the lowest loss in text")
+
+
 def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> None:
     made = of(results, {ORIGINAL: 100, FIRST: 100, LAST: 90}, 100)
     samples = {**made.samples, FIRST: {("needle", "vt", 512): [1.0]}}
@@ -73,15 +91,17 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     found = overall(made, LAST)
     assert found is not None and found[1].visible_loss is not None
     for words in (
-        "it scores −5.0 points [",
+        "its score differs from the original's by −5.0 points [",
         f"20 samples would show a loss of {found[1].visible_loss:.1f} points",
-        "takes 0.30 of its KV cache at 2k",
+        "it takes 0.30 of the original's KV cache at 2k",
         "prefills at 1.50 and decodes at 1.50 times the original's speed at 2k "
         "(1.00 and 1.00 at 512), and ",
         "the run took 13.28 GPU hours (26.56 USD).",
     ):
         assert words in sentence, sentence
     assert headline(replace(made, samples={}), ReportConfig()) is None
+    unmeasured = headline(replace(made, efficiency=None), ReportConfig())
+    assert "at 2k, its speed was not measured, and the run took" in str(unmeasured)
     lost = headline(of(results, {ORIGINAL: 20, HYBRID: 2, LAST: 5}, 20), ReportConfig())
     assert str(lost).startswith("Ship none yet: all lose more than 5 points. The best is the hybr")
     few = headline(of(results, {ORIGINAL: 5, HYBRID: 4}, 5), ReportConfig())
