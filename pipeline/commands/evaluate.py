@@ -57,17 +57,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Evaluate, print the table and say where it is; 1 where a task has no score."""
+    """Evaluate, print the table and say where it is; 1 where a model or a task has no score."""
     evaluation = Evaluation(Runner(loaded, Choice()))
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")
-    if options.model:
-        scores = _score(evaluation, _directories(loaded, options.model))
-    elif options.watch:
+    faults: list[str] = []
+    if options.watch:
         scores = _watch(evaluation, options.checkpoints)
     else:
-        scores = _score(evaluation, _checkpoints(evaluation, options.checkpoints))
-    return print_missing(scores)
+        if options.model:
+            folders, faults = _directories(loaded, options.model)
+        else:
+            folders, faults = _checkpoints(evaluation, options.checkpoints)
+        if not folders:
+            raise UserError("\n".join(faults))
+        scores = _score(evaluation, folders)
+    for fault in faults:
+        print(fault)
+    return print_missing(scores) or int(bool(faults))
 
 
 def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScores:
@@ -81,42 +88,52 @@ def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScore
     return scores
 
 
-def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> dict[str, Path]:
-    """Model directories by name; raises UserError for one that the samples cannot be asked."""
-    folders = []
+def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+    """Model directories by name, and why the samples cannot be asked of the others."""
+    folders, faults = [], []
     for path in paths:
         try:
-            folders.append(Path(os.path.realpath(Path(path_text(path)).expanduser())))
+            folder = Path(os.path.realpath(Path(path_text(path)).expanduser()))
         except ValueError as error:
-            raise UserError(f"--model {path}: {error}") from None
-    for folder in folders:
-        if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
-            raise UserError(f"--model {folder}: not a model directory, it has no config.json")
-        info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False, hybrid=True)
-        if info is not None:
-            faults = list(file_faults(folder))
-            checked = find_faults(replace(loaded, info=info), input_files=False)
-            faults += [fault for fault in checked if fault.startswith("evaluate.")]
-        for fault in faults:
-            raise UserError(f"--model {folder}: {fault.removeprefix('model.path: ')}")
+            faults.append(f"--model {path}: {error}")
+            continue
+        found = _directory_faults(loaded, folder)
+        faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in found]
+        if not found:
+            folders.append(folder)
     names = [folder.name for folder in folders]
     unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}
-    return {folder.name if folder.name in unique else str(folder): folder for folder in folders}
+    named = {folder.name if folder.name in unique else str(folder): folder for folder in folders}
+    return named, faults
 
 
-def _checkpoints(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, Path]:
+def _directory_faults(loaded: LoadedRecipe, folder: Path) -> Sequence[str]:
+    if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
+        return ["not a model directory, it has no config.json"]
+    info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False, hybrid=True)
+    if info is None:
+        return faults
+    checked = find_faults(replace(loaded, info=info), input_files=False)
+    return [*file_faults(folder), *(one for one in checked if one.startswith("evaluate."))]
+
+
+def _checkpoints(
+    evaluation: Evaluation, names: Sequence[str] | None
+) -> tuple[dict[str, Path], list[str]]:
+    """Checkpoints by name, all there are without `names`, and which names are not there."""
     available = evaluation.available()
-    for name in names or ():
-        if name not in available:
-            there = ", ".join(available) or "nothing"
-            raise UserError(f"--checkpoints {name}: not there yet; there is {there}")
-    chosen = {name: available[name] for name in names} if names else available
-    if not chosen:
-        raise UserError(
+    there = ", ".join(available) or "nothing"
+    faults = [
+        f"--checkpoints {name}: not there yet; there is {there}"
+        for name in names or ()
+        if name not in available
+    ]
+    if not names and not available:
+        faults = [
             f"{evaluation.runner.name}: there is no model to evaluate yet; run the recipe, or name "
             "one with --model"
-        )
-    return chosen
+        ]
+    return {n: f for n, f in available.items() if not names or n in names}, faults
 
 
 def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScores:
@@ -146,7 +163,7 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
         elif scores is not None and (evaluated == set(names) if names else finished):
             return scores
         elif finished:
-            _checkpoints(evaluation, names)  # says what is not there
+            raise UserError("\n".join(_checkpoints(evaluation, names)[1]))
         else:
             idle_polls = 0 if running else idle_polls + 1
             if idle_polls > _IDLE_POLLS:

@@ -95,6 +95,23 @@ def test_nothing_to_evaluate_is_said(case: Case, launches: Launches) -> None:
     assert launches.orders == []
 
 
+def test_what_is_not_there_is_named_and_the_rest_is_evaluated(
+    case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _publish(case, "materialize", "model")
+    _publish(case, "train", "checkpoints/tokens-8", finished=False)
+    assert run(case, checkpoints=["tokens-9", "tokens-8", "typo"]) == 1
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    end = "not there yet; there is hybrid, tokens-8"
+    assert lines == [f"--checkpoints {name}: {end}" for name in ("tokens-9", "typo")]
+    place = _model(case, case.folder / "tokens-16")
+    assert run(case, model=[str(case.file), str(place), "~nobody-here/x"]) == 1
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0] == f"--model {case.file}: not a model directory, it has no config.json"
+    assert "there is no user" in lines[1]
+    assert [list(order["inputs"]) for order in launches.orders] == [["tokens-8"], ["tokens-16"]]
+
+
 def test_checkpoints_of_a_running_training(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
