@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import io
@@ -62,7 +63,9 @@ def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
     evaluate = loaded.recipe.get(EvaluateConfig)
     names = evaluate.harness.required if evaluate and evaluate.harness else []
     unknown = _unknown(names)
-    yield from (f"{_WHERE}: lm-eval knows no task {n}; {_LIST_THEM}" for n in unknown)
+    for name, near in unknown.items():
+        hint = f"did you mean {near}? " if near else ""
+        yield f"{_WHERE}: lm-eval knows no task {name}; {hint}{_LIST_THEM}"
     others = [name for name in names if longbench.task_of(name) is None]
     if others and not unknown:
         try:
@@ -112,15 +115,15 @@ def _without_files(benchmark: Benchmark, section: HarnessEvaluation) -> Iterator
         )
 
 
-def _unknown(names: Sequence[str]) -> list[str]:
+def _unknown(names: Sequence[str]) -> dict[str, str | None]:
     """Tasks that no file of lm-eval names; reads all of its files where a name is in an odd place.
 
-    A name that stands there as something else passes; the harness itself refuses it before
-    training.
+    Each with the nearest name of a file or folder there. A name that stands there as something else
+    passes; the harness itself refuses it before training.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        return []
+        return {}
     below = Path(spec.origin).parent / "tasks"
     unknown = set(names)
     for folder in (*sorted({below / name.split("_")[0] for name in unknown}), below):
@@ -129,7 +132,9 @@ def _unknown(names: Sequence[str]) -> list[str]:
             if file.suffix in ("", ".yaml") and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")
                 unknown -= {name for name in unknown if _word(name).search(text)}
-    return [name for name in names if name in unknown]
+    known = sorted({path.stem for path in below.rglob("*")}) if unknown else []
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name in unknown}
+    return {name: found[0] if found else None for name, found in near.items()}
 
 
 def _word(name: str) -> re.Pattern[str]:

@@ -470,7 +470,7 @@ def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 1k}"
     assert main(["validate", str(case.file), known]) == 0
     assert main(["validate", str(case.file), "evaluate.harness={tasks: [gsm8k, gsm9k]}"]) == 2
-    assert "evaluate.harness.tasks: lm-eval knows no task gsm9k" in capsys.readouterr().err
+    assert "lm-eval knows no task gsm9k; did you mean gsm8k? `lm-eval ls" in capsys.readouterr().err
     # boolq is a task of the folder super_glue.
     assert main(["validate", str(case.file), "evaluate.harness={tasks: [boolq, gsm9k]}"]) == 2
     assert "boolq" not in capsys.readouterr().err
