@@ -463,7 +463,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=10,
+    version=11,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",
