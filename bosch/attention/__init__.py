@@ -7,12 +7,13 @@ Every backend gives what `eager` gives, in outputs and gradients.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
@@ -22,6 +23,7 @@ from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
 __all__ = [
     "BACKENDS",
+    "AttentionCall",
     "AttentionContext",
     "CachedStates",
     "HeadGroup",
@@ -36,21 +38,8 @@ __all__ = [
 ]
 
 
-class AttentionFunction(Protocol):
-    """Computes one layer's attention: [B, T, HQ, D]."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor | CachedStates,
-        value: Tensor | CachedStates,
-        layout: HeadLayout,
-        context: AttentionContext,
-        transform: LogitTransform,
-        dropout: float = 0.0,
-    ) -> Tensor: ...
-
-
+# Computes one layer's attention: [B, T, HQ, D].
+AttentionFunction: TypeAlias = Callable[[AttentionCall], Tensor]
 _FUNCTIONS: dict[str, AttentionFunction] = {}
 
 
@@ -142,7 +131,7 @@ def hybrid_attention(
         given = {"softcap": softcap, "head_logits": head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
         check_backend(backend, needs)
-    return _function(backend)(query, key, value, layout, context, transform, dropout)
+    return _function(backend)(AttentionCall(query, key, value, layout, context, transform, dropout))
 
 
 def attention_weights(
@@ -154,7 +143,7 @@ def attention_weights(
 ) -> Tensor:
     """Weights by which `hybrid_attention` sums the values, [B, HQ, T, Tk], before dropout."""
     query, key = autocast_states(query, key)
-    return eager_weights(query, key, layout, context, transform).to(query.dtype)
+    return eager_weights(AttentionCall(query, key, key, layout, context, transform)).to(query.dtype)
 
 
 def autocast_states(query: Tensor, *states: Any) -> tuple[Any, ...]:
