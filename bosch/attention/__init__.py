@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -32,8 +33,10 @@ __all__ = [
     "attention_weights",
     "autocast_states",
     "check_sinks",
+    "compute_attention",
     "fastest_backend",
     "hybrid_attention",
+    "pass_context",
     "resolve_backend",
 ]
 
@@ -113,37 +116,47 @@ def hybrid_attention(
     Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
     UserError for sinks or logit transforms that the backend does not have.
     """
-    if context is None:
-        if isinstance(key, CachedStates):
-            raise ValueError("keys from a HybridCache need the context of the pass")
-        context = AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
-    heads = layout.num_key_value_heads
-    key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
-    if key_heads != heads or query.shape[1] % heads:
-        raise ValueError(
-            f"the layout has {heads} KV heads, got {key_heads} with {query.shape[1]} query heads"
-        )
-    check_sinks(backend, layout.sinks)
-    query, key, value = autocast_states(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits, sliding_only)
+    context = pass_context(context, query, key)
+    call = AttentionCall(query, key, value, layout, context, transform, dropout)
+    return compute_attention(call, backend)
+
+
+def pass_context(
+    context: AttentionContext | None, query: Tensor, key: Tensor | CachedStates
+) -> AttentionContext:
+    """The context of a pass: where none is given, one document without padding."""
+    if context is not None:
+        return context
+    if isinstance(key, CachedStates):
+        raise ValueError("keys from a HybridCache need the context of the pass")
+    return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
+
+
+def compute_attention(call: AttentionCall, backend: str) -> Tensor:
+    """As `hybrid_attention`, which says what it raises."""
+    key, heads = call.key, call.layout.num_key_value_heads
+    key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
+    if key_heads != heads or call.query.shape[1] % heads:
+        raise ValueError(
+            f"the layout has {heads} KV heads, got {key_heads} with {call.query.shape[1]} query "
+            "heads"
+        )
+    check_sinks(backend, call.layout.sinks)
+    transform = call.transform
     if not transform.is_plain:
-        given = {"softcap": softcap, "head_logits": head_logits}
+        given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
         check_backend(backend, needs)
-    return _function(backend)(AttentionCall(query, key, value, layout, context, transform, dropout))
+    query, key, value = autocast_states(call.query, call.key, call.value)
+    return _function(backend)(replace(call, query=query, key=key, value=value))
 
 
-def attention_weights(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-) -> Tensor:
+def attention_weights(call: AttentionCall) -> Tensor:
     """Weights by which `hybrid_attention` sums the values, [B, HQ, T, Tk], before dropout."""
-    query, key = autocast_states(query, key)
-    return eager_weights(AttentionCall(query, key, key, layout, context, transform)).to(query.dtype)
+    query, key = autocast_states(call.query, call.key)
+    return eager_weights(replace(call, query=query, key=key, value=key)).to(query.dtype)
 
 
 def autocast_states(query: Tensor, *states: Any) -> tuple[Any, ...]:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bosch.attention import AttentionContext, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, compute_attention
 from bosch.attention.kernels import fused_attention
 from bosch.heads import HeadMask
 from bosch.model.families import family_of, text_config
-from bosch.model.interface import attention_modules, head_state
+from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
 from bosch.model.tensor_parallel import gather_heads
 from bosch.objective.calibration import CalibrationExample
@@ -103,29 +103,22 @@ def _attend(
     show: Callable[[LayerStates], None],
     gather: Callable[[Tensor], Tensor],
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext | None,
-    transform: LogitTransform,
+    call: AttentionCall,
 ) -> Tensor:
     """Full causal attention of one example, [1, T, HQ, D], that shows itself."""
-    if transform.is_plain:
-        out = fused_attention(query, key, value, is_causal=True, scale=transform.scaling).transpose(
-            1, 2
-        )
+    states, scaling = (call.query, call.key, call.value), call.transform.scaling
+    if call.transform.is_plain:
+        out = fused_attention(*states, is_causal=True, scale=scaling).transpose(1, 2)
     else:
-        state = head_state(module)
-        assert state is not None
-        out = hybrid_attention(query, key, value, state.layout, context, **transform.options)
-    queries, keys, values = (gather(states.detach())[0] for states in (query, key, value))
+        out = compute_attention(call, "sdpa")
+    queries, keys, values = (gather(x.detach())[0] for x in states)
     if out.requires_grad:
 
         def show_gradient(gradient: Tensor) -> None:
             by_head = gather(gradient.detach().transpose(1, 2))[0]
-            show(LayerStates(queries, keys, values, transform.scaling, by_head))
+            show(LayerStates(queries, keys, values, scaling, by_head))
 
         out.register_hook(show_gradient)  # type: ignore[no-untyped-call]
     else:
-        show(LayerStates(queries, keys, values, transform.scaling))
+        show(LayerStates(queries, keys, values, scaling))
     return out.contiguous()

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.context_parallel import Messages, SplitPass, split_attention
-from bosch.attention.layout import HeadLayout
-from bosch.attention.logit_transform import LogitTransform
 from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
 from bosch.model.cache import HybridCache
@@ -179,44 +178,21 @@ class ContextParallel:
         return self.messages.all_gather(found).sum(0)  # of each token one is not 0
 
     def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: HeadLayout,
-        context: AttentionContext | None = None,
-        *,
-        backend: str,
-        last_seen: _LastSeen | None = None,
-        **transform: Any,
+        self, call: AttentionCall, backend: str, last_seen: _LastSeen | None = None
     ) -> Tensor:
-        """As `hybrid_attention`, of the whole sequences in this process's own tokens.
+        """As `compute_attention`, of the whole sequences in this process's own tokens.
 
-        `context` is not read: what a layer knows of the pass is about its own tokens alone.
+        The call's context is not read: what a layer knows of the pass is about its own tokens.
         """
         assert self._current is not None
-        return split_attention(
-            query, key, value, layout, self._current, LogitTransform(**transform), backend,
-            last_seen,
-        )  # fmt: skip
+        return split_attention(call, self._current, backend, last_seen)
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        context: AttentionContext | None,
-        transform: LogitTransform,
-    ) -> Tensor:
+    def _attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Attention of a layer under the layout that it has."""
         state = head_state(module)
         assert state is not None
         last_seen: _LastSeen | None = None if self._fill is None else []
-        output = self.attention(
-            query, key, value, state.layout, context,
-            backend=state.backend, last_seen=last_seen, **transform.options,
-        )  # fmt: skip
+        output = self.attention(call, state.backend, last_seen)
         if self._fill is not None and last_seen is not None:
             self._fill(module, last_seen)
         return output

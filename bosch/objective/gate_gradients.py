@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, HeadLayout, compute_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.interface import Attend, HeadState, attention_modules, head_state, set_head_state
@@ -47,7 +48,7 @@ def gate_gradients(
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
     gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
-    attention = hybrid_attention if split is None else split.attention
+    attention = compute_attention if split is None else split.attention
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
@@ -80,23 +81,16 @@ def blended_attention(
     gates: Tensor,
     layouts: Sequence[HeadLayout],
     backend: str,
-    attention: Callable[..., Tensor] = hybrid_attention,
+    attention: Callable[..., Tensor] = compute_attention,
 ) -> Attend:
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        context: AttentionContext | None,
-        transform: LogitTransform,
-    ) -> Tensor:
+    def attend(module: nn.Module, call: AttentionCall) -> Tensor:
         *others, narrowest = (
-            attention(query, key, value, layout, context, backend=backend, **transform.options)
-            for layout in layouts
+            attention(replace(call, layout=layout), backend) for layout in layouts
         )
-        shares = gates.repeat_interleave(query.shape[1] // key.shape[1], dim=0).to(narrowest.dtype)
+        shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
+        shares = shares.to(narrowest.dtype)
         blended = narrowest
         for share, output in zip(shares.unbind(1), others, strict=True):
             blended = blended + share[:, None] * (output - narrowest)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.attention import (
+    AttentionCall,
+    AttentionContext,
+    HeadLayout,
+    LogitTransform,
+    compute_attention,
+)
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import dense_attention
 from bosch.heads import HeadMask
@@ -73,7 +80,7 @@ class IncrementalForward:
         self.device = model.device
         self.flops = Flops(model, windows)
         self.cache, self.agree, self.split = cache, agree, split
-        self.attention = hybrid_attention if split is None else split.attention
+        self.attention = compute_attention if split is None else split.attention
         self.answers_only = (
             answers_only and split is None and kinds.full[-1] == kinds.count - 1 not in kinds.states
         )
@@ -230,20 +237,11 @@ class BatchPass:
     def _attend_every(self, number: int) -> Attend:
         """Attention that computes and caches every choice, and returns the mask's mixture."""
 
-        def attend(
-            module: nn.Module,
-            query: Tensor,
-            key: Any,
-            value: Any,
-            context: AttentionContext | None,
-            transform: LogitTransform,
-        ) -> Tensor:
+        def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             state = head_state(module)
             assert state is not None
             outputs = [
-                self.owner.attention(
-                    query, key, value, layout, context, backend=state.backend, **transform.options
-                )
+                self.owner.attention(replace(call, layout=layout), state.backend)
                 for layout in self.owner.layouts
             ]
             self._add(number, outputs=outputs)
@@ -304,16 +302,9 @@ class BatchPass:
         )
         state = state.gather(1, columns[:, :, None].expand(-1, -1, state.shape[2]))
 
-        def attend(
-            module: nn.Module,
-            query: Tensor,
-            own_key: Any,
-            own_value: Any,
-            context: AttentionContext | None,
-            transform: LogitTransform,
-        ) -> Tensor:
+        def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             outputs = [
-                answer_attention(query, key, value, columns, layout, transform)
+                answer_attention(call.query, key, value, columns, layout, call.transform)
                 for layout in self.owner.layouts
             ]
             self._add(number, state, outputs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, LogitTransform, compute_attention
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.families import text_config
@@ -100,23 +100,18 @@ def _attend(
     sums: Tensor,
     model: Any,
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext | None,
-    transform: LogitTransform,
+    call: AttentionCall,
 ) -> Tensor:
     """Full attention that notes the log-sums of sinks and window, sums [2, HQ, examples, N]."""
     state = head_state(module)
-    assert state is not None
+    query, key = call.query, call.key
+    assert state is not None and isinstance(key, Tensor)
     for row, (example, places) in enumerate(zip(examples, columns, strict=True)):
         if places[0] < window.most_keys:
             continue
-        both = _log_sums(query[row], key[row], places.to(query.device), window, transform)
+        both = _log_sums(query[row], key[row], places.to(query.device), window, call.transform)
         sums[:, :, example] = gather_heads(model, both).double().cpu()
-    return hybrid_attention(
-        query, key, value, state.layout, context, backend=state.backend, **transform.options
-    )
+    return compute_attention(call, state.backend)
 
 
 def _log_sums(
