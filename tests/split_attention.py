@@ -75,8 +75,8 @@ def compare(
     own_states = [x.detach()[:, :, own].requires_grad_(wanted) for x in states]
     messages.sent_bytes = 0
     current = SplitPass(split, ROWS, document, messages, CPU)
-    call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5))
-    out = split_attention(call, current, backend)
+    call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5), backend)
+    out = split_attention(call, current)
     sent = [messages.sent_bytes]
     pairs = [(out, whole[:, own])]
     if wanted:

@@ -119,8 +119,8 @@ def hybrid_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits, sliding_only)
     context = pass_context(context, query, key)
-    call = AttentionCall(query, key, value, layout, context, transform, dropout)
-    return compute_attention(call, backend)
+    call = AttentionCall(query, key, value, layout, context, transform, backend, dropout)
+    return compute_attention(call)
 
 
 def pass_context(
@@ -134,7 +134,7 @@ def pass_context(
     return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
 
 
-def compute_attention(call: AttentionCall, backend: str) -> Tensor:
+def compute_attention(call: AttentionCall) -> Tensor:
     """As `hybrid_attention`, which says what it raises."""
     key, heads = call.key, call.layout.num_key_value_heads
     key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
@@ -143,14 +143,14 @@ def compute_attention(call: AttentionCall, backend: str) -> Tensor:
             f"the layout has {heads} KV heads, got {key_heads} with {call.query.shape[1]} query "
             "heads"
         )
-    check_sinks(backend, call.layout.sinks)
+    check_sinks(call.backend, call.layout.sinks)
     transform = call.transform
     if not transform.is_plain:
         given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
-        check_backend(backend, needs)
+        check_backend(call.backend, needs)
     query, key, value = autocast_states(call.query, call.key, call.value)
-    return _function(backend)(replace(call, query=query, key=key, value=value))
+    return _function(call.backend)(replace(call, query=query, key=key, value=value))
 
 
 def attention_weights(call: AttentionCall) -> Tensor:

@@ -62,7 +62,7 @@ class GroupCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Attention of a layer: what a backend computes.
+    """Attention of a layer, by one of `BACKENDS`.
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or what a HybridCache returned.
     """
@@ -73,6 +73,7 @@ class AttentionCall:
     layout: HeadLayout
     context: AttentionContext
     transform: LogitTransform
+    backend: str = "sdpa"
     dropout: float = 0.0
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:

@@ -90,8 +90,8 @@ class _Exchanged(torch.autograd.Function):
 class _Halo:
     """What the heads of one window exchange in a pass, as rows of [B * 2C, HG, D].
 
-    `sent`: which of its own rows this process sends, in the order of the processes, so many to
-    each as `sent_counts` says. `before`: for each of the two chunks, where the keys that stand
+    `sent`: which of its own rows this process sends, in the order of the processes,
+    `sent_counts` of them to each. `before`: for each of the two chunks, where the keys that stand
     before it are among its own rows and the received ones, [B, K].
     """
 
@@ -215,7 +215,6 @@ class SplitPass:
 def split_attention(
     call: AttentionCall,
     current: SplitPass,
-    backend: str,
     last_seen: list[tuple[Tensor, ...]] | None = None,
 ) -> Tensor:
     """As `hybrid_attention`, for this process's two chunks side by side: [B, 2C, HQ, D].
@@ -241,8 +240,10 @@ def split_attention(
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):
             of_keys, of_values = torch.split(seen, sizes, dim=-1)
             seen_by = current.context(chunk, group.window)
-            part = AttentionCall(queries, of_keys, of_values, _alone(group), seen_by, transform)
-            of_chunks.append(compute_attention(part, backend).transpose(1, 2))
+            part = AttentionCall(
+                queries, of_keys, of_values, _alone(group), seen_by, transform, call.backend
+            )
+            of_chunks.append(compute_attention(part).transpose(1, 2))
         outputs.append(torch.cat(of_chunks, dim=2))
     return layout.merge(outputs, q_per_kv)
 

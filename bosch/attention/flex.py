@@ -117,7 +117,7 @@ def _blocks_seen(
 ) -> tuple[Tensor, Tensor]:
     """Blocks of which a head of each group may see some, and sees all: [B or 1, groups, nq, nk].
 
-    A head sees so many keys as `reaches` says for its group, [groups].
+    `reaches` [groups] are the keys that a head of each group sees.
     """
     size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)

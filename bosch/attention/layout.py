@@ -84,7 +84,7 @@ class HeadLayout:
 
     @classmethod
     def deploy(cls, counts: Mapping[Window | None, int]) -> HeadLayout:
-        """Layout by slices: so many KV heads of each window, in this order, None for full ones."""
+        """Layout by slices: the number of KV heads by window, in this order, None for full ones."""
         slices = zip(counts.items(), pairwise(accumulate(counts.values(), initial=0)), strict=True)
         return cls(
             tuple(

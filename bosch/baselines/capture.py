@@ -9,8 +9,8 @@ Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from bosch.model.families import family_of, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
 from bosch.model.tensor_parallel import gather_heads
-from bosch.objective.calibration import CalibrationExample
+from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
 from bosch.window import Window
 
@@ -86,6 +86,31 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         functional.cross_entropy(logits, answer.to(logits.device)).backward()  # type: ignore[no-untyped-call]
 
 
+def summed_terms(
+    model: Any,
+    calibration: CalibrationSet,
+    terms_of: Callable[[LayerStates], Iterable[Tensor]],
+    *,
+    by_gradient: bool = False,
+) -> Tensor:
+    """Sums over blocks and examples of the float64 terms [HQ, ...] of each layer: [L, HQ, ...].
+
+    With `by_gradient` the states have the gradient of `visit_gradients`.
+    """
+    layers, _ = mask_shape(model.config)
+    sums: list[Any] = [0] * layers
+
+    def add(layer: int, states: LayerStates) -> None:
+        sums[layer] += torch.stack(list(terms_of(states))).sum(dim=0).cpu()
+
+    for example in calibration.examples:
+        if by_gradient:
+            visit_gradients(model, example, add)
+        else:
+            visit_layers(model, torch.tensor(example.input_ids), add)
+    return torch.stack(sums)
+
+
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
     family_of(model.config)
@@ -110,7 +135,7 @@ def _attend(
     if call.transform.is_plain:
         out = fused_attention(*states, is_causal=True, scale=scaling).transpose(1, 2)
     else:
-        out = compute_attention(call, "sdpa")
+        out = compute_attention(replace(call, backend="sdpa"))
     queries, keys, values = (gather(x.detach())[0] for x in states)
     if out.requires_grad:
 

@@ -148,7 +148,7 @@ def attention_forward(
     transform = LogitTransform(scale, kwargs.get("softcap"), logits, bias is not None)
     context, layout = pass_context(attention_mask, query, key), state.layout
     dropout = dropout if state.attend is None else 0.0
-    call = AttentionCall(query, key, value, layout, context, transform, dropout)
+    call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
         return state.attend(module, call), None
     for name in _REFUSED:
@@ -156,7 +156,7 @@ def attention_forward(
             raise ValueError(f"hybrid attention does not support {name}")
     own = kwargs.get("sliding_window")
     if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        return paged_attention(module, call, state.backend == "eager", kwargs), None
+        return paged_attention(module, call, kwargs), None
     if own is not None and (layout.has_full or layout.windows != (Window(own),)):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if not isinstance(context, AttentionContext):
@@ -170,7 +170,7 @@ def attention_forward(
             )
         call = replace(call, key=key[:, :, :length], value=value[:, :, :length])
     weights = attention_weights(call) if shown else None
-    out = compute_attention(call, state.backend)
+    out = compute_attention(call)
     if isinstance(key, CachedStates) and attention_mask is not None:
         key.settle(context)
     return out, weights

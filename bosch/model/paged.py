@@ -122,9 +122,7 @@ class PagedView:
         return self._model(attention_mask=any_mask, visible=visible, **kwargs)
 
 
-def paged_attention(
-    module: nn.Module, call: AttentionCall, dense: bool, options: Mapping[str, Any]
-) -> Tensor:
+def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
     """Attention of one layer over the pages of all requests: [1, T, HQ, D].
 
     The call has the step's own query [1, HQ, T, D], key and value [1, HKV, T, D]. `options` are
@@ -150,7 +148,7 @@ def paged_attention(
         queries = layout.heads_of(query, group, q_per_kv)
         visible = options["visible"][_type_of(group)]
         own_transform = call.transform.of(layout, group, q_per_kv)
-        if dense or not own_transform.is_plain:
+        if call.backend == "eager" or not own_transform.is_plain:
             outputs.append(dense_attention(queries, keys, values, visible, own_transform))
         else:
             outputs.append(

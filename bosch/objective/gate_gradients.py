@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from bosch.attention import AttentionCall, HeadLayout, compute_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
-from bosch.model.interface import Attend, HeadState, attention_modules, head_state, set_head_state
+from bosch.model.interface import Attend, attention_modules
 from bosch.model.search_mode import own_row
 from bosch.model.tensor_parallel import sum_over_shards
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
-from bosch.objective.patching import freeze, recompute_layers
+from bosch.objective.patching import freeze, recompute_layers, replace_attention
 
 
 def gate_gradients(
@@ -52,11 +52,8 @@ def gate_gradients(
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
-            state = head_state(module)
-            assert state is not None
-            blend = blended_attention(own_row(model, gate), layouts, state.backend, attention)
-            set_head_state(module, HeadState(state.layout, state.backend, blend))
-            stack.callback(set_head_state, module, state)
+            blend = blended_attention(own_row(model, gate), layouts, attention)
+            stack.enter_context(replace_attention(module, blend))
         if recompute:
             stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
@@ -80,15 +77,12 @@ def gate_gradients(
 def blended_attention(
     gates: Tensor,
     layouts: Sequence[HeadLayout],
-    backend: str,
     attention: Callable[..., Tensor] = compute_attention,
 ) -> Attend:
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
-        *others, narrowest = (
-            attention(replace(call, layout=layout), backend) for layout in layouts
-        )
+        *others, narrowest = (attention(replace(call, layout=layout)) for layout in layouts)
         shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
         shares = shares.to(narrowest.dtype)
         blended = narrowest

@@ -33,7 +33,7 @@ from bosch.attention.logit_transform import dense_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
-from bosch.model.interface import Attend, attention_modules, head_state
+from bosch.model.interface import Attend, attention_modules
 from bosch.model.search_mode import own_row
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
@@ -238,11 +238,8 @@ class BatchPass:
         """Attention that computes and caches every choice, and returns the mask's mixture."""
 
         def attend(module: nn.Module, call: AttentionCall) -> Tensor:
-            state = head_state(module)
-            assert state is not None
             outputs = [
-                self.owner.attention(replace(call, layout=layout), state.backend)
-                for layout in self.owner.layouts
+                self.owner.attention(replace(call, layout=layout)) for layout in self.owner.layouts
             ]
             self._add(number, outputs=outputs)
             return self.mix(self.mask.choices[number], outputs)

@@ -28,7 +28,7 @@ from data_prep.text import Document, TextFile, decode_utf8
 # its values.
 MOST_RECORD_BYTES = 64 * 2**20
 RECORD_LIMITS = JsonLimits(MOST_RECORD_BYTES, 2_000_000, most_depth=1000)
-# A shorter line cannot hold so many.
+# A shorter line cannot hold as many values as the limit.
 _COUNTED_BYTES = 2**20
 # What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
 _MOST_DECOMPRESSED = 2**26

@@ -61,7 +61,7 @@ class NolimaSample:
         return (self.character,) if self.character else self.test.answers
 
     def prompt(self, book: Book, length: int) -> str:
-        """The prompt with so many tokens of the book.
+        """The prompt with `length` tokens of the book.
 
         Raises:
             UserError: the book is too short, or a distractor's place is ambiguous in it.

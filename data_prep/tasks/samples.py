@@ -189,7 +189,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as it is; raises KeyError or TypeError where it is none of this file."""
+    """The entry as it is; raises KeyError or TypeError where it has other fields."""
     missing = _HEAD - entry.keys() if "fit" in entry else _FIELDS - entry.keys()
     if missing:
         raise KeyError(*missing)

@@ -245,14 +245,9 @@ def load_evaluated(
     One that serves several budgets is under that of `kv_budget` KV slots.
     """
     loaded = load_model(
-        model.path,
-        dtype=model.dtype,
-        backend=config.runtime.attention,
-        device=device,
-        revision=model.revision,
-        kv_budget=kv_budget,
-        trust_remote_code=model.trust_remote_code,
-    )
+        model.path, backend=config.runtime.attention, device=device, kv_budget=kv_budget,
+        **model.loading,
+    )  # fmt: skip
     config.check_inputs()
     if mask is None:
         return loaded

@@ -20,7 +20,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
-    """The samples of each length: conversation and answer take up to so many tokens of the model.
+    """The samples of each length: conversation and answer take at most this length in tokens.
 
     Upstream counts those of another tokenizer, so its bins hold other samples.
 

@@ -122,13 +122,8 @@ def run(
 
 
 def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
-    return load_model(
-        config.model.path,
-        dtype=config.section.dtype,
-        device=device,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    options = {**config.model.loading, "dtype": config.section.dtype}
+    return load_model(config.model.path, device=device, **options)
 
 
 def _price(config: StageConfig[MaterializeConfig], base: Any, context: int) -> Price:

@@ -30,7 +30,7 @@ from stages.formats import format_bytes
 if TYPE_CHECKING:
     from typing import Self
 
-# Every so many-th calibration example is kept from a search for a front, to score its points.
+# One in HELD_OUT_EVERY calibration examples is kept from a search for a front, to score its points.
 HELD_OUT_EVERY = 4
 _ONE_SIDED = 0.05
 
@@ -231,7 +231,7 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
 
 
 def keep_fault(keep: float, examples: int) -> str | None:
-    """Why so many calibration examples cannot show that a share of a perfect score is kept."""
+    """Why this number of calibration examples cannot show that a share of a perfect score is kept."""
     held_out = examples // HELD_OUT_EVERY
     limit = _ONE_SIDED ** (1 / held_out) if held_out else 0.0
     if limit >= keep:

@@ -337,30 +337,21 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             "search.sink: a front has no sink bias; choose another search.method, or search.sinks "
             "for sink tokens"
         )
-    yield from _menu(search)
-    yield from _lengths(loaded)
-    yield from _budget(loaded)
-    yield from parallel_faults(loaded, search)
-    yield from _attention(loaded)
-
-
-def _menu(search: SearchConfig) -> Iterator[str]:
     if len(search.menu) > 1 and not METHODS[search.method].several_windows:
         yield (
             f"search.windows: method {search.method} knows one window; name it in "
             "search.window_size, or set search.method: front"
         )
-
-
-def _lengths(loaded: LoadedRecipe) -> Iterator[str]:
-    """Every window is shorter than what the search measures."""
-    search = loaded.recipe[SearchConfig]
+    # Every window is shorter than what the search measures.
     length = loaded.recipe[PrepareConfig].calibration.length
     yield from window_faults(search, "prepare.calibration.length", length)
+    yield from _budget(loaded)
+    yield from parallel_faults(loaded, search)
+    yield from _attention(loaded)
 
 
 def window_faults(search: SearchConfig, path: str, length: int) -> Iterator[str]:
-    """Why windows are none in sequences of so many tokens."""
+    """Windows that hide nothing in sequences of `length` tokens."""
     for window in search.menu:
         if window.most_keys >= length:
             yield (
@@ -391,7 +382,9 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         kinds = loaded.info.kinds
         length = loaded.recipe[PrepareConfig].calibration.length
         price = search.price(kinds, loaded.recipe.model.dtype, length)
-        faults = [*_price_faults(search, price)]
+        faults = [*engine_faults(price.budget, price.kinds, search.sinks)]
+        if price.budget.tokens is not None:
+            faults += _no_cheaper(search, price)
         if price.budget.engine == "vllm" and loaded.info.takes_more_than_text:
             faults += [
                 "search.budget.engine: vllm does not serve this model: it takes more than text"
@@ -410,14 +403,8 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         yield str(error)
 
 
-def _price_faults(search: SearchConfig, price: Price) -> Iterator[str]:
-    """Why the engine of a budget holds no such masks, or none of them is cheaper."""
-    yield from engine_faults(price.budget, price.kinds, search.sinks)
-    if price.budget.tokens is not None:
-        yield from _no_cheaper(search, price)
-
-
 def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
+    """Why a window saves nothing."""
     for window in search.menu:
         if window.held(price.tokens) >= price.tokens:
             yield (

@@ -313,7 +313,7 @@ def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -
             bias = values[number].exp()
             shares[number][0].append((sinks / (sinks + window)).log())
             shares[number][1].append((bias / (bias + window)).log())
-        return compute_attention(call, "sdpa")
+        return compute_attention(replace(call, backend="sdpa"))
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for number, module in enumerate(attention_modules(model)):
@@ -355,7 +355,7 @@ def test_gate_gradients_are_those_of_the_blend_with_the_bias() -> None:
         for step in (1e-3, -1e-3):
             gates = torch.tensor(mask.is_full[1]).double()[:, None]
             gates[head] += step
-            with replace_attention(module, blended_attention(gates, layouts, "sdpa")):
+            with replace_attention(module, blended_attention(gates, layouts)):
                 likelihoods.append(_log_likelihood(model, calibration))
         difference = (likelihoods[0] - likelihoods[1]) / 2e-3
         assert float(gradient[1, head]) == pytest.approx(difference, rel=1e-2, abs=1e-5)
