@@ -43,8 +43,7 @@ class ContextParallel:
     def install(self, model: Any) -> None:
         """Let every attention layer of `model` exchange keys and values.
 
-        Raises:
-            UserError: the model has something that cannot be split.
+        Raises UserError when the model has something that cannot be split.
         """
         fault = split_fault(model.config)
         if fault is not None:

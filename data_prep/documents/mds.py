@@ -44,9 +44,8 @@ def read_samples(
 ) -> Iterator[dict[str, Any]]:
     """The shard's samples as column name to value; with `columns`, only those among them.
 
-    Raises:
-        UserError: the shard is missing, cut short, damaged, or not what its index states (size,
-            hashes, number of samples); names the file and the sample.
+    Raises UserError when the shard is missing, cut short, damaged, or not what its index states
+    (size, hashes, number of samples); names the file and the sample.
     """
     path, is_compressed = shard.file(folder)
     data = _shard_bytes(path, shard, is_compressed)
@@ -171,8 +170,7 @@ def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
     Args:
         tokenizer: The one the shards were written with.
 
-    Raises:
-        UserError: the shard is damaged, or holds tokens that this tokenizer does not have.
+    Raises UserError when the shard is damaged, or holds tokens that this tokenizer does not have.
     """
     path = shard.file(folder)[0]
     if "input_ids" not in shard.column_names:

@@ -123,9 +123,8 @@ def tokenise_source(
     on `workers`. `stamps` are the expected ones of the source's files, by path; without any, none
     is checked.
 
-    Raises:
-        UserError: a file of the source is damaged, or the source holds no text at all.
-        RunError: a worker process died, or a file was written while it was read.
+    Raises UserError when a file of the source is damaged, or the source holds no text at all; and
+    RunError when a worker process died, or a file was written while it was read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)

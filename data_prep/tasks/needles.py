@@ -145,8 +145,7 @@ def make_sample(
     Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
     start at a drawn one.
 
-    Raises:
-        UserError: not even the shortest haystack fits.
+    Raises UserError when not even the shortest haystack fits.
     """
     draws = _Draws(task, length, seed_space, seed, index, essay_words)
 

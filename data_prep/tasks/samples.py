@@ -97,8 +97,7 @@ class SampleFolder:
     def make(self, count: int, done: Callable[[], None] = lambda: None) -> None:
         """Have at least `count` samples on disk; `done` is called for each that is new.
 
-        Raises:
-            UserError: the task does not fit, or a file it needs is missing or damaged.
+        Raises UserError when the task does not fit, or a file it needs is missing or damaged.
         """
         with self._locked() as folder:
             journal, ids_file = Journal(folder / "samples.jsonl"), folder / "ids.bin"

@@ -81,9 +81,8 @@ def evaluate_models(
     files of its own, from which a killed run goes on, with any number of ranks, and other runs on
     the same models and samples begin.
 
-    Raises:
-        UserError: a model or what samples are made of is missing or damaged.
-        RunError: a sample shares a needle with the `calibration` set.
+    Raises UserError when a model or what samples are made of is missing or damaged; and RunError
+    when a sample shares a needle with the `calibration` set.
     """
     state = process_state(config.runtime)
     own = work_dir / "answers"

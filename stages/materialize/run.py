@@ -56,10 +56,9 @@ def run(
     budgets of all points that share an order of heads with this one. The saved model is loaded
     again and must give the logits that the base model gives under each mask.
 
-    Raises:
-        UserError: the base model is missing, damaged or unsupported, or the mask is another's.
-        RunError: the saved model does not compute what was searched, or front.json chooses another
-            mask than head_mask.json.
+    Raises UserError when the base model is missing, damaged or unsupported, or the mask is
+    another's; and RunError when the saved model does not compute what was searched, or front.json
+    chooses another mask than head_mask.json.
     """
     import torch
 

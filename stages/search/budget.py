@@ -188,7 +188,7 @@ class Price:
         return int(self.budget.amount) if self.budget.bytes is not None else self.original
 
     def with_sliding(self, sliding: int, window: Window) -> list[LayerHeads]:
-        """The heads of a mask with so many sliding ones, spread evenly over the layers."""
+        """The heads of a mask with `sliding` ones, spread evenly over the layers."""
         heads = self.kinds.heads
         counts = even_counts(len(self.kinds.full), heads, sliding)
         return [{None: full, window: heads - full} for full in counts]
@@ -231,7 +231,7 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
 
 
 def keep_fault(keep: float, examples: int) -> str | None:
-    """Why this number of calibration examples cannot show that a share of a perfect score is kept."""
+    """Why `examples` cannot show that the share `keep` of a perfect score is kept."""
     held_out = examples // HELD_OUT_EVERY
     limit = _ONE_SIDED ** (1 / held_out) if held_out else 0.0
     if limit >= keep:

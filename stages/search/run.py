@@ -58,9 +58,9 @@ def run(
     same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
     Called on every rank: each computes its share of the set, the first one writes the files.
 
-    Raises:
-        UserError: the model or the calibration set is damaged, or leaves nothing to search for.
-        RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
+    Raises UserError when the model or the calibration set is damaged, or leaves nothing to search
+    for; and RunError when the model's logits are not finite, the log cannot be written, or a rank
+    has ended.
     """
     finds_front = METHODS[config.section.method].finds_front
     if config.section.method == "given" and config.section.mask is not None:

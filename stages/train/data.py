@@ -39,8 +39,7 @@ class PackedSequences:
     def arrange(self, schedule: Schedule, seed: int) -> None:
         """Fix the order, and how much of it `schedule` reads.
 
-        Raises:
-            UserError: fewer tokens are prepared than the run needs.
+        Raises UserError when fewer tokens are prepared than the run needs.
         """
         needed = schedule.steps * schedule.sequences
         if needed > self.prepared:
@@ -68,8 +67,7 @@ class PackedSequences:
     def held_out(self, count: int) -> list[dict[str, Any]]:
         """Sequences that training does not read.
 
-        Raises:
-            UserError: there are fewer.
+        Raises UserError when there are fewer.
         """
         if self.prepared - self._needed < count:
             raise UserError(

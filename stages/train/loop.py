@@ -184,9 +184,8 @@ class Loop:
     def update(self, loss: float, norm: float) -> bool:
         """Change the weights, unless the step is a bad one that is left out: then True.
 
-        Raises:
-            RunError: the step is a bad one, by train.spike_factor or since its loss or gradient
-                norm is no longer a finite number, and is not left out; or too many are.
+        Raises RunError when the step is a bad one, by train.spike_factor or since its loss or
+        gradient norm is no longer a finite number, and is not left out; or too many are.
         """
         fault = self.spikes.fault(norm)
         skipped = fault is not None and self.train.bad_steps == "skip"

@@ -68,10 +68,8 @@ def run(
     Leaves checkpoints/tokens-<n>, metrics.jsonl, tensorboard/ and summary.json, and returns the
     summary: final_loss (nats per token), tokens, steps, seconds, processes, checkpoints.
 
-    Raises:
-        UserError: batch, data, sharding and machine do not fit together.
-        RunError: the loss diverged, or the disk refused.
-        LostRankError: another process ended; it says which.
+    Raises UserError when batch, data, sharding and machine do not fit together; RunError when the
+    loss diverged, or the disk refused; and LostRankError when another process ended; it says which.
     """
     if TrainingSummary.finished(work_dir) is None:
         _train(config, inputs, work_dir)

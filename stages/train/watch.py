@@ -159,8 +159,7 @@ def make_held_out_watch(
 def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:
     """As `make_held_out_watch`, for needles.
 
-    Raises:
-        UserError: the essay folder is missing or damaged.
+    Raises UserError when the essay folder is missing or damaged.
     """
     every = config.runtime.needle_every_steps
     if every is None:
