@@ -16,13 +16,13 @@ from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.window import MOST_WINDOWS, Window, rising_menu
+from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.recipe import LoadedRecipe, ModelInfo, Recipe
 from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
-from stages.search.parallel import parallel_faults
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     length = loaded.recipe[PrepareConfig].calibration.length
     yield from window_faults(search, "prepare.calibration.length", length)
     yield from _budget(loaded)
-    yield from parallel_faults(loaded, search)
+    yield from _parallel(loaded, search)
     yield from _attention(loaded)
 
 
@@ -436,6 +436,29 @@ def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
             f"{where}: {ratio:g} cannot be reached: with search.buckets "
             f"{[float(bucket) for bucket in search.buckets]} a layer's ratio is {side}"
         )
+
+
+def _parallel(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
+    """Why the processes of a run cannot share a search as the recipe asks."""
+    field, world = "runtime.search_parallel", loaded.world
+    parallel = loaded.recipe.runtime.search_parallel
+    if parallel == "tensor" and world.nodes > 1:
+        yield (
+            f"{field}: tensor shards the model over the processes of one node, "
+            f"NNODES asks for {world.nodes}"
+        )
+    elif parallel == "tensor" and world.size == 1:
+        yield f"{field}: tensor needs several processes, there is one (runtime.processes)"
+    if parallel != "context":
+        return
+    yield from split_faults(loaded, field)
+    if METHODS[search.method].reads_attention:
+        yield (
+            f"{field}: context splits what a search measures, and {search.method} reads the "
+            "examples in one process; set data"
+        )
+    if search.sink is not None:
+        yield f"{field}: search.sink is estimated on whole examples; set data, or leave it out"
 
 
 def _attention(loaded: LoadedRecipe) -> Iterator[str]:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from bosch.analysis.intervals import Estimate, crossed_mean
-from bosch.analysis.jaccard import mean_distances
-from bosch.analysis.turnover import swapped, turnover
+from bosch.analysis.turnover import mean_distances, swapped, turnover
 from bosch.heads import HeadMask
 from bosch.search.methods import METHODS
 from pipeline.commands.paths import model_label
