@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ __all__ = [
     "HeadLayout",
     "LogitTransform",
     "attention_weights",
-    "autocast_states",
     "check_sinks",
     "compute_attention",
     "fastest_backend",
@@ -149,23 +147,10 @@ def compute_attention(call: AttentionCall) -> Tensor:
         given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
         check_backend(call.backend, needs)
-    query, key, value = autocast_states(call.query, call.key, call.value)
-    return _function(call.backend)(replace(call, query=query, key=key, value=value))
+    return _function(call.backend)(call.autocast())
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
     """Weights by which `hybrid_attention` sums the values, [B, HQ, T, Tk], before dropout."""
-    query, key = autocast_states(call.query, call.key)
-    return eager_weights(replace(call, query=query, key=key, value=key)).to(query.dtype)
-
-
-def autocast_states(query: Tensor, *states: Any) -> tuple[Any, ...]:
-    """Under autocast, all three in its dtype: norms leave queries and keys in float32.
-
-    torch would do the same inside its own attention call, but on the bands, which overlap.
-    """
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, *states
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), *(x.to(dtype) for x in states)
+    call = call.autocast()
+    return eager_weights(call._replace(value=call.key)).to(call.query.dtype)

@@ -7,7 +7,7 @@ group HG key/value heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from bosch.attention.logit_transform import LogitTransform
 from bosch.window import Window
 
 
-@dataclass(frozen=True, eq=False)
-class GroupCall:
+class GroupCall(NamedTuple):
     """Attention of the heads of one group: full ones (`window` is None), or those of a window.
 
     query [B, HQ_group, T, D]; key, value [B, HG, R, D] are the last R slots. sink_key, sink_value
@@ -60,8 +59,7 @@ class GroupCall:
         return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """Attention of a layer, by one of `BACKENDS`.
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or what a HybridCache returned.
@@ -75,6 +73,18 @@ class AttentionCall:
     transform: LogitTransform
     backend: str = "sdpa"
     dropout: float = 0.0
+
+    def autocast(self) -> AttentionCall:
+        """Under autocast all states in its dtype: norms leave queries and keys in float32.
+
+        torch would do the same inside its own attention call, but on the bands, which overlap.
+        """
+        device = self.query.device.type
+        if not torch.is_autocast_enabled(device):
+            return self
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
+        return AttentionCall(query, key, value, *self[3:])
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:
         """What `attend` gives of each group of heads, [B, HQ_group, T, D], as [B, T, HQ, D]."""

@@ -5,7 +5,6 @@ Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,8 +144,7 @@ def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
         for length in lengths:
             stop, first = start + length, max(start, offset)
             if first < stop:  # of an earlier document there are keys alone
-                part = replace(
-                    call,
+                part = call._replace(
                     query=call.query[row, :, first - offset : stop - offset],
                     key=call.key[row, :, start:stop],
                     value=call.value[row, :, start:stop],

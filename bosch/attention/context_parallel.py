@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bosch.attention import AttentionCall, autocast_states, compute_attention
+from bosch.attention import AttentionCall, compute_attention
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import HeadGroup, HeadLayout
 from bosch.context_split import ContextSplit
@@ -223,8 +223,9 @@ def split_attention(
     Called on all processes of the split.
     `last_seen`, where given, gets of each group the keys and values that the second chunk sees.
     """
-    query, key, value = autocast_states(call.query, call.key, call.value)
-    layout = call.layout
+    call = call.autocast()
+    query, key, value, layout = call.query, call.key, call.value, call.layout
+    assert isinstance(key, Tensor) and isinstance(value, Tensor)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     sizes = [key.shape[-1], value.shape[-1]]
     outputs = []

@@ -7,7 +7,6 @@ their cost grows linearly in T. Bands overlap: block i reads keys i*C .. i*C + C
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,15 +63,14 @@ def bands(keys: Tensor, block: int, window: int) -> Tensor:
 
 def sdpa_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D]."""
-    query, key, value, context, transform = (
-        call.query, call.key, call.value, call.context, call.transform,
-    )  # fmt: skip
+    key, value, length = call.key, call.value, call.context.kv_length
     # No query is W or more slots after a key, so that all groups of heads see the same.
-    no_difference = all(context.kv_length <= window.size for window in call.layout.windows)
-    no_difference = no_difference and not transform.sliding_only
-    if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
-        whole = GroupCall(query, key, value, None, context, transform, call.dropout)
-        return causal_attention(whole).transpose(1, 2).contiguous()
+    alike = all(length <= window.size for window in call.layout.windows)
+    alike = alike and not call.transform.sliding_only
+    if alike and isinstance(key, Tensor) and isinstance(value, Tensor):
+        options = call.context, call.transform, call.dropout
+        out = causal_attention(GroupCall(call.query, key, value, None, *options))
+        return out.transpose(1, 2).contiguous()
     return call.by_group(
         lambda group: (
             causal_attention(group) if group.window is None else _sliding(group, group.window)
@@ -87,19 +85,14 @@ def _trim(call: GroupCall, window: Window) -> GroupCall:
     # Documents have sinks of their own, of which some may be among the first keys.
     if key.shape[2] <= needed or context.document is not None:
         return call
-    sinks = None, None
+    sink_key = sink_value = None
     if window.sinks:
-        sinks = (
-            gather_sinks(key, call.sink_key, context, window.sinks),
-            gather_sinks(value, call.sink_value, context, window.sinks),
-        )
-    return replace(
-        call,
-        key=key[:, :, -needed:],
-        value=value[:, :, -needed:],
-        sink_key=sinks[0],
-        sink_value=sinks[1],
-    )
+        sink_key = gather_sinks(key, call.sink_key, context, window.sinks)
+        sink_value = gather_sinks(value, call.sink_value, context, window.sinks)
+    return GroupCall(
+        call.query, key[:, :, -needed:], value[:, :, -needed:], window, context, call.transform,
+        call.dropout, sink_key, sink_value,
+    )  # fmt: skip
 
 
 def _sliding(call: GroupCall, window: Window) -> Tensor:
@@ -149,8 +142,8 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     options, context = (call.transform, call.dropout), call.context
     batch, heads, length, dim = query.shape
     first = min(window.most_keys, length)
-    start_states = (x[:, :, :first] for x in (query, key, value))
-    head = masked_attention(*start_states, *options, is_causal=True)
+    beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
+    head = masked_attention(*beginning, *options, is_causal=True)
     outputs = [head]
     count = (length - first) // block
     middle = first + count * block

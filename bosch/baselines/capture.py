@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -131,11 +131,12 @@ def _attend(
     call: AttentionCall,
 ) -> Tensor:
     """Full causal attention of one example, [1, T, HQ, D], that shows itself."""
+    assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
     states, scaling = (call.query, call.key, call.value), call.transform.scaling
     if call.transform.is_plain:
         out = fused_attention(*states, is_causal=True, scale=scaling).transpose(1, 2)
     else:
-        out = compute_attention(replace(call, backend="sdpa"))
+        out = compute_attention(call._replace(backend="sdpa"))
     queries, keys, values = (gather(x.detach())[0] for x in states)
     if out.requires_grad:
 

@@ -168,7 +168,7 @@ def attention_forward(
             raise ValueError(
                 f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
             )
-        call = replace(call, key=key[:, :, :length], value=value[:, :, :length])
+        call = call._replace(key=key[:, :, :length], value=value[:, :, :length])
     weights = attention_weights(call) if shown else None
     out = compute_attention(call)
     if isinstance(key, CachedStates) and attention_mask is not None:

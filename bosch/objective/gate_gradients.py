@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def blended_attention(
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
-        *others, narrowest = (attention(replace(call, layout=layout)) for layout in layouts)
+        *others, narrowest = (attention(call._replace(layout=layout)) for layout in layouts)
         shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
         shares = shares.to(narrowest.dtype)
         blended = narrowest

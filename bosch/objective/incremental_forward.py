@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,7 +238,7 @@ class BatchPass:
 
         def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             outputs = [
-                self.owner.attention(replace(call, layout=layout)) for layout in self.owner.layouts
+                self.owner.attention(call._replace(layout=layout)) for layout in self.owner.layouts
             ]
             self._add(number, outputs=outputs)
             return self.mix(self.mask.choices[number], outputs)

@@ -313,7 +313,7 @@ def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -
             bias = values[number].exp()
             shares[number][0].append((sinks / (sinks + window)).log())
             shares[number][1].append((bias / (bias + window)).log())
-        return compute_attention(replace(call, backend="sdpa"))
+        return compute_attention(call._replace(backend="sdpa"))
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for number, module in enumerate(attention_modules(model)):
