@@ -102,6 +102,7 @@ class TrainingMemory:
     exchanged: float
     accumulates: bool
     offloaded: float = 0.0  # in host memory
+    ahead: float = 0.0  # of the whole weights, a layer that is not gathered during the loss
 
     @property
     def peak(self) -> float:
@@ -110,7 +111,7 @@ class TrainingMemory:
         held += self.teacher
         layer = self.layer + self.attention + self.exchanged
         backward = self.gradients + max(layer, self.tables)
-        return held + max(backward, self.loss + self.gradients * self.accumulates)
+        return held + max(backward, self.loss + self.gradients * self.accumulates - self.ahead)
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -205,6 +206,7 @@ def training_memory(
         exchanged=activations.exchanged,
         accumulates=accumulation > 1,
         offloaded=activations.offloaded,
+        ahead=number * shape.layer_parameters if runtime.sharding == "fsdp" else 0.0,
     )
 
 
@@ -230,8 +232,7 @@ def _activations(
     residual = number if runtime.sharding != "none" else 4
     # Autocast casts no experts, which compute in their weights' own type.
     mlp = residual if shape.experts else number
-    frozen = train.freeze == "attention_only"
-    saved = tokens * _saved_by_a_layer(shape, number, residual, mlp, train.liger, frozen)
+    saved = tokens * _saved_by_a_layer(shape, number, residual, mlp, train)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
@@ -273,17 +274,19 @@ def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
 
 
 def _saved_by_a_layer(
-    shape: DecoderShape, number: int, residual: int, mlp: int, liger: bool, frozen: bool
+    shape: DecoderShape, number: int, residual: int, mlp: int, train: TrainConfig
 ) -> float:
     """Bytes per token that autograd keeps of one decoder layer, as for Qwen3.
 
     Each norm keeps its input in float32, besides its result as it is and as the next maps take it;
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
     keeps gate, up, their activation and product. Liger's norms and MLP keep their inputs only.
-    Where norms and MLP are `frozen`, what only their weights' gradients take is not kept: a norm's
-    result before its weight, and the inputs of the MLP's maps.
+    Where norms and MLP are frozen, what only their weights' gradients take is not kept: a norm's
+    result before its weight, and the inputs of the MLP's maps. Experts are, under adapters, too.
     """
-    if liger:
+    frozen = train.freeze == "attention_only"
+    frozen_mlp = frozen or (train.lora is not None and shape.experts > 0)
+    if train.liger:
         norms = 2 * (residual + number)
         heads = 4 * number * shape.query_size + 3 * number * shape.key_value_size
         width = 3 * mlp
@@ -292,6 +295,7 @@ def _saved_by_a_layer(
         if residual > number:  # the results in float32 too, and a copy for each map
             norms = 2 * 4 + (3 if frozen else 5) * number + (0 if frozen else 2) * residual
         heads = (4 + 4 * number) * shape.query_size + (4 + 3 * number) * shape.key_value_size
-        width = (3 if frozen else 4) * mlp
-    dispatched = 3 * mlp * shape.hidden * shape.experts_per_token  # copies for each expert
+        width = (3 if frozen_mlp else 4) * mlp
+    # Copies for each expert: what goes in, what comes out, and by its router's weight.
+    dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token
     return float(norms * shape.hidden + heads + width * shape.active_width + dispatched)
