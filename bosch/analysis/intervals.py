@@ -22,8 +22,8 @@ Values = npt.NDArray[np.float64]
 _TAIL = 0.025
 _LEVEL = 2 * _TAIL
 _POWER = 0.8
-# Losses of documents: so many have no interval; below each count, the tail of Student's, since
-# skewed ones hold it less often.
+# Losses of documents: up to _TOO_FEW have no interval; below each count, the tail of Student's,
+# since skewed ones hold it less often.
 _TOO_FEW = 2
 _SKEWED = ((30, 0.005), (100, 0.01))
 # Means of seeds and examples below which 98 % stand for 95 %, for the same reason.

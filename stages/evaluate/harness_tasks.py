@@ -142,8 +142,7 @@ def _word(name: str) -> re.Pattern[str]:
 def task_manager(names: Sequence[str]) -> Any:
     """The harness's index of the folders that these tasks are in by their names, else the whole.
 
-    Raises:
-        UserError: lm-eval is not installed.
+    Raises UserError when lm-eval is not installed.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
@@ -177,8 +176,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 
     A task that stands inside its group and nowhere else is called <group>::<task>.
 
-    Raises:
-        UserError: lm-eval knows no such name.
+    Raises UserError when lm-eval knows no such name.
     """
     index = manager.task_index
     if name not in index:
@@ -237,8 +235,7 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
 
     They are lm-eval's, with the settings that its groups give them.
 
-    Raises:
-        UserError: lm-eval knows no such name, or its tasks cannot be scored here.
+    Raises UserError when lm-eval knows no such name, or its tasks cannot be scored here.
     """
     refuse_unscorable(manager, [name])
     leaves = leaf_configs(manager, name)
