@@ -83,8 +83,8 @@ class AttentionCall(NamedTuple):
         if not torch.is_autocast_enabled(device):
             return self
         dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
-        return AttentionCall(query, key, value, *self[3:])
+        key, value = self.key.to(dtype), self.value.to(dtype)
+        return AttentionCall(self.query.to(dtype), key, value, *self[3:])
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:
         """What `attend` gives of each group of heads, [B, HQ_group, T, D], as [B, T, HQ, D]."""
