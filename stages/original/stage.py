@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=9,
+    version=10,
     key="evaluate",
     after=("materialize",),
     model="weights",
