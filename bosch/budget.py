@@ -60,7 +60,7 @@ def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
 
 
 def even_counts(layers: int, heads: int, sliding: int) -> tuple[int, ...]:
-    """Full KV heads of each layer when so many sliding ones are spread evenly over the layers."""
+    """Full KV heads of each layer when `sliding` ones are spread evenly over the layers."""
     shares = [sliding * (n + 1) // layers - sliding * n // layers for n in range(layers)]
     return tuple(heads - share for share in shares)
 

@@ -20,8 +20,8 @@ _PROSE_SUFFIXES = (".txt", ".md", ".json")
 def read_utf8(path: Path) -> str:
     """The file's text, without a byte order mark.
 
-    Raises:
-        UserError: the file cannot be read or is not UTF-8; names the file and the byte offset.
+    Raises UserError when the file cannot be read or is not UTF-8; names the file and the byte
+    offset.
     """
     try:
         with open_regular(path) as file:
@@ -51,8 +51,7 @@ class TextFile:
     def pieces(self) -> Iterator[str]:
         """The file's text, without a byte order mark, in pieces of bounded size.
 
-        Raises:
-            UserError: as `read_utf8` does.
+        Raises UserError as `read_utf8` does.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         done = 0
@@ -88,8 +87,7 @@ def haystack_words(essay_dir: str | Path | None) -> list[str]:
 
     A `.json` file holds an object with a `text` field, as RULER's own essay file does.
 
-    Raises:
-        UserError: the folder is missing, holds no text, or a file of it is damaged.
+    Raises UserError when the folder is missing, holds no text, or a file of it is damaged.
     """
     if essay_dir is None:
         words = " ".join(pydoc_topics().values()).split()

@@ -45,6 +45,11 @@ class ModelConfig(Section):
         False, description="Whether code that comes with the model may be run."
     )
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What `load_model` takes besides the path."""
+        return {name: getattr(self, name) for name in ("revision", "dtype", "trust_remote_code")}
+
 
 class Runtime(Section):
     """What does not change results and is no part of any key."""

@@ -39,8 +39,8 @@ class Devices:
 class Cost:
     """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
 
-    The work comes in `jobs` of equal size, each done by one process: so many at a time, one group
-    after the other; a single job is not distributed. `efficiency` is the share of the devices'
+    The work comes in `jobs` of equal size, each done by one process: as many at a time as there are
+    processes; a single job is not distributed. `efficiency` is the share of the devices'
     peak.
     """
 
@@ -56,7 +56,7 @@ class Cost:
         return sum(self.jobs) > 1
 
     def speedup(self, processes: int) -> float:
-        """Speed of so many processes over that of one."""
+        """Speed of `processes` over that of one."""
         return sum(self.jobs) / sum(math.ceil(jobs / processes) for jobs in self.jobs)
 
     def hours(self, name: str, count: int) -> float:

@@ -1,7 +1,7 @@
 """The types of a whole recipe, and of one that was read and checked.
 
-A stage's section is asked for by its type: `recipe[SearchConfig]`, or `recipe.get(TrainConfig)`
-where a recipe may leave it out.
+`recipe[SearchConfig]` is the section of that type; `recipe.get(TrainConfig)` is None where the
+recipe leaves it out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bosch.attention import AttentionContext, HeadLayout, LogitTransform, flash, hybrid_attention
+from bosch.attention import (
+    AttentionCall,
+    AttentionContext,
+    HeadLayout,
+    LogitTransform,
+    flash,
+    hybrid_attention,
+)
 from bosch.attention.context_parallel import Messages, SplitPass, split_attention
 from bosch.context_split import ContextSplit
 from bosch.window import Window
@@ -68,7 +75,8 @@ def compare(
     own_states = [x.detach()[:, :, own].requires_grad_(wanted) for x in states]
     messages.sent_bytes = 0
     current = SplitPass(split, ROWS, document, messages, CPU)
-    out = split_attention(*own_states, layout, current, LogitTransform(DIM**-0.5), backend)
+    call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5), backend)
+    out = split_attention(call, current)
     sent = [messages.sent_bytes]
     pairs = [(out, whole[:, own])]
     if wanted:

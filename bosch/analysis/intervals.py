@@ -22,10 +22,10 @@ Values = npt.NDArray[np.float64]
 _TAIL = 0.025
 _LEVEL = 2 * _TAIL
 _POWER = 0.8
-# Losses of documents: so many have no interval; below each count, the tail of Student's, since
-# skewed ones hold it less often.
+# Losses of documents: up to _TOO_FEW have no interval; below each count, the tail of Student's,
+# since skewed ones hold it less often.
 _TOO_FEW = 2
-_SKEWED = ((10, 0.005), (30, 0.01))
+_SKEWED = ((30, 0.005), (100, 0.01))
 # Means of seeds and examples below which 98 % stand for 95 %, for the same reason.
 _FEW = 10
 # Samples of the smallest of unequal subtasks from which on each enters with its own interval.
@@ -152,8 +152,9 @@ def visible_loss(samples: int, gains: float = 0.0) -> float | None:
 def student(values: npt.ArrayLike) -> Estimate:
     """Student's interval of a mean of independent values [n], of which two are too few.
 
-    Of fewer than ten values it is the one of 99 %, of fewer than thirty that of 98 %: values as
-    skewed as an exponential distribution's hold these 93 % of the time or more.
+    Of fewer than 30 values it is the one of 99 %, of fewer than 100 that of 98 %: values as skewed
+    as an exponential distribution's, or log-normal ones with a sigma of 0.75, hold these 93 % of
+    the time or more.
     """
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())

@@ -1,16 +1,18 @@
-"""Turnover, heads that slide at a small ratio and not at a larger one, and the swap test of it.
+"""How masks differ: turnover between ratios, its swap test, Jaccard distances between methods.
 
-BOSCH §4.3 and Table 3; the swap test, what it costs to exchange those heads, is that of C.1 and
-Tables 5, 19 and 20.
+Turnover (BOSCH §4.3, Table 3) is what slides at a small ratio and not at a larger one; the swap
+test (C.1, Tables 5, 19 and 20) is what it costs to exchange those heads. Jaccard distances are
+those of §4.2, Figures 2 and 7.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from bosch.analysis.jaccard import sliding_set
 from bosch.heads import HeadMask
 
 
@@ -35,9 +37,7 @@ def turnover(small: HeadMask, large: HeadMask) -> Turnover:
 
     Raises ValueError when the masks differ in shape, A_s is empty, or A_l is the smaller set.
     """
-    if small.is_full.shape != large.is_full.shape:
-        raise ValueError(f"masks of shape {small.is_full.shape} and {large.is_full.shape}")
-    a, b = sliding_set(small), sliding_set(large)
+    a, b = _sliding_sets(small, large)
     size_small, size_large = int(a.sum()), int(b.sum())
     if size_small == 0:
         raise ValueError("the mask of the smaller ratio has no sliding head")
@@ -58,9 +58,7 @@ def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
     turned over. The same seed gives the same mask. Raises ValueError when the masks differ in
     shape or A_l is the smaller set.
     """
-    if small.is_full.shape != large.is_full.shape:
-        raise ValueError(f"masks of shape {small.is_full.shape} and {large.is_full.shape}")
-    a, b = sliding_set(small), sliding_set(large)
+    a, b = _sliding_sets(small, large)
     if a.sum() > b.sum():
         raise ValueError("the mask of the smaller ratio has more sliding heads")
     entering = np.flatnonzero(a & ~b)
@@ -69,3 +67,42 @@ def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
     result = b.copy()
     result[entering], result[leaving] = True, False
     return HeadMask(~result.reshape(large.is_full.shape))
+
+
+def jaccard_distance(first: HeadMask, second: HeadMask) -> float:
+    """1 - |A n B| / |A u B| of the sets of sliding KV heads; 0 where both are empty (BOSCH §4.2).
+
+    Raises ValueError when the masks are of models of different shape.
+    """
+    a, b = _sliding_sets(first, second)
+    union = int((a | b).sum())
+    return 1.0 - int((a & b).sum()) / union if union else 0.0
+
+
+def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.float64]:
+    """Mean Jaccard distance between the masks of each two groups, [G, G], in the mapping's order.
+
+    A group holds one method's masks over seeds. The diagonal is the mean over pairs of different
+    seeds: how much the method disagrees with itself (0 for a group of one mask).
+    """
+    lists = list(groups.values())
+    distances = np.zeros((len(lists), len(lists)))
+    for i, rows in enumerate(lists):
+        for j in range(i, len(lists)):
+            pairs = [
+                jaccard_distance(a, b)
+                for m, a in enumerate(rows)
+                for n, b in enumerate(lists[j])
+                if i != j or m < n
+            ]
+            distances[i, j] = distances[j, i] = float(np.mean(pairs)) if pairs else 0.0
+    return distances
+
+
+def _sliding_sets(
+    first: HeadMask, second: HeadMask
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """The sets A of both masks as bits: True for a sliding KV head, [N] each."""
+    if first.is_full.shape != second.is_full.shape:
+        raise ValueError(f"masks of shape {first.is_full.shape} and {second.is_full.shape}")
+    return ~first.is_full.reshape(-1), ~second.is_full.reshape(-1)

@@ -7,12 +7,13 @@ Every backend gives what `eager` gives, in outputs and gradients.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
@@ -22,35 +23,24 @@ from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
 
 __all__ = [
     "BACKENDS",
+    "AttentionCall",
     "AttentionContext",
     "CachedStates",
     "HeadGroup",
     "HeadLayout",
     "LogitTransform",
     "attention_weights",
-    "autocast_states",
     "check_sinks",
+    "compute_attention",
     "fastest_backend",
     "hybrid_attention",
+    "pass_context",
     "resolve_backend",
 ]
 
 
-class AttentionFunction(Protocol):
-    """Computes one layer's attention: [B, T, HQ, D]."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor | CachedStates,
-        value: Tensor | CachedStates,
-        layout: HeadLayout,
-        context: AttentionContext,
-        transform: LogitTransform,
-        dropout: float = 0.0,
-    ) -> Tensor: ...
-
-
+# Computes one layer's attention: [B, T, HQ, D].
+AttentionFunction: TypeAlias = Callable[[AttentionCall], Tensor]
 _FUNCTIONS: dict[str, AttentionFunction] = {}
 
 
@@ -124,46 +114,43 @@ def hybrid_attention(
     Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
     UserError for sinks or logit transforms that the backend does not have.
     """
-    if context is None:
-        if isinstance(key, CachedStates):
-            raise ValueError("keys from a HybridCache need the context of the pass")
-        context = AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
-    heads = layout.num_key_value_heads
-    key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
-    if key_heads != heads or query.shape[1] % heads:
-        raise ValueError(
-            f"the layout has {heads} KV heads, got {key_heads} with {query.shape[1]} query heads"
-        )
-    check_sinks(backend, layout.sinks)
-    query, key, value = autocast_states(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits, sliding_only)
+    context = pass_context(context, query, key)
+    call = AttentionCall(query, key, value, layout, context, transform, backend, dropout)
+    return compute_attention(call)
+
+
+def pass_context(
+    context: AttentionContext | None, query: Tensor, key: Tensor | CachedStates
+) -> AttentionContext:
+    """The context of a pass: where none is given, one document without padding."""
+    if context is not None:
+        return context
+    if isinstance(key, CachedStates):
+        raise ValueError("keys from a HybridCache need the context of the pass")
+    return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
+
+
+def compute_attention(call: AttentionCall) -> Tensor:
+    """As `hybrid_attention`, which says what it raises."""
+    key, heads = call.key, call.layout.num_key_value_heads
+    key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
+    if key_heads != heads or call.query.shape[1] % heads:
+        raise ValueError(
+            f"the layout has {heads} KV heads, got {key_heads} with {call.query.shape[1]} query "
+            "heads"
+        )
+    check_sinks(call.backend, call.layout.sinks)
+    transform = call.transform
     if not transform.is_plain:
-        given = {"softcap": softcap, "head_logits": head_logits}
+        given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
-        check_backend(backend, needs)
-    return _function(backend)(query, key, value, layout, context, transform, dropout)
+        check_backend(call.backend, needs)
+    return _function(call.backend)(call.autocast())
 
 
-def attention_weights(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-) -> Tensor:
+def attention_weights(call: AttentionCall) -> Tensor:
     """Weights by which `hybrid_attention` sums the values, [B, HQ, T, Tk], before dropout."""
-    query, key = autocast_states(query, key)
-    return eager_weights(query, key, layout, context, transform).to(query.dtype)
-
-
-def autocast_states(query: Tensor, *states: Any) -> tuple[Any, ...]:
-    """Under autocast, all three in its dtype: norms leave queries and keys in float32.
-
-    torch would do the same inside its own attention call, but on the bands, which overlap.
-    """
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, *states
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), *(x.to(dtype) for x in states)
+    call = call.autocast()
+    return eager_weights(call._replace(value=call.key)).to(call.query.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
+from bosch.attention.call import GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
@@ -93,44 +94,33 @@ def _unfused(
     return torch.cat(outputs, dim=2)
 
 
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def causal_attention(call: GroupCall) -> Tensor:
     """Causal attention over every key, [B, HQ, T, D]; a mask is made only where none can be spared.
 
     A plain chunk after a past needs none, except on the CPU with gradients or dropout.
     """
-    length = key.shape[2]
-    fixed = (
-        context.start is not None or length != context.kv_length
-    )  # all that a cache has room for
+    query, key, value, context = call.query, call.key, call.value, call.context
+    options, length = (call.transform, call.dropout), key.shape[2]
+    # All that a cache has room for.
+    fixed = context.start is not None or length != context.kv_length
     if context.is_plain and not fixed:
         if context.q_length == 1 or context.q_offset == 0:
-            return masked_attention(
-                query, key, value, transform, dropout, is_causal=context.q_length > 1
-            )
-        out = attention_after_past(query, key, value, transform, dropout)
+            return masked_attention(query, key, value, *options, is_causal=context.q_length > 1)
+        out = attention_after_past(query, key, value, *options)
         if out is not None:
             return out
-    if _is_packed(context, fixed):
-        lengths = context.document_lengths()
-        return _rows_apart(query, key, value, context, transform, dropout, lengths)
-    if context.q_length >= LEAST_PADDED and not fixed and not torch.compiler.is_compiling():
-        padding = context.left_padding()
+    if not fixed and not torch.compiler.is_compiling():
+        if context.document is not None and context.valid is None:
+            return _rows_apart(call, context.document_lengths())
+        padding = context.left_padding() if context.q_length >= LEAST_PADDED else None
         if padding is not None:
-            parts = [[slots, context.kv_length - slots] for slots in padding]
-            return _rows_apart(query, key, value, context, transform, dropout, parts)
+            return _rows_apart(call, [[slots, context.kv_length - slots] for slots in padding])
     queries = context.query_slots(query.device)
     keys = torch.arange(length, device=query.device)[None]
     rows = 1 if context.is_plain else query.shape[0]
     if fixed or rows * context.q_length * length <= DENSE_MASK_ENTRIES:
         mask = context.memo(("full", length), lambda: context.visible(queries, keys)[:, None])
-        return masked_attention(query, key, value, transform, dropout, mask)
+        return masked_attention(query, key, value, *options, mask)
     step = max(64, DENSE_MASK_ENTRIES // (rows * context.kv_length))
     outputs = []
     for start in range(0, context.q_length, step):
@@ -138,49 +128,29 @@ def causal_attention(
         end = context.q_offset + stop
         mask = context.visible(queries[:, start:stop], keys[:, :end])[:, None]
         block = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(masked_attention(*block, transform, dropout, mask))
+        outputs.append(masked_attention(*block, *options, mask))
     return torch.cat(outputs, dim=2)
 
 
-def _is_packed(context: AttentionContext, fixed: bool) -> bool:
-    """Whether documents are all that keeps tokens apart, in a pass that knows where they begin."""
-    apart = context.document is not None and context.valid is None and not fixed
-    return apart and not torch.compiler.is_compiling()
-
-
-def _rows_apart(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float,
-    parts: list[list[int]],
-) -> Tensor:
+def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
     """Causal attention within each part of a row, [B, HQ, T, D]: nothing between parts.
 
     `parts` are the lengths of each row's documents, or of its padding and its tokens: half of the
     products that a mask over the whole batch takes, and no mask.
     """
-    rows = []
-    for row, lengths in enumerate(parts):
-        outputs, start = [], 0
+    rows, offset = [], call.context.q_offset
+    for number, lengths in enumerate(parts):
+        row, outputs, start = slice(number, number + 1), [], 0
         for length in lengths:
-            stop, first = start + length, max(start, context.q_offset)
+            stop, first = start + length, max(start, offset)
             if first < stop:  # of an earlier document there are keys alone
-                queries = slice(first - context.q_offset, stop - context.q_offset)
-                own_key, own_value = (x[row : row + 1, :, start:stop] for x in (key, value))
-                alone = AttentionContext(stop - first, first - start)
-                outputs.append(
-                    causal_attention(
-                        query[row : row + 1, :, queries],
-                        own_key,
-                        own_value,
-                        alone,
-                        transform,
-                        dropout,
-                    )
+                part = call._replace(
+                    query=call.query[row, :, first - offset : stop - offset],
+                    key=call.key[row, :, start:stop],
+                    value=call.value[row, :, start:stop],
+                    context=AttentionContext(stop - first, first - start),
                 )
+                outputs.append(causal_attention(part))
             start = stop
         rows.append(torch.cat(outputs, dim=2))
     return torch.cat(rows)

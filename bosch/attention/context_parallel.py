@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bosch.attention import autocast_states, hybrid_attention
+from bosch.attention import AttentionCall, compute_attention
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import HeadGroup, HeadLayout
-from bosch.attention.logit_transform import LogitTransform
 from bosch.context_split import ContextSplit
 from bosch.window import Window
 
@@ -91,8 +90,8 @@ class _Exchanged(torch.autograd.Function):
 class _Halo:
     """What the heads of one window exchange in a pass, as rows of [B * 2C, HG, D].
 
-    `sent`: which of its own rows this process sends, in the order of the processes, so many to
-    each as `sent_counts` says. `before`: for each of the two chunks, where the keys that stand
+    `sent`: which of its own rows this process sends, in the order of the processes,
+    `sent_counts` of them to each. `before`: for each of the two chunks, where the keys that stand
     before it are among its own rows and the received ones, [B, K].
     """
 
@@ -214,21 +213,19 @@ class SplitPass:
 
 
 def split_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: HeadLayout,
+    call: AttentionCall,
     current: SplitPass,
-    transform: LogitTransform,
-    backend: str,
     last_seen: list[tuple[Tensor, ...]] | None = None,
 ) -> Tensor:
     """As `hybrid_attention`, for this process's two chunks side by side: [B, 2C, HQ, D].
 
-    query [B, HQ, 2C, D]; key, value [B, HKV, 2C, D]. Called on all processes of the split.
+    The call has query [B, HQ, 2C, D], key and value [B, HKV, 2C, D]; its context is not read.
+    Called on all processes of the split.
     `last_seen`, where given, gets of each group the keys and values that the second chunk sees.
     """
-    query, key, value = autocast_states(query, key, value)
+    call = call.autocast()
+    query, key, value, layout = call.query, call.key, call.value, call.layout
+    assert isinstance(key, Tensor) and isinstance(value, Tensor)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     sizes = [key.shape[-1], value.shape[-1]]
     outputs = []
@@ -236,18 +233,18 @@ def split_attention(
         heads = layout.heads_of(query, group, q_per_kv)
         states = torch.cat([layout.heads_of(x, group) for x in (key, value)], dim=-1)
         keys = _all_keys(states, current) if group.window is None else _near(states, group, current)
-        options = transform.of(layout, group, q_per_kv).options
+        transform = call.transform.of(layout, group, q_per_kv)
         if last_seen is not None:
             last_seen.append(torch.split(keys[1], sizes, dim=-1))
         of_chunks = []
         chunks = current.split.chunks_of(current.messages.rank)
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):
             of_keys, of_values = torch.split(seen, sizes, dim=-1)
-            out = hybrid_attention(
-                queries, of_keys, of_values, _alone(group), current.context(chunk, group.window),
-                backend=backend, **options,
-            )  # fmt: skip
-            of_chunks.append(out.transpose(1, 2))
+            seen_by = current.context(chunk, group.window)
+            part = AttentionCall(
+                queries, of_keys, of_values, _alone(group), seen_by, transform, call.backend
+            )
+            of_chunks.append(compute_attention(part).transpose(1, 2))
         outputs.append(torch.cat(of_chunks, dim=2))
     return layout.merge(outputs, q_per_kv)
 

@@ -13,69 +13,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates, HeadLayout, split_states
-from bosch.attention.logit_transform import LogitTransform
+from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.errors import UserError
 
 _NO_WINDOW = (-1, -1)
 
 
-def flash_kernel_attention(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    value: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float = 0.0,
-) -> Tensor:
+def flash_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
     Decoding with a cache of fixed size, and an extra logit per head together with dropout, go the
     way of the sdpa backend. Raises UserError for
     a dtype other than float16 and bfloat16, and for padding between a row's tokens.
     """
-    if query.dtype not in HALF_DTYPES:
+    key, dtype = call.key, call.query.dtype
+    if dtype not in HALF_DTYPES:
         raise UserError(
-            f"the flash backend computes in float16 and bfloat16, not in {query.dtype}: load the "
+            f"the flash backend computes in float16 and bfloat16, not in {dtype}: load the "
             "model in bfloat16 or choose sdpa"
         )
-    ring = context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
-    if ring or (dropout and transform.head_logits is not None):
-        return sdpa_attention(query, key, value, layout, context, transform, dropout)
-    q_per_kv = query.shape[1] // layout.num_key_value_heads
-    outputs = []
-    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
-        heads = layout.heads_of(query, group, q_per_kv)
-        window = _NO_WINDOW if group.window is None else group.window.flash
-        own_transform = transform.of(layout, group, q_per_kv)
-        arguments = heads, states.key, states.value, context, window, own_transform, dropout
-        outputs.append(_flash(*arguments))
-    return layout.merge(outputs, q_per_kv)
+    ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
+    if ring or (call.dropout and call.transform.head_logits is not None):
+        return sdpa_attention(call)
+    return call.by_group(_flash)
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext,
-    window: tuple[int, int],
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def _flash(group: GroupCall) -> Tensor:
     """Causal attention to the last keys given, [B, HQ, T, D]; flash-attn aligns them likewise."""
     # By name: an import statement would make transformers ask for the package in the code file.
     kernels = importlib.import_module("flash_attn")
     options: dict[str, Any] = {
-        "dropout_p": dropout, "softmax_scale": transform.scaling, "causal": True,
-        "window_size": window,
+        "dropout_p": group.dropout, "softmax_scale": group.transform.scaling, "causal": True,
+        "window_size": _NO_WINDOW if group.window is None else group.window.flash,
     }  # fmt: skip
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    logits = transform.head_logits
+    query, key, value = (x.transpose(1, 2) for x in (group.query, group.key, group.value))
+    logits, context = group.transform.head_logits, group.context
     out: Tensor
     if context.is_plain:
         if logits is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedStates, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
@@ -23,27 +24,20 @@ from bosch.attention.sdpa import sdpa_attention
 FLEX_BLOCK = 128
 
 
-def flex_kernel_attention(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    value: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float = 0.0,
-) -> Tensor:
+def flex_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
     Passes with a hybrid or static cache, whose heads hold different tokens, and passes shorter than
     a block are computed by the sdpa backend. Raises ValueError for attention dropout.
     """
+    query, key, value, context = call.query, call.key, call.value, call.context
     if isinstance(key, CachedStates) or isinstance(value, CachedStates):
-        return sdpa_attention(query, key, value, layout, context, transform, dropout)
+        return sdpa_attention(call)
     if context.q_length < FLEX_BLOCK or context.start is not None:
-        return sdpa_attention(query, key, value, layout, context, transform, dropout)
-    if dropout:
+        return sdpa_attention(call)
+    if call.dropout:
         raise ValueError("the flex backend has no attention dropout: set it to 0 or use sdpa")
-    heads = query.shape[1]
+    layout, transform, heads = call.layout, call.transform, query.shape[1]
     mask = context.memo(
         ("flex", layout, heads), lambda: flex_block_mask(layout, context, heads, query.device)
     )
@@ -123,7 +117,7 @@ def _blocks_seen(
 ) -> tuple[Tensor, Tensor]:
     """Blocks of which a head of each group may see some, and sees all: [B or 1, groups, nq, nk].
 
-    A head sees so many keys as `reaches` says for its group, [groups].
+    `reaches` [groups] are the keys that a head of each group sees.
     """
     size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)

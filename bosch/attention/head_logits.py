@@ -49,7 +49,8 @@ class _WithLogits(torch.autograd.Function):
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value)
         total = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
-        share = _by_entry(kernel, torch.exp(lse - total))
+        share = torch.exp(lse - total)
+        share = (share if kernel.heads_first else share.transpose(-1, -2))[..., None]
         scaled: Tensor = (out * share).to(query.dtype)
         ctx.kernel = kernel
         ctx.save_for_backward(query, key, value, logits, scaled, total)
@@ -70,8 +71,3 @@ class _WithLogits(torch.autograd.Function):
             of_logits = -(lost * products).sum(-1)
             of_logits = of_logits.reshape(-1, len(logits)).sum(0).to(logits.dtype)
         return None, *of_states, of_logits
-
-
-def _by_entry(kernel: SoftmaxKernel, values: Tensor) -> Tensor:
-    """Values [..., H, T] in the form of the kernel's output."""
-    return (values if kernel.heads_first else values.transpose(-1, -2))[..., None]

@@ -26,7 +26,7 @@ FUSED_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 ]
-# Below so many logits the math kernel may run: few queries, or small models in tests.
+# Up to this number of logits the math kernel may run: few queries, or small models in tests.
 SMALL_LOGITS = 2**24
 
 

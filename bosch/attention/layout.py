@@ -84,7 +84,7 @@ class HeadLayout:
 
     @classmethod
     def deploy(cls, counts: Mapping[Window | None, int]) -> HeadLayout:
-        """Layout by slices: so many KV heads of each window, in this order, None for full ones."""
+        """Layout by slices: the number of KV heads by window, in this order, None for full ones."""
         slices = zip(counts.items(), pairwise(accumulate(counts.values(), initial=0)), strict=True)
         return cls(
             tuple(
@@ -185,58 +185,6 @@ class CachedStates:
         """Tell the cache layer that handed these out that the pass `context` is done with them."""
         if self.done is not None:
             self.done(context)
-
-
-@dataclass
-class GroupStates:
-    """Keys and values of one group of heads: the last R slots, and sinks that lie before them.
-
-    key, value [B, HG, R, D]; sink_key, sink_value [B, HG, S, D] or None. Those of a ring name its
-    `slots` [R]; key and value are then [B, HG, S + R, D], sinks first.
-    """
-
-    key: Tensor
-    value: Tensor
-    sink_key: Tensor | None = None
-    sink_value: Tensor | None = None
-    slots: Tensor | None = None
-
-    def with_slots(self, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys, all values, and their slots [B or 1, S + R], out of range where none counts.
-
-        A sink that is among the recent keys too must not count twice.
-        """
-        key, value, slots = self.key, self.value, self.slots
-        if slots is None:
-            first = context.kv_length - key.shape[2]
-            slots = torch.arange(first, context.kv_length, device=key.device)
-            if self.sink_key is not None and self.sink_value is not None:
-                # Without padding they are slots 0, 1, …: those that are recent too stand last.
-                count = min(first, self.sink_key.shape[2]) if context.is_plain else None
-                key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
-                value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
-        sink_count = key.shape[2] - slots.shape[0]
-        if not sink_count:
-            return key, value, slots[None]
-        sinks = context.sink_slots(sink_count, key.device)
-        sinks = torch.where(sinks < slots.min(), sinks, context.kv_length)
-        return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
-
-
-def split_states(
-    key: Tensor | CachedStates, value: Tensor | CachedStates, layout: HeadLayout
-) -> list[GroupStates]:
-    """Keys and values of each of the layout's groups."""
-    if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        return [
-            GroupStates(keys.recent, values.recent, keys.sinks, values.sinks, keys.slots)
-            for keys, values in zip(key.groups, value.groups, strict=True)
-        ]
-    assert isinstance(key, Tensor) and isinstance(value, Tensor)
-    return [
-        GroupStates(layout.heads_of(key, group), layout.heads_of(value, group))
-        for group in layout.groups
-    ]
 
 
 def gather_sinks(

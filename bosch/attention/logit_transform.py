@@ -6,7 +6,6 @@ Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +31,6 @@ class LogitTransform:
     def is_plain(self) -> bool:
         """Whether fused kernels can compute it."""
         return self.softcap is None and self.head_logits is None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The transform as `hybrid_attention` takes it."""
-        return {
-            "scaling": self.scaling, "softcap": self.softcap, "head_logits": self.head_logits,
-            "sliding_only": self.sliding_only,
-        }  # fmt: skip
 
     def of(self, layout: HeadLayout, group: HeadGroup, q_per_kv: int) -> LogitTransform:
         """The transform of one group of heads."""

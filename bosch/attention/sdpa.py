@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.causal import causal_attention, masked_attention
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import CachedStates, GroupStates, HeadLayout, gather_sinks, split_states
+from bosch.attention.layout import gather_sinks
 from bosch.attention.logit_transform import LogitTransform
 from bosch.window import Window, block_size
 
@@ -60,125 +61,89 @@ def bands(keys: Tensor, block: int, window: int) -> Tensor:
     return _view(keys, block, width)
 
 
-def sdpa_attention(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    value: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float = 0.0,
-) -> Tensor:
+def sdpa_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D]."""
-    q_per_kv = query.shape[1] // layout.num_key_value_heads
+    key, value, length = call.key, call.value, call.context.kv_length
     # No query is W or more slots after a key, so that all groups of heads see the same.
-    no_difference = all(context.kv_length <= window.size for window in layout.windows)
-    no_difference = no_difference and not transform.sliding_only
-    if no_difference and isinstance(key, Tensor) and isinstance(value, Tensor):
-        out = causal_attention(query, key, value, context, transform, dropout)
+    alike = all(length <= window.size for window in call.layout.windows)
+    alike = alike and not call.transform.sliding_only
+    if alike and isinstance(key, Tensor) and isinstance(value, Tensor):
+        options = call.context, call.transform, call.dropout
+        out = causal_attention(GroupCall(call.query, key, value, None, *options))
         return out.transpose(1, 2).contiguous()
-    outputs = []
-    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
-        heads = layout.heads_of(query, group, q_per_kv)
-        own_transform = transform.of(layout, group, q_per_kv)
-        if group.window is None:
-            pair = states.key, states.value
-            outputs.append(causal_attention(heads, *pair, context, own_transform, dropout))
-        else:
-            outputs.append(_sliding(heads, states, group.window, context, own_transform, dropout))
-    return layout.merge(outputs, q_per_kv)
+    return call.by_group(
+        lambda group: (
+            causal_attention(group) if group.window is None else _sliding(group, group.window)
+        )
+    )
 
 
-def _trim(states: GroupStates, context: AttentionContext, window: Window) -> GroupStates:
+def _trim(call: GroupCall, window: Window) -> GroupCall:
     """Drop keys that no query of this pass sees; sinks among them are kept aside."""
+    key, value, context = call.key, call.value, call.context
     needed = window.past + context.q_length
-    key, value = states.key, states.value
     # Documents have sinks of their own, of which some may be among the first keys.
     if key.shape[2] <= needed or context.document is not None:
-        return states
-    recent = GroupStates(key[:, :, -needed:], value[:, :, -needed:])
+        return call
+    sink_key = sink_value = None
     if window.sinks:
-        recent.sink_key = gather_sinks(key, states.sink_key, context, window.sinks)
-        recent.sink_value = gather_sinks(value, states.sink_value, context, window.sinks)
-    return recent
+        sink_key = gather_sinks(key, call.sink_key, context, window.sinks)
+        sink_value = gather_sinks(value, call.sink_value, context, window.sinks)
+    return GroupCall(
+        call.query, key[:, :, -needed:], value[:, :, -needed:], window, context, call.transform,
+        call.dropout, sink_key, sink_value,
+    )  # fmt: skip
 
 
-def _sliding(
-    query: Tensor,
-    states: GroupStates,
-    window: Window,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def _sliding(call: GroupCall, window: Window) -> Tensor:
     """Sliding-window attention of a group, [B, HQ_group, T, D]."""
+    context = call.context
     # A cache of fixed size: only the device knows which slots the ring holds, a mask must say it.
-    if context.start is not None or states.slots is not None:
-        return _sliding_dense(query, states, window, context, transform, dropout)
-    states = _trim(states, context, window)
-    first = context.kv_length - states.key.shape[2]
+    if context.start is not None or call.slots is not None:
+        return _sliding_dense(call, window)
+    call = _trim(call, window)
+    first = context.kv_length - call.key.shape[2]
     # Everything so far lies in the window.
     if first == 0 and context.kv_length <= window.size:
-        return causal_attention(query, states.key, states.value, context, transform, dropout)
+        return causal_attention(call)
     block = block_size(window.size)
     # Fewer queries than a block: filling one up would compute more than the mask does.
     if context.q_length < block:
-        return _sliding_dense(query, states, window, context, transform, dropout)
+        return _sliding_dense(call, window)
     # A whole sequence in which every row sees the same slots: all rows at once.
-    if context.is_plain and context.q_offset == 0 and states.sink_key is None:
-        return _banded_prefill(query, states, context, window, block, transform, dropout)
+    if context.is_plain and context.q_offset == 0 and call.sink_key is None:
+        return _banded_prefill(call, window, block)
     # Padding, documents or a past: each row has its own mask and its own sinks.
-    rows = [
-        _banded_row(
-            query[row : row + 1], _row(states, row), window, context, row, block, transform, dropout
-        )
-        for row in range(query.shape[0])
-    ]
+    rows = [_banded_row(call, window, row, block) for row in range(call.query.shape[0])]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _sliding_dense(
-    query: Tensor,
-    states: GroupStates,
-    window: Window,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
     """Few queries (decode, short chunks), or keys of a fixed size: all under one mask."""
-    fixed = context.start is not None or states.slots is not None
-    key, value, slots = states.with_slots(context)
-    if context.is_plain and not fixed and context.q_length == 1:
-        return masked_attention(query, key, value, transform, dropout)
-
-    def make() -> Tensor:
+    query, context = call.query, call.context
+    fixed = context.start is not None or call.slots is not None
+    key, value, slots = call.with_slots()
+    mask = None
+    if fixed or not context.is_plain or context.q_length > 1:
         queries = context.query_slots(query.device)
-        return context.visible(queries, slots, window)[:, None]
+        mask = context.memo(
+            ("dense", window, key.shape[2]),
+            lambda: context.visible(queries, slots, window)[:, None],
+        )
+    return masked_attention(query, key, value, call.transform, call.dropout, mask)
 
-    name = ("dense", window, key.shape[2])
-    return masked_attention(query, key, value, transform, dropout, context.memo(name, make))
 
-
-def _banded_prefill(
-    query: Tensor,
-    states: GroupStates,
-    context: AttentionContext,
-    window: Window,
-    block: int,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     """A whole plain sequence: no padding, and without sinks no copies of keys or queries.
 
     The first W + S queries are plainly causal, whole blocks follow, the rest is one short block.
     """
-    key, value, sinks = states.key, states.value, window.sinks
+    query, key, value, sinks = call.query, call.key, call.value, window.sinks
+    options, context = (call.transform, call.dropout), call.context
     batch, heads, length, dim = query.shape
     first = min(window.most_keys, length)
-    head = masked_attention(
-        query[:, :, :first], key[:, :, :first], value[:, :, :first], transform, dropout,
-        is_causal=True,
-    )  # fmt: skip
+    beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
+    head = masked_attention(*beginning, *options, is_causal=True)
     outputs = [head]
     count = (length - first) // block
     middle = first + count * block
@@ -191,8 +156,7 @@ def _banded_prefill(
             bands(value[:, :, start:middle].flatten(0, 1), block, window.size),
             tuple(x.flatten(0, 1)[None].expand(count, -1, -1, -1) for x in shown),
             _band_mask(context, block, window, query.device)[None],
-            transform,
-            dropout,
+            *options,
         )  # [n, B * HQ, C, D]
         outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
         del out  # a copy was made of it
@@ -204,7 +168,7 @@ def _banded_prefill(
             last_key = torch.cat([shown[0], last_key], dim=2)
             last_value = torch.cat([shown[1], last_value], dim=2)
         tail = query[:, :, middle:], last_key, last_value
-        outputs.append(masked_attention(*tail, transform, dropout, mask))
+        outputs.append(masked_attention(*tail, *options, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
 
 
@@ -268,74 +232,51 @@ def _band_mask(
     return mask
 
 
-def _row(states: GroupStates, row: int) -> GroupStates:
-    fields = (states.key, states.value, states.sink_key, states.sink_value)
-    key, value, sink_key, sink_value = (None if x is None else x[row : row + 1] for x in fields)
-    assert key is not None and value is not None
-    return GroupStates(key, value, sink_key, sink_value)
-
-
-def _banded_row(
-    query: Tensor,
-    states: GroupStates,
-    window: Window,
-    context: AttentionContext,
-    row: int,
-    block: int,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
+def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor:
     """One row of the batch with padding, documents, sinks or a past: [1, HQ_group, T, D]."""
+    pick, context = slice(row, row + 1), call.context
+    query, key, value = (x[pick] for x in (call.query, call.key, call.value))
     size, sinks, length = window.size, window.sinks, query.shape[2]
     count = -(-length // block)
-    first = context.kv_length - states.key.shape[2]
+    first = context.kv_length - key.shape[2]
     # Pad the keys so that block 0's band begins W slots before its first query, and the last block
     # is whole; what is padded has slots below `first` or beyond the end, which no mask shows.
     left, right = size - (context.q_offset - first), count * block - length
     query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
-    keys, values = (
-        bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (states.key, states.value)
-    )
-
-    def make() -> tuple[Tensor, Tensor | None]:
-        return _row_mask(window, context, row, block, first, query.device)
+    keys, values = (bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (key, value))
 
     shared = 0 if context.valid is None and context.document is None else row
     name = ("band", window, block, first, shared)
-    mask, sink_slots = context.memo(name, make)
+    mask, sink_slots = context.memo(name, lambda: _row_mask(call, window, row, block))
     if sink_slots is None:
         shown = keys[:, :, :0], values[:, :, :0]
-    elif states.sink_key is not None and states.sink_value is not None:
+    elif call.sink_key is not None and call.sink_value is not None:
         # A cache keeps the sinks apart; some may have come with this pass only.
         narrow = context.row(row)
-        extra_key = gather_sinks(states.key, states.sink_key, narrow, sinks)
-        extra_value = gather_sinks(states.value, states.sink_value, narrow, sinks)
+        extra_key = gather_sinks(key, call.sink_key[pick], narrow, sinks)
+        extra_value = gather_sinks(value, call.sink_value[pick], narrow, sinks)
         shown = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
     else:
         # All keys are here: each block takes the sinks of the document its band begins in.
-        index = sink_slots.clamp(0, states.key.shape[2] - 1).reshape(-1)
+        index = sink_slots.clamp(0, key.shape[2] - 1).reshape(-1)
         extra_key, extra_value = (
-            _blocks(x[0].index_select(1, index), count, sinks) for x in (states.key, states.value)
+            _blocks(x[0].index_select(1, index), count, sinks) for x in (key, value)
         )
         shown = extra_key, extra_value
-    out = _attend_bands(query_blocks, keys, values, shown, mask, transform, dropout)
+    out = _attend_bands(query_blocks, keys, values, shown, mask, call.transform, call.dropout)
     return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
 def _row_mask(
-    window: Window,
-    context: AttentionContext,
-    row: int,
-    block: int,
-    first: int,
-    device: torch.device,
+    call: GroupCall, window: Window, row: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     """Masks [n, C, S + C + W] of a row's blocks; slots [n, S] of the sinks before each band.
 
     At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
     inside the band are keys of the band.
     """
-    size, sinks = window.size, window.sinks
+    context, size, sinks, device = call.context, window.size, window.sinks, call.key.device
+    first = context.kv_length - call.key.shape[2]
     count = -(-context.q_length // block)
     starts = context.q_offset + block * torch.arange(count, device=device)[:, None]
     queries = starts + torch.arange(block, device=device)

@@ -14,58 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates, HeadLayout, split_states
-from bosch.attention.logit_transform import LogitTransform
+from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.backends.varlen import VARLEN_MODULE
 
 _CAUSAL = (-1, 0)
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    value: Tensor | CachedStates,
-    layout: HeadLayout,
-    context: AttentionContext,
-    transform: LogitTransform,
-    dropout: float = 0.0,
-) -> Tensor:
+def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
     Passes with a cache, a past or padding, other dtypes than float16 and bfloat16, and attention
     dropout go the way of the sdpa backend.
     """
-    cached = isinstance(key, CachedStates) or isinstance(value, CachedStates)
+    context, cached = call.context, isinstance(call.key, CachedStates)
     whole = context.q_offset == 0 and context.start is None and not cached
-    able = query.dtype in HALF_DTYPES
-    if not whole or not able or dropout or not (context.valid is None or context.right_padded):
-        return sdpa_attention(query, key, value, layout, context, transform, dropout)
-    q_per_kv = query.shape[1] // layout.num_key_value_heads
-    outputs = []
-    for group, states in zip(layout.groups, split_states(key, value, layout), strict=True):
-        heads = layout.heads_of(query, group, q_per_kv)
-        window = _CAUSAL if group.window is None else group.window.flash
-        own_transform = transform.of(layout, group, q_per_kv)
-        outputs.append(_varlen(heads, states.key, states.value, context, window, own_transform))
-    return layout.merge(outputs, q_per_kv)
+    able = call.query.dtype in HALF_DTYPES and not call.dropout
+    if not whole or not able or not (context.valid is None or context.right_padded):
+        return sdpa_attention(call)
+    return call.by_group(_varlen)
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext,
-    window: tuple[int, int],
-    transform: LogitTransform,
-) -> Tensor:
+def _varlen(group: GroupCall) -> Tensor:
     """Causal attention within each sequence, [B, HQ, T, D]."""
+    query, key, transform = group.query, group.key, group.transform
+    window = _CAUSAL if group.window is None else group.window.flash
     kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
-    borders, longest = context.memo("varlen", lambda: _borders(context, query))
-    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    borders, longest = group.context.memo("varlen", lambda: _borders(group.context, query))
+    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value)]
     grouped, out = query.shape[1] != key.shape[1], query
     if transform.head_logits is not None:
         arguments = borders, borders, longest, longest, window == _CAUSAL

@@ -9,7 +9,7 @@ Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bosch.attention import AttentionContext, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, compute_attention
 from bosch.attention.kernels import fused_attention
 from bosch.heads import HeadMask
 from bosch.model.families import family_of, text_config
-from bosch.model.interface import attention_modules, head_state
+from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
 from bosch.model.tensor_parallel import gather_heads
-from bosch.objective.calibration import CalibrationExample
+from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
 from bosch.window import Window
 
@@ -86,6 +86,31 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         functional.cross_entropy(logits, answer.to(logits.device)).backward()  # type: ignore[no-untyped-call]
 
 
+def summed_terms(
+    model: Any,
+    calibration: CalibrationSet,
+    terms_of: Callable[[LayerStates], Iterable[Tensor]],
+    *,
+    by_gradient: bool = False,
+) -> Tensor:
+    """Sums over blocks and examples of the float64 terms [HQ, ...] of each layer: [L, HQ, ...].
+
+    With `by_gradient` the states have the gradient of `visit_gradients`.
+    """
+    layers, _ = mask_shape(model.config)
+    sums: list[Any] = [0] * layers
+
+    def add(layer: int, states: LayerStates) -> None:
+        sums[layer] += torch.stack(list(terms_of(states))).sum(dim=0).cpu()
+
+    for example in calibration.examples:
+        if by_gradient:
+            visit_gradients(model, example, add)
+        else:
+            visit_layers(model, torch.tensor(example.input_ids), add)
+    return torch.stack(sums)
+
+
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
     family_of(model.config)
@@ -103,29 +128,23 @@ def _attend(
     show: Callable[[LayerStates], None],
     gather: Callable[[Tensor], Tensor],
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext | None,
-    transform: LogitTransform,
+    call: AttentionCall,
 ) -> Tensor:
     """Full causal attention of one example, [1, T, HQ, D], that shows itself."""
-    if transform.is_plain:
-        out = fused_attention(query, key, value, is_causal=True, scale=transform.scaling).transpose(
-            1, 2
-        )
+    assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
+    states, scaling = (call.query, call.key, call.value), call.transform.scaling
+    if call.transform.is_plain:
+        out = fused_attention(*states, is_causal=True, scale=scaling).transpose(1, 2)
     else:
-        state = head_state(module)
-        assert state is not None
-        out = hybrid_attention(query, key, value, state.layout, context, **transform.options)
-    queries, keys, values = (gather(states.detach())[0] for states in (query, key, value))
+        out = compute_attention(call._replace(backend="sdpa"))
+    queries, keys, values = (gather(x.detach())[0] for x in states)
     if out.requires_grad:
 
         def show_gradient(gradient: Tensor) -> None:
             by_head = gather(gradient.detach().transpose(1, 2))[0]
-            show(LayerStates(queries, keys, values, transform.scaling, by_head))
+            show(LayerStates(queries, keys, values, scaling, by_head))
 
         out.register_hook(show_gradient)  # type: ignore[no-untyped-call]
     else:
-        show(LayerStates(queries, keys, values, transform.scaling))
+        show(LayerStates(queries, keys, values, scaling))
     return out.contiguous()

@@ -5,7 +5,7 @@ nB is the number of key blocks, HQ of query heads, R of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bosch.baselines.blocks import attention_blocks
-from bosch.baselines.capture import LayerStates, query_heads, visit_layers
+from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
-from bosch.model.search_mode import mask_shape
 from bosch.objective.calibration import CalibrationSet
 
 
@@ -33,20 +32,14 @@ def proxy(
     `key_block` keys are a block (B; an eighth of the window by default), `mass` is the fraction of
     a row to be reached (gamma) and `proxy_heads` are the query heads that rank each layer's blocks.
     """
-    layers, _ = mask_shape(model.config)
     size = max(1, window_size // 8) if key_block is None else key_block
-    sums = torch.zeros(layers, query_heads(model), dtype=torch.float64)
 
-    def add(layer: int, states: LayerStates) -> None:
-        heads = list(proxy_heads)
-        terms = [
-            fractional_budgets(alpha, begin, size, mass, heads).double().sum(dim=-1)
-            for begin, _, alpha in attention_blocks(states)
-        ]
-        sums[layer] += torch.stack(terms).sum(dim=0).cpu()
+    def terms(states: LayerStates) -> Iterator[Tensor]:
+        for begin, _, alpha in attention_blocks(states):
+            budgets = fractional_budgets(alpha, begin, size, mass, list(proxy_heads))
+            yield budgets.double().sum(dim=-1)
 
-    for example in calibration.examples:
-        visit_layers(model, torch.tensor(example.input_ids), add)
+    sums = summed_terms(model, calibration, terms)
     rows = sum(len(example.input_ids) for example in calibration.examples)
     scores: Scores = (sums / rows).numpy()  # Eq. 14
     return scores

@@ -5,15 +5,15 @@ HQ query heads, R rows of a block, n keys of the block's band.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bosch.baselines.blocks import block_scores, lags, row_blocks
-from bosch.baselines.capture import LayerStates, query_heads, visit_layers
+from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
-from bosch.model.search_mode import mask_shape
 from bosch.objective.calibration import CalibrationSet
 
 
@@ -26,19 +26,14 @@ def qada(
     window by default). Queries and keys are those the softmax sees. Only a band of keys is read:
     memory does not grow with the square of anything but the block.
     """
-    layers, _ = mask_shape(model.config)
     buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
-    sums = torch.zeros(layers, query_heads(model), dtype=torch.float64)
 
-    def add(layer: int, states: LayerStates) -> None:
-        terms = [
-            _local_fractions(states, begin, end, window_size, buffer).double().sum(dim=-1)
-            for begin, end in row_blocks(states.query.shape[1])
-        ]
-        sums[layer] += torch.stack(terms).sum(dim=0).cpu()
+    def terms(states: LayerStates) -> Iterator[Tensor]:
+        for begin, end in row_blocks(states.query.shape[1]):
+            fractions = _local_fractions(states, begin, end, window_size, buffer)
+            yield fractions.double().sum(dim=-1)
 
-    for example in calibration.examples:
-        visit_layers(model, torch.tensor(example.input_ids), add)
+    sums = summed_terms(model, calibration, terms)
     rows = sum(len(example.input_ids) for example in calibration.examples)
     scores: Scores = (sums / rows).numpy()  # Eq. 19
     return scores

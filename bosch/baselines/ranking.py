@@ -26,12 +26,6 @@ class Ranked:
     tied: int
 
 
-def group_means(scores: Scores, num_key_value_heads: int) -> Scores:
-    """Mean over the query heads of each KV group: [L, HQ] to [L, HKV]."""
-    means: Scores = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)
-    return means
-
-
 def rank_units(
     scores: Scores,
     num_key_value_heads: int,
@@ -47,7 +41,7 @@ def rank_units(
     """
     if not np.isfinite(scores).all():
         raise ValueError("a head's score is not finite")
-    heads = group_means(scores, num_key_value_heads)
+    heads = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
     heads = -heads if most_local == "largest" else heads
     units = Units.by_value(heads, head_granularity)
     keys = units.of_heads(heads).mean(axis=2).reshape(-1)

@@ -303,7 +303,7 @@ def with_states(kind: type[SplitCacheLayer]) -> Any:
 def cache_layer(
     kind: type[SplitCacheLayer], states: int, layout: HeadLayout | None, *args: Any
 ) -> Any:
-    """Cache of a layer with or without attention, and with so many states of fixed size."""
+    """Cache of a layer with or without attention, and with `states` of fixed size."""
     if layout is None:
         # transformers has had layers without anything since 5.23; vLLM's builds pin an older one.
         empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
@@ -340,7 +340,7 @@ class SplitCache(Cache):
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Hold every row so many times, one after the other."""
+        """Hold every row `repeats` times, one after the other."""
         self._change_rows(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:

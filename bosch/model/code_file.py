@@ -34,6 +34,7 @@ MODULES = (
     "attention/context.py",
     "attention/layout.py",
     "attention/logit_transform.py",
+    "attention/call.py",
     "attention/kernels.py",
     "attention/head_logits.py",
     "attention/causal.py",

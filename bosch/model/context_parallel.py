@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.context_parallel import Messages, SplitPass, split_attention
-from bosch.attention.layout import HeadLayout
-from bosch.attention.logit_transform import LogitTransform
 from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
 from bosch.model.cache import HybridCache
@@ -27,8 +26,8 @@ _LastSeen: TypeAlias = list[tuple[Tensor, ...]]
 class ContextParallel:
     """Splits the sequences of models over the processes of `group`; one object for each process.
 
-    Every process calls a model with the whole sequences' own part: `begin`, then the model, then
-    `whole` where results of all tokens are needed. All models take part in the same passes.
+    Every process computes its own part of each sequence: it calls `begin`, then the model, then
+    `whole` where results of all tokens are needed. Installed models share the current pass.
     """
 
     def __init__(self, group: Any) -> None:
@@ -44,8 +43,7 @@ class ContextParallel:
     def install(self, model: Any) -> None:
         """Let every attention layer of `model` exchange keys and values.
 
-        Raises:
-            UserError: the model has something that cannot be split.
+        Raises UserError when the model has something that cannot be split.
         """
         fault = split_fault(model.config)
         if fault is not None:
@@ -75,7 +73,7 @@ class ContextParallel:
     def begin(
         self, rows: int, length: int, positions: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Begin a pass over `rows` sequences of `length` tokens; positions of its own, [B, 2C].
+        """Begin a pass over `rows` sequences of `length` tokens; returns own positions [B, 2C].
 
         `positions` [B, T] start again with each document; None is one document for each sequence.
         """
@@ -90,10 +88,10 @@ class ContextParallel:
         return self.own(positions)
 
     def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
-        """Begin a pass over sequences [B, T]; a decoder's arguments, of its own tokens [B, 2C].
+        """Begin a pass over sequences [B, T]; returns the decoder's arguments, own tokens [B, 2C].
 
-        `positions` are as in `begin`. Padding at the end makes whole chunks of the sequences;
-        causal attention shows it to no token before.
+        `positions` are as in `begin`. Sequences are padded at the end to whole chunks; causal
+        attention hides this padding from all tokens before it.
         """
         input_ids = self.whole_chunks(input_ids)
         if positions is not None:
@@ -104,16 +102,16 @@ class ContextParallel:
         return {"input_ids": self.own(input_ids), "position_ids": own_positions}
 
     def whole_chunks(self, values: Tensor) -> Tensor:
-        """Values [B, T] with zeros at the end, so many that T is cut into whole chunks."""
+        """Values [B, T] padded with zeros at the end to whole chunks."""
         return nn.functional.pad(values, (0, -values.shape[1] % (2 * self.ranks)))
 
     @torch.inference_mode()
     def read(self, model: Any, input_ids: Tensor, mask: Tensor) -> HybridCache | None:
-        """Read prompts [B, T], padded on the left where `mask` is 0: the cache of what comes next.
+        """Prefill prompts [B, T], padded on the left where `mask` is 0; returns the cache.
 
-        The first process gets it, the others None. It has the last chunk of each sequence, and what
-        this chunk sees is what later tokens see of the sequence: so nothing more is sent. Called on
-        all processes; the model is in search or deploy mode, and is not installed.
+        The first process gets the cache, the others None: it holds the last chunk of each sequence,
+        which sees all keys that generated tokens will see, so that no more is sent. Called on all
+        processes; the model is in search or deploy mode, and is not installed.
         """
         length, before, valid = input_ids.shape[1], 0, mask
         # Padding at the end must not reach beyond the last chunk, whose halo would end too late.
@@ -178,45 +176,18 @@ class ContextParallel:
         found[mine] = own[rows[mine], places[mine]].detach()
         return self.messages.all_gather(found).sum(0)  # of each token one is not 0
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: HeadLayout,
-        context: AttentionContext | None = None,
-        *,
-        backend: str,
-        last_seen: _LastSeen | None = None,
-        **transform: Any,
-    ) -> Tensor:
-        """As `hybrid_attention`, of the whole sequences in this process's own tokens.
+    def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
+        """As `compute_attention`, of the whole sequences in this process's own tokens.
 
-        `context` is not read: what a layer knows of the pass is about its own tokens alone.
+        The call's context is not read: what a layer knows of the pass is about its own tokens.
         """
         assert self._current is not None
-        return split_attention(
-            query, key, value, layout, self._current, LogitTransform(**transform), backend,
-            last_seen,
-        )  # fmt: skip
+        return split_attention(call, self._current, last_seen)
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        context: AttentionContext | None,
-        transform: LogitTransform,
-    ) -> Tensor:
+    def _attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Attention of a layer under the layout that it has."""
-        state = head_state(module)
-        assert state is not None
         last_seen: _LastSeen | None = None if self._fill is None else []
-        output = self.attention(
-            query, key, value, state.layout, context,
-            backend=state.backend, last_seen=last_seen, **transform.options,
-        )  # fmt: skip
+        output = self.attention(call, last_seen)
         if self._fill is not None and last_seen is not None:
             self._fill(module, last_seen)
         return output

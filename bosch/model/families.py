@@ -90,7 +90,7 @@ HYBRID_PREFIX = "hybrid_"
 # The parameter of an attention module, and the buffer in search mode, with the extra logit of each
 # query head; full heads do not use theirs.
 SINK_BIAS = "sink_bias"
-# Of the field in which a hybrid's config.json keeps a value that stands there as a refusal.
+# Prefix of the field that keeps a base value where config.json has one that transformers refuses.
 BASE_PREFIX = "base_"
 SLIDING = "sliding_attention"
 FULL_ATTENTION = "full_attention"

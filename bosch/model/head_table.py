@@ -58,7 +58,7 @@ def budget_table(
 ) -> dict[str, Any]:
     """`hybrid_attention` of a model that serves several budgets: the rows of each, in any order.
 
-    `chosen` are the KV slots at `context` of the one that is taken by default.
+    `chosen` are the KV slots at `context` of the default.
     """
     by_slots = {kv_slots(rows, context): head_table(rows) for rows in budgets}
     assert chosen in by_slots
@@ -94,34 +94,34 @@ def chosen_budget(config: Any) -> int | None:
     return budget_slots(config, getattr(config, "kv_budget", None))
 
 
-def budget_slots(config: Any, asked: int | float | None) -> int | None:
-    """KV slots of the budget that `asked` names; None for a model of one layout.
+def budget_slots(config: Any, budget: int | float | None) -> int | None:
+    """KV slots of the budget that `budget` names; None for a model of one layout.
 
     An integer names a budget by its slots, a share up to 1 the largest that has at most this share
     of the original's, None the default. Raises UserError where the model has none of that name.
     """
     budgets, where = kv_budgets(config), _where(config)
     if not budgets:
-        if asked is not None:
+        if budget is not None:
             raise UserError(
-                f"{where}: kv_budget is {asked!r:.60}, and the model has one head layout alone; "
+                f"{where}: kv_budget is {budget!r:.60}, and the model has one head layout alone; "
                 "make it from a front to have several"
             )
         return None
     table = _table(config)
-    if asked is None:
+    if budget is None:
         return int(table["chosen"])
-    if type(asked) is int and asked in budgets:
-        return asked
+    if type(budget) is int and budget in budgets:
+        return budget
     original = original_slots(config)
     fitting: list[int] = []
-    if isinstance(asked, float) and 0 < asked <= 1:
-        most = asked * original * (1 + 1e-12)  # a share of slots that was rounded down names them
+    if isinstance(budget, float) and 0 < budget <= 1:
+        most = budget * original * (1 + 1e-12)  # a share of slots that was rounded down names them
         fitting = [slots for slots in budgets if slots <= most]
     if not fitting:
         names = ", ".join(f"{slots} ({slots / original:.3g})" for slots in budgets)
         raise UserError(
-            f"{where}: kv_budget is {asked!r:.60}; the model has budgets of {names} KV slots at "
+            f"{where}: kv_budget is {budget!r:.60}; the model has budgets of {names} KV slots at "
             f"{table['context']:,} tokens, in brackets their share of the original's: name the "
             "slots of one, or a share that one fits into"
         )
@@ -171,7 +171,7 @@ def _where(config: Any) -> str:
 
 
 def _table(config: Any) -> dict[str, Any]:
-    """The table, with its names checked and no more."""
+    """The table; only its keys are checked."""
     table = getattr(config, "hybrid_attention", None)
     several = isinstance(table, dict) and "window_sizes" in table
     more = _NESTED if isinstance(table, dict) and "budgets" in table else _COUNTS[several]

@@ -17,13 +17,15 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.attention import (
+    AttentionCall,
     AttentionContext,
     CachedStates,
     HeadLayout,
     LogitTransform,
     attention_weights,
     check_sinks,
-    hybrid_attention,
+    compute_attention,
+    pass_context,
 )
 from bosch.errors import UserError
 from bosch.model.families import SINK_BIAS, decoder_layers, known_family
@@ -36,9 +38,7 @@ NAME = (
     "bosch" if __name__ == "bosch.model.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 )
 _STATE = "bosch_heads"
-Attend: TypeAlias = Callable[
-    [nn.Module, Tensor, Any, Any, AttentionContext | None, LogitTransform], Tensor
-]
+Attend: TypeAlias = Callable[[nn.Module, AttentionCall], Tensor]
 _REFUSED = ("position_bias",)
 # Attention modules whose layer does not tell them what a pass is asked for: with eager they always
 # return weights, as transformers' own eager attention does.
@@ -49,8 +49,7 @@ _WITHOUT_OPTIONS = ("NemotronAttention", "OPTAttention", "PersimmonAttention", "
 class HeadState:
     """What an attention module needs to know: its layout and the backend that computes it.
 
-    `attend`, where set, computes the attention instead, [B, T, HQ, D] from (module, query, key,
-    value, context, transform).
+    `attend`, where set, computes the attention [B, T, HQ, D] instead, without dropout.
     """
 
     layout: HeadLayout
@@ -147,39 +146,32 @@ def attention_forward(
     bias = getattr(module, SINK_BIAS, None)
     logits = kwargs.get("s_aux") if bias is None else bias
     transform = LogitTransform(scale, kwargs.get("softcap"), logits, bias is not None)
+    context, layout = pass_context(attention_mask, query, key), state.layout
+    dropout = dropout if state.attend is None else 0.0
+    call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
-        return state.attend(module, query, key, value, attention_mask, transform), None
+        return state.attend(module, call), None
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"hybrid attention does not support {name}")
-    own, layout = kwargs.get("sliding_window"), state.layout
+    own = kwargs.get("sliding_window")
     if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        dense = state.backend == "eager"
-        return paged_attention(module, query, key, value, layout, transform, dense, kwargs), None
+        return paged_attention(module, call, kwargs), None
     if own is not None and (layout.has_full or layout.windows != (Window(own),)):
         raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
-    if attention_mask is not None and not isinstance(attention_mask, AttentionContext):
+    if not isinstance(context, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
-    context = attention_mask
-    if context is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+    if attention_mask is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         length = context.kv_length
         reaches = [length] if layout.has_full else [window.past for window in layout.windows]
         if key.shape[2] < min(length, max(reaches) + context.q_length):
             raise ValueError(
                 f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
             )
-        key, value = key[:, :, : context.kv_length], value[:, :, : context.kv_length]
-    weights = None
-    if shown:
-        if context is None and isinstance(key, Tensor):
-            context = AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
-        assert context is not None
-        weights = attention_weights(query, key, layout, context, transform)
-    out = hybrid_attention(
-        query, key, value, layout, context,
-        dropout=dropout, backend=state.backend, **transform.options,
-    )  # fmt: skip
-    if isinstance(key, CachedStates) and context is not None:
+        call = call._replace(key=key[:, :, :length], value=value[:, :, :length])
+    weights = attention_weights(call) if shown else None
+    out = compute_attention(call)
+    if isinstance(key, CachedStates) and attention_mask is not None:
         key.settle(context)
     return out, weights
 

@@ -109,7 +109,8 @@ def load_model(
             ).eval()
     if os.path.isdir(name):
         check_faults(weight_faults(Path(name)))
-    if device is not None and torch.device(device).type == "cuda" and _has_accelerate():
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    if on_gpu and importlib.util.find_spec("accelerate") is not None:
         # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
         # the host's memory first.
         options["device_map"] = {"": device}
@@ -171,11 +172,6 @@ def _load_dequantised(config: Any) -> None:
         quantisation = getattr(part, "quantization_config", None)
         if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
             part.quantization_config = {**quantisation, "dequantize": True}
-
-
-def _has_accelerate() -> bool:
-    """Whether the package is there with which transformers loads onto a device."""
-    return importlib.util.find_spec("accelerate") is not None
 
 
 def full_attention_config(config: Any) -> Any:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bosch.attention.call import AttentionCall
 from bosch.attention.kernels import fused_attention
 from bosch.attention.layout import HeadGroup, HeadLayout
-from bosch.attention.logit_transform import LogitTransform, dense_attention
+from bosch.attention.logit_transform import dense_attention
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers, pages_refusal, text_config
 
@@ -121,20 +122,14 @@ class PagedView:
         return self._model(attention_mask=any_mask, visible=visible, **kwargs)
 
 
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: HeadLayout,
-    transform: LogitTransform,
-    dense: bool,
-    options: Mapping[str, Any],
-) -> Tensor:
+def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
     """Attention of one layer over the pages of all requests: [1, T, HQ, D].
 
-    query [1, HQ, T, D]; key, value [1, HKV, T, D], the step's own. `options` are those of the pass.
+    The call has the step's own query [1, HQ, T, D], key and value [1, HKV, T, D]. `options` are
+    those of the pass.
     """
+    query, key, value, layout = call.query, call.key, call.value, call.layout
+    assert isinstance(key, Tensor) and isinstance(value, Tensor)
     cache = options["cache"]
     size, q_per_kv = cache.config.num_key_value_heads, query.shape[1] // key.shape[1]
     outputs = []
@@ -152,11 +147,11 @@ def paged_attention(
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
         queries = layout.heads_of(query, group, q_per_kv)
         visible = options["visible"][_type_of(group)]
-        own_transform = transform.of(layout, group, q_per_kv)
-        if dense or not own_transform.is_plain:
+        own_transform = call.transform.of(layout, group, q_per_kv)
+        if call.backend == "eager" or not own_transform.is_plain:
             outputs.append(dense_attention(queries, keys, values, visible, own_transform))
         else:
             outputs.append(
-                fused_attention(queries, keys, values, scale=transform.scaling, mask=visible)
+                fused_attention(queries, keys, values, scale=own_transform.scaling, mask=visible)
             )
     return layout.merge(outputs, q_per_kv)

@@ -93,10 +93,10 @@ class StoredConfig:
 
     @cached_property
     def loaded(self) -> Any:
-        """The configuration as transformers loads it, which takes seconds to import.
+        """The configuration as transformers loads it.
 
-        So a file which says that all layers have full attention, and of which heads, is taken as it
-        is, and so are those of models that bosch refuses by their type.
+        Importing transformers takes seconds. It is not imported for model types that bosch refuses,
+        nor where config.json itself gives full attention and its heads for all layers.
         """
         family = FAMILIES.get(self._model_type)
         if family is None or self._is_plain(family):
@@ -151,7 +151,7 @@ class StoredConfig:
             return decoder_layers(self.loaded)
 
     def check_family(self) -> None:
-        """Raise UserError when the model is known to be none that can be made hybrid."""
+        """Raise UserError when the model cannot be made hybrid."""
         with _wrong_types():
             family_of(self.loaded)
 
@@ -162,7 +162,10 @@ class StoredConfig:
 
 
 def _of_base(content: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid's config.json without the refusals, which are in its text decoder if it has one."""
+    """A hybrid's config.json with the base model's values, which stand under a prefix, put back.
+
+    They stand in its text decoder if it has one.
+    """
     if isinstance(text := content.get("text_config"), dict):
         return {**content, "text_config": _of_base(text)}
     stored = {k: v for k, v in content.items() if not k.startswith(BASE_PREFIX)}

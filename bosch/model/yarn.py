@@ -53,8 +53,7 @@ def yarn(
 
     `original` is the length that is stretched; default: what config.json or the `card` says.
 
-    Raises:
-        UserError: the model has no RoPE of one kind that could be stretched.
+    Raises UserError when the model has no RoPE of one kind that could be stretched.
     """
     if factor is None:
         yield

@@ -14,7 +14,7 @@ from bosch.files import JsonLimits, parse_json, read_within
 
 # Of the file, and of each line's JSON: 10,000 examples of 8,000 tokens take 500 MB.
 _LIMITS = JsonLimits(2**30, 2_000_000)
-# A search measures the set in up to so many rounds, between which an evaluation can end early.
+# A search measures the set in at most MAX_ROUNDS rounds, between which an evaluation can end early.
 MAX_ROUNDS = 8
 
 
@@ -68,7 +68,7 @@ class CalibrationSet:
         return len(self.examples)
 
     def split(self, every: int) -> tuple[CalibrationSet, CalibrationSet | None]:
-        """What a search may use, and every so many-th example, which it may not.
+        """What a search may use, and each `every`-th example, which it may not.
 
         Examples stand in the order of their tasks or lengths, which both parts thus share. Of fewer
         examples than `every` there is no second part.

@@ -40,7 +40,7 @@ class DecoderShape:
     three. `attention_parameters` are those of all layers with full attention, `expert_parameters`
     those of all experts, `tables` what stands outside the layers. `linear_sides` is the sum of
     inputs and outputs of all linear maps in the layers, `attention_sides` that of the maps in full
-    attention: an adapter has so many parameters times its rank.
+    attention: times its rank it is the number of parameters of an adapter.
     """
 
     layers: int
@@ -204,6 +204,6 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _visible_keys(most: int, length: int) -> float:
-    """Mean number of keys of a query that sees at most so many."""
+    """Mean number of keys of a query that sees at most `most`."""
     visible_keys = min(most, length)
     return visible_keys * (2 * length - visible_keys + 1) / (2 * length)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, HeadLayout, compute_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
-from bosch.model.interface import Attend, HeadState, attention_modules, head_state, set_head_state
+from bosch.model.interface import Attend, attention_modules
 from bosch.model.search_mode import own_row
 from bosch.model.tensor_parallel import sum_over_shards
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
-from bosch.objective.patching import freeze, recompute_layers
+from bosch.objective.patching import freeze, recompute_layers, replace_attention
 
 
 def gate_gradients(
@@ -47,15 +47,12 @@ def gate_gradients(
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
     gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
-    attention = hybrid_attention if split is None else split.attention
+    attention = compute_attention if split is None else split.attention
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
-            state = head_state(module)
-            assert state is not None
-            blend = blended_attention(own_row(model, gate), layouts, state.backend, attention)
-            set_head_state(module, HeadState(state.layout, state.backend, blend))
-            stack.callback(set_head_state, module, state)
+            blend = blended_attention(own_row(model, gate), layouts, attention)
+            stack.enter_context(replace_attention(module, blend))
         if recompute:
             stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
@@ -79,24 +76,14 @@ def gate_gradients(
 def blended_attention(
     gates: Tensor,
     layouts: Sequence[HeadLayout],
-    backend: str,
-    attention: Callable[..., Tensor] = hybrid_attention,
+    attention: Callable[..., Tensor] = compute_attention,
 ) -> Attend:
     """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        context: AttentionContext | None,
-        transform: LogitTransform,
-    ) -> Tensor:
-        *others, narrowest = (
-            attention(query, key, value, layout, context, backend=backend, **transform.options)
-            for layout in layouts
-        )
-        shares = gates.repeat_interleave(query.shape[1] // key.shape[1], dim=0).to(narrowest.dtype)
+    def attend(module: nn.Module, call: AttentionCall) -> Tensor:
+        *others, narrowest = (attention(call._replace(layout=layout)) for layout in layouts)
+        shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
+        shares = shares.to(narrowest.dtype)
         blended = narrowest
         for share, output in zip(shares.unbind(1), others, strict=True):
             blended = blended + share[:, None] * (output - narrowest)

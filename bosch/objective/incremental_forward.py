@@ -20,13 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, HeadLayout, LogitTransform, hybrid_attention
+from bosch.attention import (
+    AttentionCall,
+    AttentionContext,
+    HeadLayout,
+    LogitTransform,
+    compute_attention,
+)
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import dense_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
-from bosch.model.interface import Attend, attention_modules, head_state
+from bosch.model.interface import Attend, attention_modules
 from bosch.model.search_mode import own_row
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
@@ -73,7 +79,7 @@ class IncrementalForward:
         self.device = model.device
         self.flops = Flops(model, windows)
         self.cache, self.agree, self.split = cache, agree, split
-        self.attention = hybrid_attention if split is None else split.attention
+        self.attention = compute_attention if split is None else split.attention
         self.answers_only = (
             answers_only and split is None and kinds.full[-1] == kinds.count - 1 not in kinds.states
         )
@@ -230,21 +236,9 @@ class BatchPass:
     def _attend_every(self, number: int) -> Attend:
         """Attention that computes and caches every choice, and returns the mask's mixture."""
 
-        def attend(
-            module: nn.Module,
-            query: Tensor,
-            key: Any,
-            value: Any,
-            context: AttentionContext | None,
-            transform: LogitTransform,
-        ) -> Tensor:
-            state = head_state(module)
-            assert state is not None
+        def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             outputs = [
-                self.owner.attention(
-                    query, key, value, layout, context, backend=state.backend, **transform.options
-                )
-                for layout in self.owner.layouts
+                self.owner.attention(call._replace(layout=layout)) for layout in self.owner.layouts
             ]
             self._add(number, outputs=outputs)
             return self.mix(self.mask.choices[number], outputs)
@@ -304,16 +298,9 @@ class BatchPass:
         )
         state = state.gather(1, columns[:, :, None].expand(-1, -1, state.shape[2]))
 
-        def attend(
-            module: nn.Module,
-            query: Tensor,
-            own_key: Any,
-            own_value: Any,
-            context: AttentionContext | None,
-            transform: LogitTransform,
-        ) -> Tensor:
+        def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             outputs = [
-                answer_attention(query, key, value, columns, layout, transform)
+                answer_attention(call.query, key, value, columns, layout, call.transform)
                 for layout in self.owner.layouts
             ]
             self._add(number, state, outputs)

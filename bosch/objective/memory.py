@@ -54,11 +54,11 @@ class ActivationSizes:
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
-        """Hidden states of so many tokens, as far as this process holds them."""
+        """Hidden states of `tokens`, as far as this process holds them."""
         return self._own(tokens) * self.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int = 1) -> int:
-        """A layer's input, and its attention with full heads and with each of so many windows.
+        """A layer's input, and its attention with full heads and with each of `windows` windows.
 
         It is all that reuse keeps of a layer.
         """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bosch.attention import AttentionContext, LogitTransform
+from bosch.attention import AttentionCall
 from bosch.model.families import Family
 from bosch.model.interface import Attend, HeadState, head_state, set_head_state
 from bosch.objective.memory import RECOMPUTED_TOKENS
@@ -181,17 +181,10 @@ def keys_and_values(
     The layer's forward runs until it calls its attention; queries are not computed where they have
     a projection of their own.
     """
-    arguments: list[Tensor] = []
+    arguments: list[Any] = []
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        context: AttentionContext | None,
-        transform: LogitTransform,
-    ) -> Tensor:
-        arguments.extend((key, value))
+    def attend(module: nn.Module, call: AttentionCall) -> Tensor:
+        arguments.extend((call.key, call.value))
         raise _KeysAndValues
 
     with contextlib.ExitStack() as stack:

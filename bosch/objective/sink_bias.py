@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionContext, LogitTransform, hybrid_attention
+from bosch.attention import AttentionCall, LogitTransform, compute_attention
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.families import text_config
-from bosch.model.interface import attention_modules, head_state
+from bosch.model.interface import attention_modules
 from bosch.model.search_mode import apply_head_mask, check_sink_bias, set_sink_bias
 from bosch.model.tensor_parallel import gather_heads
 from bosch.objective.batches import final_states
@@ -65,7 +65,11 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
             stack.enter_context(replace_attention(module, partial(show, model)))
         for batch in objective.own_batches():
             examples[:] = batch.examples.tolist()
-            columns[:] = [_columns(lengths[example], window) for example in examples]
+            # Spread evenly over the queries that see beyond window and sinks.
+            columns[:] = [
+                torch.linspace(window.most_keys, lengths[example] - 1, _QUERIES).long()
+                for example in examples
+            ]
             final_states(model.get_decoder(), batch, model.device)
     (sums,) = ranks.merge(sums)
     long = torch.tensor([length > window.most_keys for length in lengths])
@@ -79,18 +83,13 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
 
 def log_mass_bias(of_sinks: Tensor, of_window: Tensor) -> Tensor:
     """The b of `give_sink_bias` for s_t and w_t [..., N]: [...]."""
-    wanted = nn.functional.logsigmoid(of_sinks - of_window).mean(-1)
+    target = nn.functional.logsigmoid(of_sinks - of_window).mean(-1)
     low, high = of_sinks.amin(-1), of_sinks.amax(-1)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         reached = nn.functional.logsigmoid(middle[..., None] - of_window).mean(-1)
-        low, high = middle.where(reached < wanted, low), high.where(reached < wanted, middle)
+        low, high = middle.where(reached < target, low), high.where(reached < target, middle)
     return (low + high) / 2
-
-
-def _columns(length: int, window: Window) -> Tensor:
-    """Places of an example's queries, spread evenly over those that see beyond window and sinks."""
-    return torch.linspace(window.most_keys, length - 1, _QUERIES).long()
 
 
 def _attend(
@@ -100,23 +99,17 @@ def _attend(
     sums: Tensor,
     model: Any,
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: AttentionContext | None,
-    transform: LogitTransform,
+    call: AttentionCall,
 ) -> Tensor:
     """Full attention that notes the log-sums of sinks and window, sums [2, HQ, examples, N]."""
-    state = head_state(module)
-    assert state is not None
+    query, key = call.query, call.key
+    assert isinstance(key, Tensor)
     for row, (example, places) in enumerate(zip(examples, columns, strict=True)):
         if places[0] < window.most_keys:
             continue
-        both = _log_sums(query[row], key[row], places.to(query.device), window, transform)
+        both = _log_sums(query[row], key[row], places.to(query.device), window, call.transform)
         sums[:, :, example] = gather_heads(model, both).double().cpu()
-    return hybrid_attention(
-        query, key, value, state.layout, context, backend=state.backend, **transform.options
-    )
+    return compute_attention(call)
 
 
 def _log_sums(

@@ -354,18 +354,15 @@ def head_selection(
         )  # lines 8 to 10  # fmt: skip
         mask = solution.mask
         if solution.plateau:
+            arbitrary = "the choice of its heads is arbitrary"
+            by_likelihood = "its heads were chosen by log-likelihood alone"
             evaluator.note(
                 f"group {number} ({_named(layers)}): every candidate scored "
-                f"{solution.evaluation.score:.4g}; " + _plateau_consequence(settings.break_ties)
+                f"{solution.evaluation.score:.4g}; "
+                f"{by_likelihood if settings.break_ties else arbitrary}"
             )
     return mask  # line 11
 
 
 def _named(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-
-
-def _plateau_consequence(break_ties: bool) -> str:
-    if break_ties:
-        return "its heads were chosen by log-likelihood alone"
-    return "the choice of its heads is arbitrary"

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -350,10 +350,6 @@ class Evaluator:
             + self.gradient_passes
             + sum(e.whole_pass_equivalents for e in self._held_out.values()),
         }
-
-    def trace_records(self) -> list[dict[str, object]]:
-        """The trace as JSON-able records."""
-        return [asdict(point) for point in self.trace]
 
     def _record(
         self, mask: HeadMask, evaluation: Evaluation, phase: Phase, subproblem: str, free: bool

@@ -196,7 +196,7 @@ class _Search(Moves):
         return [count for count in counts if count >= _FEWEST_FULL][:_GATE_BUDGETS]
 
     def _gates_to_learn(self, gradients: int) -> int:
-        """How many of so many gradients gates get; none where these are too few for two starts."""
+        """How many of the `gradients` gates get; none where these are too few for two starts."""
         most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
         if self.worth.fixed is not None or not self._drawn or count < _FEWEST_GATES:

@@ -25,7 +25,7 @@ class Moves(State):
     def improve(self) -> None:
         """Moves for one budget after the other until nothing is left to spend or to propose."""
         self.for_nesting = _NESTING_SHARE * self.all_passes
-        grown = Move("grown", self._grown_move)
+        grown = Move("grown", lambda number: self._grown(number) if number else None)
         moves = [
             Move("exchange", self._exchange_move),
             Move("swap", self._swap),
@@ -172,9 +172,6 @@ class Moves(State):
         one, other = (self._rng.choice(part, count, replace=False) for part in (wide, narrow))
         flat[one], flat[other] = flat[other], flat[one]
         return self._exchanged(flat.reshape(self.shape), point.budget, max(1, count // 2))
-
-    def _grown_move(self, number: int) -> Choices | None:
-        return self._grown(number) if number else None
 
     def _grown(self, number: int) -> Choices:
         """The layout of the next scarcer budget, wider by its gradients, in one order with it."""

@@ -56,7 +56,7 @@ class Worth:
         return mean
 
     def at(self, layout: Layout, gradients: int = 1) -> Values:
-        """The mean of at least so many gradients, those taken there before included."""
+        """The mean of at least `gradients` gradients, those taken there before included."""
         if self.fixed is not None:
             return self.fixed
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))

@@ -19,7 +19,6 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.finite import remedy
 from bosch.objective.objective import Objective
-from bosch.progress import Progress
 from bosch.search.allotment import allotted
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets, TracePoint
@@ -54,14 +53,12 @@ def run_method(
     settings: SearchSettings,
     *,
     swa_ratio: float | None = None,
-    seed: int | None = None,
     log: EvaluationLog | None = None,
-    progress: Progress | None = None,
     slot_budgets: SlotBudgets | None = None,
 ) -> MethodRun:
     """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
 
-    `swa_ratio` and `seed` replace those of `settings`. Evaluations that `log` knows cost nothing;
+    `swa_ratio` replaces that of `settings`. Evaluations that `log` knows cost nothing;
     without one the run remembers its own only. Raises UserError when the name is unknown, when a
     static ranking gets a scorer that is no model or learned gates one without gradients, or when
     the calibration set tells no mask from another. With `slot_budgets` methods of several windows
@@ -69,12 +66,10 @@ def run_method(
     """
     if swa_ratio is not None:
         settings = replace(settings, swa_ratio=swa_ratio)
-    if seed is not None:
-        settings = replace(settings, seed=seed)
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
         log = EvaluationLog(None, context)
-    evaluator = Evaluator(scorer, log, progress)
+    evaluator = Evaluator(scorer, log)
     evaluator.slot_budgets = slot_budgets
     started = time.perf_counter()
     result = find_mask(name, evaluator, settings)

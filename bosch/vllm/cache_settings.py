@@ -28,7 +28,7 @@ from bosch.vllm.plan import (
 # vLLM configures the loggers below this name.
 _logger = logging.getLogger("vllm.bosch")
 
-# A setting is worth a line where the cache then holds so many times the tokens.
+# A setting is logged where it makes the cache hold at least this multiple of the tokens.
 _WORTH_A_LINE = 1.1
 
 _WRAPPED = "wrapped_by_bosch"

@@ -83,7 +83,7 @@ _MOST_GROUPS, _FEWER_GROUPS = 64, 1.05
 
 @dataclass(frozen=True)
 class Request:
-    """A request of so many tokens, and the settings of the engine on which its blocks depend.
+    """A request of `tokens`, and the settings of the engine on which its blocks depend.
 
     `tokens_in_flight` is vLLM's max_in_flight_tokens, the batch tokens of its concurrent steps: a
     sliding head's cache holds them beside its window while a prompt is read.
@@ -147,7 +147,7 @@ def packed_groups(
 
 
 def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
-    """Indices of `heads` in so many bins of nearly equal sums: the largest first, the least full.
+    """Indices of `heads` in `count` bins of nearly equal sums: the largest first, the least full.
 
     Equal ones are dealt in turn, so that each stage of a pipeline has its share of every bin.
     """
@@ -286,7 +286,7 @@ def module_plan(
     unit = 1 if grouping == "unequal" else _unit(layers, heads, shards)
 
     def plan_of_modules(most: int) -> ModulePlan:
-        """With modules of at most so many KV heads."""
+        """With modules of at most `most` KV heads."""
         caches, sizes = [], []
         for layer in layers:
             ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
@@ -331,7 +331,7 @@ class ServedCache:
     """Bytes that vLLM holds on each of `ranks` ranks for a request of `tokens`.
 
     `padded` are those of `hybrid` that sliding heads hold because the ranks cannot share the full
-    heads equally. `refusal` says why vLLM serves no hybrid on so many ranks; then all are 0.
+    heads equally. `refusal` says why vLLM serves no hybrid on these ranks; then all are 0.
     """
 
     engine: Engine
@@ -401,7 +401,7 @@ def served_caches(
 
 
 def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
-    """Why so many ranks do not serve a hybrid: where padding costs more than its windows save.
+    """Why these ranks do not serve a hybrid: where padding costs more than its windows save.
 
     `original`, `held` and `share` are the bytes of a request on a rank: without windows, with them,
     and an equal share of what one rank holds.
@@ -416,7 +416,7 @@ def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) ->
 
 
 def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
-    """Full counts of one mask with so many full KV heads: whole layers, and what is left.
+    """Full counts of one mask with `full_kv_heads`: whole layers, and what is left.
 
     vLLM holds the same bytes for every mask of a budget that its ranks can share equally: the
     numbers of full and sliding modules have the same ratio in all of them.
@@ -428,7 +428,7 @@ def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> l
 def worst_shared_mask(
     full_kv_heads: int, num_layers: int, num_key_value_heads: int, ranks: int
 ) -> list[int]:
-    """Full counts of a mask with so many full KV heads for which ranks hold the most.
+    """Full counts of a mask with `full_kv_heads` for which ranks hold the most.
 
     One full head in a layer costs as much as one for every rank, and so does each that is one more
     than a multiple of the ranks.

@@ -24,7 +24,7 @@ from data_prep.text import decode_utf8
 
 # A file of a few kilobytes may claim to be gigabytes when it is decompressed.
 _MOST_DECOMPRESSED = 2**30
-# What an encoding's decoder raises on bytes that it cannot have written.
+# What decoders raise on bytes that no encoder has written.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
 _SCALARS = (
@@ -42,11 +42,10 @@ _VALUE_TYPES = {
 def read_samples(
     folder: Path, shard: Shard, columns: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The shard's samples as column name to value; with `columns`, only those that it has of them.
+    """The shard's samples as column name to value; with `columns`, only those among them.
 
-    Raises:
-        UserError: the shard is missing, cut short, damaged, or not what its index states (size,
-            hashes, number of samples); names the file and the sample.
+    Raises UserError when the shard is missing, cut short, damaged, or not what its index states
+    (size, hashes, number of samples); names the file and the sample.
     """
     path, is_compressed = shard.file(folder)
     data = _shard_bytes(path, shard, is_compressed)
@@ -96,7 +95,7 @@ _Decoder = Callable[[memoryview], Any]
 def _decoders(
     path: Path, shard: Shard, columns: Sequence[str] | None
 ) -> list[tuple[str, _Decoder | None]]:
-    """Each column's name and how it is read; None for one that is not asked for."""
+    """Each column's name and decoder; None for a column that is not requested."""
     return [
         (
             name,
@@ -171,8 +170,7 @@ def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
     Args:
         tokenizer: The one the shards were written with.
 
-    Raises:
-        UserError: the shard is damaged, or holds tokens that this tokenizer does not have.
+    Raises UserError when the shard is damaged, or holds tokens that this tokenizer does not have.
     """
     path = shard.file(folder)[0]
     if "input_ids" not in shard.column_names:

@@ -64,8 +64,7 @@ class Shard(_Model):
     def file(self, folder: Path) -> tuple[Path, bool]:
         """The shard's file in the index's folder, and whether it is the compressed one.
 
-        Raises:
-            UserError: neither form of the shard is there.
+        Raises UserError when neither form of the shard is there.
         """
         for entry in filter(None, (self.raw_data, self.zip_data)):
             path = folder / entry.basename
@@ -82,9 +81,8 @@ class Shard(_Model):
 def read_index(path: Path) -> list[Shard]:
     """The shards of an index, in order.
 
-    Raises:
-        UserError: the file is missing, damaged or of an unknown version, or names a file outside
-            its folder; says where.
+    Raises UserError when the file is missing, damaged or of an unknown version, or names a file
+    outside its folder; says where.
     """
     try:
         content = load_json(path)

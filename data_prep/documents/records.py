@@ -28,7 +28,7 @@ from data_prep.text import Document, TextFile, decode_utf8
 # its values.
 MOST_RECORD_BYTES = 64 * 2**20
 RECORD_LIMITS = JsonLimits(MOST_RECORD_BYTES, 2_000_000, most_depth=1000)
-# A shorter line cannot hold so many.
+# A shorter line cannot hold as many values as the limit.
 _COUNTED_BYTES = 2**20
 # What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
 _MOST_DECOMPRESSED = 2**26
@@ -90,8 +90,7 @@ def read_jsonl(
 
     None stands for a record that a pattern of `filters` leaves out.
 
-    Raises:
-        UserError: a record is truncated, not JSON, not UTF-8, or has no text in `field`.
+    Raises UserError when a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
     for at, line in _jsonl_lines(path, start, stop):
         yield _record_text(line, at, path, field, filters)
@@ -100,8 +99,7 @@ def read_jsonl(
 def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The records of a JSONL or Parquet file; of Parquet those columns only.
 
-    Raises:
-        UserError: the file or a record is damaged or too large, or is no JSON object.
+    Raises UserError when the file or a record is damaged or too large, or is no JSON object.
     """
     if path.suffix == ".parquet":
         yield from _parquet_rows(path, fields)
@@ -250,8 +248,7 @@ def _line_number(path: Path, at: int) -> int:
 def parquet_row_groups(path: Path, field: str) -> int:
     """Number of row groups of a Parquet file that has the column `field`.
 
-    Raises:
-        UserError: the file is damaged or has no such column.
+    Raises UserError when the file is damaged or has no such column.
     """
     file = _open_parquet(path)
     names = file.schema_arrow.names
@@ -282,8 +279,7 @@ def _reason(error: BaseException) -> str:
 def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterator[str | None]:
     """Text of one row group's rows; None for a row that a pattern of `filters` leaves out.
 
-    Raises:
-        UserError: the row group is damaged, or a row's `field` is not text.
+    Raises UserError when the row group is damaged, or a row's `field` is not text.
     """
     where, row = f"{path}, row group {group}", 0
     try:
@@ -360,9 +356,8 @@ def open_dataset(
 ) -> Any:
     """The split as an IterableDataset; nothing but its metadata is read.
 
-    Raises:
-        UserError: there is no such dataset, subset or split; `where` stands before the sentence.
-        RunError: the hub cannot be reached.
+    Raises UserError when there is no such dataset, subset or split (`where` stands before the
+    sentence), and RunError when the hub cannot be reached.
     """
     from datasets import load_dataset
     from fsspec.compression import compr, register_compression
@@ -386,8 +381,7 @@ def read_dataset(
 ) -> Iterator[str | None]:
     """Texts of one shard's records; None for a record that a pattern leaves out.
 
-    Raises:
-        UserError: a record is damaged or has no text in `field`; names shard and record.
+    Raises UserError when a record is damaged or has no text in `field`; names shard and record.
     """
     row = 0
     try:

@@ -71,8 +71,7 @@ class Part:
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
     """The source's parts in an order drawn from `seed`; endless for `retrieval`.
 
-    Raises:
-        UserError: there is no file, or a file's header is damaged.
+    Raises UserError when there is no file, or a file's header is damaged.
     """
     if source.kind == "retrieval":
         yield from _retrieval_parts(seed, sequence_length)
@@ -84,8 +83,7 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
 def read_part(part: Part, source: Source) -> Iterator[Document | None]:
     """The part's documents, empty ones included; None for one that a pattern leaves out.
 
-    Raises:
-        UserError: a file is damaged; names the file and the byte, line, row or sample.
+    Raises UserError when a file is damaged; names the file and the byte, line, row or sample.
     """
     yield from _READERS[source.kind](part, source)
 

@@ -3,8 +3,8 @@
 A shard is a folder: `ids.int32`, the token ids of its documents one after the other, and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. The closing end-of-text token
 counts; both are 0 for a document that the source's filters leave out. `whole.json` holds the
-SHA-256 of both. The folder is renamed into place when it is whole and its part is still the one
-that the source began with; its content does not depend on which other shards exist.
+SHA-256 of both. The folder is renamed into place once it is complete, unless a file of its part has
+changed since the source was listed; its content does not depend on which other shards exist.
 """
 
 from __future__ import annotations
@@ -117,15 +117,14 @@ def tokenise_source(
     bar: Progress,
     stamps: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> TokenisedSource:
-    """Tokenise parts in drawn order until there are more than `tokens` tokens or no more parts.
+    """Tokenise parts in random order until there are more than `tokens` tokens or no more parts.
 
     Shards are written to `folder`; whole ones that are there are used. The result does not depend
-    on `workers`. `stamps` are those that the source's files should have; without any, none is
-    checked.
+    on `workers`. `stamps` are the expected ones of the source's files, by path; without any, none
+    is checked.
 
-    Raises:
-        UserError: a file of the source is damaged, or the source holds no text at all.
-        RunError: a worker process died, or a file was written while it was read.
+    Raises UserError when a file of the source is damaged, or the source holds no text at all; and
+    RunError when a worker process died, or a file was written while it was read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
@@ -192,10 +191,10 @@ def _begin_worker(parent: int) -> None:
 
 
 def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
-    """Of `stamps`, those of the files that a part is read from."""
+    """The stamps of the files that a part is read from."""
     if source.path is None or not stamps:
         return {}
-    if part.paths and source.kind != "mds":  # a file that is not known has no stamp to agree with
+    if part.paths and source.kind != "mds":  # [] matches no file: an unknown one counts as changed
         return {str(path): stamps.get(str(path), []) for path in part.paths}
     # A dataset, and an index whose shards are hashed: whatever lies below the source.
     below = Path(source.path).expanduser()

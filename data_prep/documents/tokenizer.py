@@ -45,8 +45,7 @@ class TokenizerSpec:
 def load_tokenizer(spec: TokenizerSpec) -> Any:
     """The tokenizer of a model directory or hub name.
 
-    Raises:
-        UserError: it is missing or damaged.
+    Raises UserError when it is missing or damaged.
     """
     from transformers import AutoTokenizer
 

@@ -63,8 +63,8 @@ def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
     """
     noun, verb = (what, "are") if many else (what[:-1], "is")
     subject = f"are all the special magic {what}" if many else f"is the special magic {noun}"
-    asked = f"What {subject} for {key} mentioned in the provided text?"
-    return asked, f" The special magic {noun} for {key} mentioned in the provided text {verb}"
+    text = f"What {subject} for {key} mentioned in the provided text?"
+    return text, f" The special magic {noun} for {key} mentioned in the provided text {verb}"
 
 
 def instruction(what: str, many: bool = False) -> str:
@@ -83,8 +83,8 @@ def needle_draft(
     """The question for the values of `keys`, which `needles` in the context have."""
     query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
     what, many = spec.value, spec.queries * spec.values > 1
-    asked, prefix = question(query, what, many)
-    return Draft(f"{instruction(what, many)}\n{context}\n{asked}{prefix}", prefix, answers, needles)
+    text, prefix = question(query, what, many)
+    return Draft(f"{instruction(what, many)}\n{context}\n{text}{prefix}", prefix, answers, needles)
 
 
 def hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
@@ -145,8 +145,7 @@ def make_sample(
     Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
     start at a drawn one.
 
-    Raises:
-        UserError: not even the shortest haystack fits.
+    Raises UserError when not even the shortest haystack fits.
     """
     draws = _Draws(task, length, seed_space, seed, index, essay_words)
 
@@ -214,7 +213,7 @@ class _Draws:
         for _ in range(self._spec.needles):
             self._draw(rng)
         self._keys = list(self._pairs)
-        self._asked = self._keys[rng.randrange(self._spec.needles)]
+        self._queried = self._keys[rng.randrange(self._spec.needles)]
 
     def draft(self, size: int) -> Draft:
         """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
@@ -229,7 +228,7 @@ class _Draws:
             places = rng.sample(range(size), count)
         context = joint.join(hide(needles, texts, places))
         hidden = list(self._pairs.items())[: count + (size if spec.haystack == "needles" else 0)]
-        return needle_draft(spec, context, [self._asked], [self._pairs[self._asked]], hidden)
+        return needle_draft(spec, context, [self._queried], [self._pairs[self._queried]], hidden)
 
     def lines(self, size: int) -> list[str]:
         """The lines of a haystack, without the needles."""

@@ -61,10 +61,9 @@ class NolimaSample:
         return (self.character,) if self.character else self.test.answers
 
     def prompt(self, book: Book, length: int) -> str:
-        """The prompt with so many tokens of the book.
+        """The prompt with `length` tokens of the book.
 
-        Raises:
-            UserError: the book is too short, or a distractor's place is ambiguous in it.
+        Raises UserError when the book is too short, or a distractor's place is ambiguous in it.
         """
         needle, question = (
             text.replace("{CHAR}", self.character) if self.character else text
@@ -103,8 +102,7 @@ class Book:
     def with_text(self, text: str, length: int, depth: float) -> str:
         """`length` tokens of the book, and the text at the first line's end behind `depth` of them.
 
-        Raises:
-            UserError: the book has no such end, or too few tokens around it.
+        Raises UserError when the book has no such end, or too few tokens around it.
         """
         behind = self._places[self._places / (length + 1) - depth >= 0]
         place = int(behind[0]) if len(behind) else 0
@@ -122,9 +120,8 @@ class Book:
 def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
     """Every question of every needle of a set, in the file's order.
 
-    Raises:
-        UserError: the file is no needle set, or one of its experiments has no template and there is
-            no default.
+    Raises UserError when the file is no needle set, or one of its experiments has no template and
+    there is no default.
     """
     experiments = load_user_json(path, "get the set again")
     try:

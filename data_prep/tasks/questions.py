@@ -21,8 +21,7 @@ class Question(NamedTuple):
 def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
     """The questions of `qa_1` (SQuAD) or `qa_2` (HotpotQA) and all documents, in sorted order.
 
-    Raises:
-        UserError: the file is missing, damaged or another one.
+    Raises UserError when the file is missing, damaged or another one.
     """
     read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
     try:

@@ -132,8 +132,7 @@ class RulerTask(ABC):
     def sample(self, index: int) -> Sample:
         """The next sample, `index` of them made before; its haystack shrinks until it fits.
 
-        Raises:
-            UserError: not even the shortest haystack fits.
+        Raises UserError when not even the shortest haystack fits.
         """
         size, sizes = self.size, []
         while True:
@@ -466,8 +465,7 @@ def ruler_task(
 ) -> RulerTask:
     """The samples of a task at one length.
 
-    Raises:
-        UserError: the task is unknown, or a file it needs is missing or damaged.
+    Raises UserError when the task is unknown, or a file it needs is missing or damaged.
     """
     arguments = (corpus, seed, length, new_tokens, counter)
     if task in RULER_NEEDLES:

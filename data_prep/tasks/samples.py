@@ -97,8 +97,7 @@ class SampleFolder:
     def make(self, count: int, done: Callable[[], None] = lambda: None) -> None:
         """Have at least `count` samples on disk; `done` is called for each that is new.
 
-        Raises:
-            UserError: the task does not fit, or a file it needs is missing or damaged.
+        Raises UserError when the task does not fit, or a file it needs is missing or damaged.
         """
         with self._locked() as folder:
             journal, ids_file = Journal(folder / "samples.jsonl"), folder / "ids.bin"
@@ -189,7 +188,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as it is; raises KeyError or TypeError where it is none of this file."""
+    """The entry as it is; raises KeyError or TypeError where it has other fields."""
     missing = _HEAD - entry.keys() if "fit" in entry else _FIELDS - entry.keys()
     if missing:
         raise KeyError(*missing)

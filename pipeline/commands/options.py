@@ -67,14 +67,6 @@ def _method(name: str) -> str:
     return name
 
 
-def _all_methods(value: object) -> object:
-    return METHODS if value == "all" else value
-
-
-def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
 # Lists rise without repetition; methods keep the order in which they are named.
 Seeds = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
@@ -84,6 +76,6 @@ Seeds = Annotated[
 Methods = Annotated[
     tuple[Annotated[str, AfterValidator(_method)], ...],
     BeforeValidator(split),
-    BeforeValidator(_all_methods),
-    AfterValidator(_unique),
+    BeforeValidator(lambda value: METHODS if value == "all" else value),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
 ]

@@ -50,8 +50,8 @@ def load_recipe(
     be there yet, without `model_files` a model's directory needs nothing but its config.json.
     Without `model_family` nothing is checked that transformers must be asked for.
 
-    Raises:
-        UserError: lists with dotted paths every field at fault, or every fault between fields.
+    Raises UserError, which lists every field at fault with its dotted path, or every fault between
+    fields.
     """
     file, kind = Path(path), recipe_type(stages)
     content = apply_overrides(read_mapping(file), overrides)

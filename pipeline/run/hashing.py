@@ -26,7 +26,7 @@ class NotHashed(Exception):
 class FileHasher:
     """SHA-256 of files, remembered between runs in one JSON file of the store.
 
-    With `budget_bytes` only so many bytes are read; then `sha256` raises NotHashed.
+    With `budget_bytes` at most these are read; beyond them `sha256` raises NotHashed.
     """
 
     def __init__(self, cache: Path, budget_bytes: int | None = None) -> None:

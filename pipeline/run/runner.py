@@ -136,7 +136,9 @@ class Runner:
         )
         for name in todo:
             self._node(name).stage.refuse(self.loaded)
-        self._write_recipe()
+        # Beside the links: what this run was asked for.
+        resolved = self.loaded.recipe.model_dump(mode="json")
+        write_json(self.store.root / self.name / "recipe.json", resolved)
         self.store.tidy(self.name)
         for name in self.chosen:
             if states[name].state == "cached":
@@ -157,11 +159,6 @@ class Runner:
 
     def _link(self, node: Node) -> None:
         self.store.link(self.name, node.name, str(node.key), self.all_names)
-
-    def _write_recipe(self) -> None:
-        """Leave the resolved recipe beside the links: what this run was asked for."""
-        content = self.loaded.recipe.model_dump(mode="json")
-        write_json(self.store.root / self.name / "recipe.json", content)
 
     def _run_stage(self, state: StageState) -> None:
         node = state.node

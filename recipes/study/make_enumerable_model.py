@@ -38,7 +38,7 @@ from recipes.quickstart.training_rows import Row, Rows, python_text
 TOKENIZER = Path(__file__).parent / "enumerable_model"
 SEED = 11
 BATCH_TOKENS = 4096
-LOCAL_REACH = 8  # a local head sees one in so many of a sequence's tokens
+LOCAL_REACH = 8  # a local head sees one in LOCAL_REACH of a sequence's tokens
 WARMUP_STEPS, DECAY_STEPS = 100, 200
 
 

@@ -171,8 +171,7 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 
     None where the stage ran alone and there is no manifest.
 
-    Raises:
-        RunError: the manifest lacks a file of the model.
+    Raises RunError when the manifest lacks a file of the model.
     """
     if not (stage / Manifest.FILE).is_file():
         return None

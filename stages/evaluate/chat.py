@@ -19,8 +19,7 @@ _PLACE = "@@prompt@@"
 class ChatTemplate:
     """A tokenizer's chat template around a prompt, which is one turn of the user.
 
-    Raises:
-        UserError: the tokenizer has none, or it leaves the prompt out.
+    Raises UserError when the tokenizer has none, or it leaves the prompt out.
     """
 
     def __init__(self, tokenizer: Any) -> None:

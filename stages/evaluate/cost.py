@@ -65,7 +65,7 @@ def _more_budgets(loaded: LoadedRecipe) -> int:
 def _cost(
     loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
 ) -> Cost:
-    """Needle samples and presets of so many hybrids, or of the original; other suites are small."""
+    """Needle samples and presets of `models` hybrids or the original; other suites are small."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     evaluate, search = recipe[EvaluateConfig], recipe[SearchConfig]
     needle, efficiency = evaluate.needle, devices.efficiency or EFFICIENCY

@@ -65,8 +65,7 @@ class HarnessSuite(Suite):
     def prepare(self) -> None:
         """Load the tasks' documents; a task whose data is not there becomes `missing`.
 
-        Raises:
-            UserError: lm-eval is not installed or knows no such task.
+        Raises UserError when lm-eval is not installed or knows no such task.
         """
         names = self.section.task_names
         manager = task_manager(names)

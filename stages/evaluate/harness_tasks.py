@@ -20,7 +20,7 @@ from bosch.files import JsonLimits, check_json_text, read_within
 from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import MetricRule, TaskGroup
-from stages.evaluate.presets import PRESETS, Benchmark
+from stages.evaluate.presets import PRESETS
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, missing_ruler_file
 from stages.recipe import LoadedRecipe
 
@@ -72,7 +72,7 @@ def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
-    """What of the recipe's presets will have no score here, as far as it is known before a run."""
+    """What of presets and the harness has no score here, as far as it is known before a run."""
     evaluate = loaded.recipe.get(EvaluateConfig)
     if evaluate is None:
         return
@@ -92,13 +92,15 @@ def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
                 if needle is not None and (fault := missing_ruler_file(task, needle.data_dir)):
                     reasons.append(fault)
             if harness is not None and not harness.hub:
-                reasons += _without_files(one, harness)
+                names = [task for name in one.harness for task in harness.expanded(name)]
+                reasons += _without_files(names, harness)
             yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
+    if harness is not None and not harness.hub:
+        yield from (f"evaluate.harness: {why}" for why in _without_files(harness.required, harness))
 
 
-def _without_files(benchmark: Benchmark, section: HarnessEvaluation) -> Iterator[str]:
-    """Tasks of a benchmark without local files, all together where that is most of them."""
-    names = [one for name in benchmark.harness for one in section.expanded(name)]
+def _without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[str]:
+    """Tasks without local files, the first three by name."""
     manager = task_manager(names) if names else None
     leaves = [one for name in names for one in leaf_configs(manager, name)]
     absent = [
@@ -140,8 +142,7 @@ def _word(name: str) -> re.Pattern[str]:
 def task_manager(names: Sequence[str]) -> Any:
     """The harness's index of the folders that these tasks are in by their names, else the whole.
 
-    Raises:
-        UserError: lm-eval is not installed.
+    Raises UserError when lm-eval is not installed.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
@@ -175,8 +176,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 
     A task that stands inside its group and nowhere else is called <group>::<task>.
 
-    Raises:
-        UserError: lm-eval knows no such name.
+    Raises UserError when lm-eval knows no such name.
     """
     index = manager.task_index
     if name not in index:
@@ -235,8 +235,7 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
 
     They are lm-eval's, with the settings that its groups give them.
 
-    Raises:
-        UserError: lm-eval knows no such name, or its tasks cannot be scored here.
+    Raises UserError when lm-eval knows no such name, or its tasks cannot be scored here.
     """
     refuse_unscorable(manager, [name])
     leaves = leaf_configs(manager, name)

@@ -19,8 +19,7 @@ from stages.evaluate.prompt_suite import PromptSample, Turns
 def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
     """The samples of each task at each length.
 
-    Raises:
-        UserError: a file is not in the public layout.
+    Raises UserError when a file is not in the public layout.
     """
     found = []
     for name in section.tasks:

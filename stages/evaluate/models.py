@@ -81,9 +81,8 @@ def evaluate_models(
     files of its own, from which a killed run goes on, with any number of ranks, and other runs on
     the same models and samples begin.
 
-    Raises:
-        UserError: a model or what samples are made of is missing or damaged.
-        RunError: a sample shares a needle with the `calibration` set.
+    Raises UserError when a model or what samples are made of is missing or damaged; and RunError
+    when a sample shares a needle with the `calibration` set.
     """
     state = process_state(config.runtime)
     own = work_dir / "answers"
@@ -245,14 +244,9 @@ def load_evaluated(
     One that serves several budgets is under that of `kv_budget` KV slots.
     """
     loaded = load_model(
-        model.path,
-        dtype=model.dtype,
-        backend=config.runtime.attention,
-        device=device,
-        revision=model.revision,
-        kv_budget=kv_budget,
-        trust_remote_code=model.trust_remote_code,
-    )
+        model.path, backend=config.runtime.attention, device=device, kv_budget=kv_budget,
+        **model.loading,
+    )  # fmt: skip
     config.check_inputs()
     if mask is None:
         return loaded

@@ -20,12 +20,11 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
-    """The samples of each length: conversation and answer take up to so many tokens of the model.
+    """The samples of each length: conversation and answer take at most this length in tokens.
 
     Upstream counts those of another tokenizer, so its bins hold other samples.
 
-    Raises:
-        UserError: a file is not in the public layout.
+    Raises UserError when a file is not in the public layout.
     """
     found, counts = [], Counter[tuple[int, int]]()
     most = _CHARACTERS_PER_TOKEN * max(section.lengths)
@@ -56,8 +55,7 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
 def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[mrcr.MrcrSample]:
     """The samples of the files with no more characters than that, in order.
 
-    Raises:
-        UserError: a file or a row of it is not in the public layout.
+    Raises UserError when a file or a row of it is not in the public layout.
     """
     for path in files:
         for number, row in enumerate(read_rows(path, mrcr.FIELDS)):

@@ -68,8 +68,7 @@ class NeedleSuite(Suite):
     def prepare(self) -> None:
         """Make the samples of every `world`-th subtask.
 
-        Raises:
-            UserError: a task does not fit, or its data is missing or damaged.
+        Raises UserError when a task does not fit, or its data is missing or damaged.
         """
         mine = self.subtasks[self.rank :: self.world]
         with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:

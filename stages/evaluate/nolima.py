@@ -17,8 +17,7 @@ from stages.evaluate.prompt_suite import PromptSample, Turns
 def samples(section: NolimaEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
     """The needles of the set at every depth of every book, or as many as are asked for.
 
-    Raises:
-        UserError: the needle set or a book cannot be read.
+    Raises UserError when the needle set or a book cannot be read.
     """
     folder = Path(section.data_dir)
     own = folder / "task_template.txt"

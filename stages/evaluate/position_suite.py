@@ -55,8 +55,7 @@ class PositionSuite(Suite):
 
         A copy says nothing new, and counted among them it would narrow the interval.
 
-        Raises:
-            UserError: no document is.
+        Raises UserError when no document is.
         """
         known = set[bytes]()
         for text in documents(self.section.path, 8 * self.section.length + 1000):

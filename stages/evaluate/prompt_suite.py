@@ -67,8 +67,7 @@ class PromptSuite(Suite):
     def prepare(self) -> None:
         """Read the data; prompts are made when they are asked.
 
-        Raises:
-            UserError: it cannot be read, or has no sample of these lengths.
+        Raises UserError when it cannot be read, or has no sample of these lengths.
         """
         identity = {
             "version": _VERSION,

@@ -90,13 +90,7 @@ def rival_masks(
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
-    model = load_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=device,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    model = load_model(config.model.path, device=device, **config.model.loading)
     window, ratio = searched.windows[0], searched.swa_ratio
     if len(searched.windows) > 1:
         kinds = decoder_layers(model.config)

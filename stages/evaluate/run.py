@@ -33,9 +33,8 @@ def run(
 
     scores.json repeats the original model's scores, which inputs["original"] holds.
 
-    Raises:
-        UserError: a model or the essay folder is missing or damaged.
-        RunError: a sample shares a needle with the calibration set.
+    Raises UserError when a model or the essay folder is missing or damaged; and RunError when a
+    sample shares a needle with the calibration set.
     """
     folders = {HYBRID: (inputs["materialize"] / MODEL, inputs["materialize"])}
     if "train" in inputs:

@@ -29,10 +29,8 @@ def run(
 
     models.json in `work_dir` names each model's identity. Returns the content of scores.json.
 
-    Raises:
-        UserError: a model has another tokenizer than the recipe's model: the same samples would
-            mean something else to it.
-        RunError: as `evaluate_models`.
+    Raises UserError when a model has another tokenizer than the recipe's model: the same samples
+    would mean something else to it; and RunError as `evaluate_models` does.
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)

@@ -420,10 +420,11 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
     if evaluate is None:
         return
     for task in ("qa_1", "qa_2"):
-        if evaluate.needle is not None and task in _required(evaluate.needle):
-            fault = missing_ruler_file(task, evaluate.needle.data_dir)
-            if fault is not None:
-                yield f"evaluate.needle.data_dir: {fault}"
+        needle = evaluate.needle
+        if needle is None or task not in needle.tasks or task in needle.optional:
+            continue
+        if fault := missing_ruler_file(task, needle.data_dir):
+            yield f"evaluate.needle.data_dir: {fault}"
     folder = loaded.info.directory if loaded.info is not None else None
     if evaluate.chat_template and folder is not None and not has_template(Path(folder)):
         yield (
@@ -435,10 +436,6 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
             "evaluate.harness: lm-evaluation-harness is not installed; "
             "pip install 'bosch-pipeline[eval]'"
         )
-
-
-def _required(section: NeedleEvaluation) -> set[str]:
-    return {*section.tasks} - {*section.optional}
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:
@@ -463,7 +460,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=10,
+    version=11,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

@@ -22,8 +22,7 @@ _Part = tuple[Sequence[float], Sequence[float] | None]
 def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Iterator[dict[str, Any]]:
     """The model's answers in the order of subtask and index, as lines of samples.jsonl.
 
-    Raises:
-        RunError: answers are missing.
+    Raises RunError when answers are missing.
     """
     for subtask in suite.subtasks:
         answers, count = folder.read(model, subtask), suite.samples(subtask)

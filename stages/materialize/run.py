@@ -56,10 +56,9 @@ def run(
     budgets of all points that share an order of heads with this one. The saved model is loaded
     again and must give the logits that the base model gives under each mask.
 
-    Raises:
-        UserError: the base model is missing, damaged or unsupported, or the mask is another's.
-        RunError: the saved model does not compute what was searched, or front.json chooses another
-            mask than head_mask.json.
+    Raises UserError when the base model is missing, damaged or unsupported, or the mask is
+    another's; and RunError when the saved model does not compute what was searched, or front.json
+    chooses another mask than head_mask.json.
     """
     import torch
 
@@ -122,13 +121,8 @@ def run(
 
 
 def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
-    return load_model(
-        config.model.path,
-        dtype=config.section.dtype,
-        device=device,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    options = {**config.model.loading, "dtype": config.section.dtype}
+    return load_model(config.model.path, device=device, **options)
 
 
 def _price(config: StageConfig[MaterializeConfig], base: Any, context: int) -> Price:

@@ -75,7 +75,11 @@ def measure(
             runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
             for repeat in range(settings.repeats):
                 for variant in variants:
-                    request = _request(model, original, variant, settings, length, repeat)
+                    request = {
+                        "model": model, "original": original, "length": length, "repeat": repeat,
+                        "variant": variant.model_dump(mode="json"),
+                        "settings": settings.model_dump(mode="json"),
+                    }  # fmt: skip
                     if not any("out_of_memory" in run for run in runs[variant]):
                         runs[variant].append(finished.once(request | basis, partial(_run, request)))
                     bar.update(1, f"{variant.name} at {length:,}")
@@ -159,24 +163,6 @@ def _make_folder(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: cannot be created ({error.strerror})") from None
-
-
-def _request(
-    model: str,
-    original: str | None,
-    variant: Variant,
-    settings: MeasureSettings,
-    length: int,
-    repeat: int,
-) -> dict[str, Any]:
-    return {
-        "model": model,
-        "original": original,
-        "variant": variant.model_dump(mode="json"),
-        "settings": settings.model_dump(mode="json"),
-        "length": length,
-        "repeat": repeat,
-    }
 
 
 def _basis(*models: str | None) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -175,65 +176,45 @@ def main() -> None:
     Path(result_file).write_text(json.dumps(result))
 
 
-class MemoryMeter:
-    """The peak since `restart`, in bytes."""
+class MemoryMeter(NamedTuple):
+    """Bytes in use `now`, and the `peak` since `restart`."""
 
     source: str
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def peak(self) -> int:
-        raise NotImplementedError
-
-    def now(self) -> int:
-        raise NotImplementedError
+    restart: Callable[[], Any]
+    peak: Callable[[], int]
+    now: Callable[[], int]
 
 
-class _CudaMeter(MemoryMeter):
-    source = "allocated by torch on the GPU"
-
-    def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-    def now(self) -> int:
-        return torch.cuda.memory_allocated()
+_CUDA = MemoryMeter(
+    "allocated by torch on the GPU", torch.cuda.reset_peak_memory_stats,
+    torch.cuda.max_memory_allocated, torch.cuda.memory_allocated,
+)  # fmt: skip
 
 
-class _ResidentMeter(MemoryMeter):
-    source = "resident set of the process"
+def _status_bytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
-    def restart(self) -> None:
-        _CLEAR.write_text(_RESET_HIGH_WATER)
 
-    def peak(self) -> int:
-        return self._read("VmHWM")
-
-    def now(self) -> int:
-        return self._read("VmRSS")
-
-    def _read(self, name: str) -> int:
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
+_RESIDENT = MemoryMeter(
+    "resident set of the process", lambda: _CLEAR.write_text(_RESET_HIGH_WATER),
+    partial(_status_bytes, "VmHWM"), partial(_status_bytes, "VmRSS"),
+)  # fmt: skip
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """The meter of a device; raises UserError where the system has none for the CPU."""
     if device.type == "cuda":
-        return _CudaMeter()
-    meter = _ResidentMeter()
+        return _CUDA
     try:
-        meter.restart()
-        meter.peak()
+        _RESIDENT.restart()
+        _RESIDENT.peak()
     except (OSError, StopIteration):
         raise UserError(
             f"--device cpu: memory is read from {_STATUS} and {_CLEAR}, which this system does not "
             "have; measure on Linux or on a GPU"
         ) from None
-    return meter
+    return _RESIDENT
 
 
 def limit_memory(device: torch.device, limit: int) -> None:

@@ -20,9 +20,8 @@ def run(
     The hybrid with every head full computes what the original does, so its times are the
     original's. `runtime.attention` chooses the backend, which the results name.
 
-    Raises:
-        UserError: the backend or the hardware cannot be measured.
-        RunError: a run failed, for other reasons than a lack of memory.
+    Raises UserError when the backend or the hardware cannot be measured; and RunError when a run
+    failed, for other reasons than a lack of memory.
     """
     settings = MeasureSettings.model_validate(
         {

@@ -22,8 +22,7 @@ def run(
     That no sample shares a needle with the calibration set is checked by the stage evaluate, which
     asks the same questions: nothing here depends on the calibration set.
 
-    Raises:
-        UserError: the model or the essay folder is missing or damaged.
+    Raises UserError when the model or the essay folder is missing or damaged.
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=8,
+    version=9,
     key="evaluate",
     after=("materialize",),
     model="weights",

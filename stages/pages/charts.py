@@ -18,19 +18,8 @@ import altair as alt
 import vl_convert
 
 from bosch.files import replacing
+from stages.pages.colours import COLOURS
 
-# Light and dark; the names are the style sheet's variables.
-COLOURS = {
-    "page": ("#f6f7f9", "#10151a"), "card": ("#ffffff", "#181f26"), "ink": ("#16202b", "#e8edf2"),
-    "soft": ("#586574", "#9dabb9"), "rule": ("#e1e6eb", "#2b353f"), "band": ("#eef2f6", "#1e2730"),
-    "full": ("#0b5c9e", "#62b5f0"), "sliding": ("#f3c37a", "#7a5a2a"),
-    "original": ("#2b3540", "#d5dde5"), "hybrid": ("#0072b2", "#56b4e9"),
-    "untrained": ("#c9530a", "#f08a4b"), "third": ("#3f8f5f", "#67c28b"),
-    "fourth": ("#8a6bb1", "#b59ad6"), "fifth": ("#d99a2b", "#e6b450"),
-    "sixth": ("#b8436d", "#ec86ab"), "seventh": ("#4a9aa8", "#7cc8d4"),
-    "tint": ("0, 114, 178", "86, 180, 233"),
-    "note": ("#fff6e2", "#2b2616"), "note-rule": ("#e0a92e", "#b98a2a"),
-}  # fmt: skip
 PALETTE = ("hybrid", "untrained", "third", "fourth", "fifth", "sixth", "seventh")
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 _CONFIG = {
@@ -258,13 +247,6 @@ def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.
     line = base.mark_rule(strokeDash=[6, 4], strokeWidth=1.5, color="var(--original)")
     place = {"x": 4, "align": "left", "dy": -7} if field == "y" else {"y": -6, "align": "right"}
     return [line, base.mark_text(color="var(--original)", **place).encode(text="name:N")]
-
-
-@functools.cache
-def library() -> str:
-    """The script that draws charts on a page (Vega-Lite, Vega and their embedder)."""
-    script: str = vl_convert.javascript_bundle()
-    return script.replace("</script", "<\\/script")
 
 
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:

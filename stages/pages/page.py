@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import importlib
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from stages.pages.charts import COLOURS, library
+from stages.pages.colours import COLOURS
 from stages.pages.tables import as_cell
 
 _FOLDER = Path(__file__).parent
 _CHECKOUT = _FOLDER.parents[1]
+
+
+@functools.cache
+def library() -> str:
+    """The script that draws charts on a page (Vega-Lite, Vega and their embedder)."""
+    # By name: a page without charts does not load the 0.4 s of libraries that draw them.
+    script: str = importlib.import_module("vl_convert").javascript_bundle()
+    return script.replace("</script", "<\\/script")
 
 
 def _sha256(text: str) -> str:

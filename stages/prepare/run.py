@@ -42,8 +42,7 @@ def run(
     Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
     goes on where it was.
 
-    Raises:
-        UserError: a source or the tokenizer is missing or damaged; names file and place.
+    Raises UserError when a source or the tokenizer is missing or damaged; names file and place.
     """
     written = Statistics.finished(work_dir)
     if written is None:

@@ -46,12 +46,13 @@ def _documents(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[s
         return {"dataset": path}  # its subset, split and commit stand in the recipe
     files = source_files(f"source {source.name}", source.kind, path)
     if source.kind == "mds":
-        files += [shard for index in files for shard in _shards_without_hash(index)]
+        files += [
+            shard.file(index.parent)[0]
+            for index in files
+            for shard in read_index(index)
+            if not shard.is_hashed
+        ]
     return hashed_files(path, files, hasher)
-
-
-def _shards_without_hash(index: Path) -> list[Path]:
-    return [shard.file(index.parent)[0] for shard in read_index(index) if not shard.is_hashed]
 
 
 def _check_documents(where: str, source: SourceConfig, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,14 @@ from bosch.analysis import intervals
 from bosch.search.methods import METHODS
 from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, Against, named_rival, power
 from stages.evaluate.tables import against
-from stages.formats import format_bytes, format_length, format_money, format_seconds, signed
+from stages.formats import (
+    format_bytes,
+    format_length,
+    format_money,
+    format_seconds,
+    format_share,
+    signed,
+)
 from stages.measure.stage import Point
 from stages.report.results import Results, Scored, label_of
 from stages.report.stage import ReportConfig
@@ -28,9 +36,10 @@ class Choice(NamedTuple):
 def choose(results: Results) -> Choice | None:
     """The earliest of the untrained hybrid and its checkpoints that is as good as the best.
 
-    The best has the highest mean over all tasks and lengths. Another one is as good where the 95 %
-    interval of its paired difference to the best stays above -`MARGIN` points: what few samples do
-    not decide speaks for the best. None without scores.
+    The best has the highest mean over all tasks and lengths, and of equal ones the lowest loss at
+    the last positions. Another one is as good where the 95 % interval of its paired difference to
+    the best stays above -`MARGIN` points, and its loss is within the interval of the best's: what
+    few samples do not decide speaks for the best. None without scores.
     """
     models = sorted(
         (name for name in results.samples if name == HYBRID or checkpoint_tokens(name) is not None),
@@ -42,9 +51,13 @@ def choose(results: Results) -> Choice | None:
         return None
     if len(models) == 1:
         return Choice(models[0], "the only one with scores")
-    best = max(models, key=lambda name: _mean(subtasks[name]))
+    means = {name: round(_mean(subtasks[name]), 9) for name in models}
+    losses = {name: _last_loss(results, name) for name in models}
+    best = max(models, key=lambda name: (means[name], -losses[name][0]))
     first, second = list(subtasks[best].values()), label_of(best).lower()
     for name in models[: models.index(best)]:
+        if losses[name][0] > losses[best][1]:
+            continue
         found = intervals.compare(list(subtasks[name].values()), first).difference
         if 100 * found.low > -MARGIN:
             ends = f"{signed(100 * found.low, 1)}, {signed(100 * found.high, 1)}"
@@ -54,11 +67,28 @@ def choose(results: Results) -> Choice | None:
                 f"{signed(100 * found.mean, 1)} [{ends}]",
             )
     earlier = models.index(best) > 0
-    return Choice(
-        best,
-        "the highest score"
-        + (f"; no earlier one is shown to be within {MARGIN:g} points of it" if earlier else ""),
-    )
+    ties = sum(mean == means[best] for mean in means.values())
+    if ties == 1:
+        reason = "the highest score"
+    elif len({losses[name][0] for name in models if means[name] == means[best]}) == 1:
+        reason = f"{ties} have the highest score, it is the earliest"
+    else:
+        reason = f"{ties} have the highest score, it has the lowest loss at the last positions"
+    if earlier and ties == 1:
+        reason += f"; no earlier one is shown to be within {MARGIN:g} points of it"
+    return Choice(best, reason)
+
+
+def _last_loss(results: Results, model: str) -> tuple[float, float]:
+    """Nats that a model loses at the last positions, and the end of its interval.
+
+    0 and infinity where there are none; models of one run read the same documents.
+    """
+    table = results.scores.positions.get(model) if results.scores is not None else None
+    if table is None or not table.difference:
+        return 0.0, math.inf
+    last = table.difference[-1]
+    return last.mean, math.inf if last.high is None else last.high
 
 
 def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, Against] | None:
@@ -120,6 +150,15 @@ def _points(found: Against) -> str:
     return f"{signed(found.difference, 1)} points [{ends}]"
 
 
+def _than_original(found: Against) -> str:
+    """A difference in words, with its interval."""
+    ends = f"[{signed(found.difference_low, 1)}, {signed(found.difference_high, 1)}]"
+    if round(found.difference, 1) == 0:
+        return f"as the original does, within {ends} points,"
+    much = "less" if found.difference < 0 else "more"
+    return f"{abs(found.difference):.1f} points {much} than the original {ends}"
+
+
 def headline(results: Results, section: ReportConfig) -> str | None:
     """What to ship and why, what it loses, its cache, its speed, and the run's cost.
 
@@ -133,7 +172,7 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     count, difference = found
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
-        f"it scores {_points(difference)} against the original over {tasks} "
+        f"it scores {_than_original(difference)} over {tasks} "
         f"({power(difference).removeprefix('; ')})",
         _cache(results),
         *_speed(results.measured_points),
@@ -155,11 +194,13 @@ def _cache(results: Results) -> str:
         return f"takes {now} of KV cache per token instead of {before}"
     at = max(lengths)
     share = cache.dynamic(at) / cache.original(at)
-    return f"takes {share:.2f} of its KV cache at {format_length(at)}"
+    return f"takes {format_share(share)} of the original's KV cache at {format_length(at)}"
 
 
 def _speed(points: Sequence[Point]) -> Iterator[str]:
-    """Measured speed over the original's, the longest length first; none where none was."""
+    """Measured speed over the original's, the longest length first."""
+    if not points:
+        yield "has no measured speed (section measure)"
     texts = []
     for point in reversed(points):
         at = f"at {format_length(point.length)}"

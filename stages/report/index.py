@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,14 @@ _HEADER = (
 
 def write_index(root: Path) -> Path:
     """Write the page of all runs in `root`, from what their reports published; returns it."""
-    rows = [_row(folder.parent.name, folder) for folder in _reports(root)]
+    summaries = sorted(root.glob(f"*/report/{Summary.FILE}"))
+    rows = [_row(one.parent.parent.name, one.parent) for one in summaries]
     table = Table.of_rows("", _HEADER, rows)
     text = render(
         _TEMPLATE, has_charts=False, title="Runs", subtitle=f"{len(rows)} with a report", runs=table
     )
     write_text(root / INDEX, text)
     return root / INDEX
-
-
-def _reports(root: Path) -> Iterator[Path]:
-    """Folders of reports, by name."""
-    for summary in sorted(root.glob(f"*/report/{Summary.FILE}")):
-        yield summary.parent
 
 
 def _row(name: str, folder: Path) -> list[str]:

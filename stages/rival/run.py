@@ -26,8 +26,7 @@ def run(
 
     The mask is that of `evaluate.rivals`: as many sliding heads as the search's, and its windows.
 
-    Raises:
-        UserError: the base model is missing or damaged.
+    Raises UserError when the base model is missing or damaged.
     """
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,14 +16,10 @@ from stages.stage import Stage
 from stages.train.stage import TrainConfig
 
 
-def _unsearched(name: MethodName) -> MethodName:
-    return unsearched([name])[0]
-
-
 class RivalConfig(Section):
     """A hybrid without a search, trained beside the search's: does the search matter then?"""
 
-    method: Annotated[MethodName, AfterValidator(_unsearched)] = Field(
+    method: Annotated[MethodName, AfterValidator(lambda name: unsearched([name])[0])] = Field(
         "intr",
         description=(
             "Layer rule or ranking that chooses its full heads, as many as the search's mask has. "

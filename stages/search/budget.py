@@ -30,7 +30,7 @@ from stages.formats import format_bytes
 if TYPE_CHECKING:
     from typing import Self
 
-# Every so many-th calibration example is kept from a search for a front, to score its points.
+# One in HELD_OUT_EVERY calibration examples is kept from a search for a front, to score its points.
 HELD_OUT_EVERY = 4
 _ONE_SIDED = 0.05
 
@@ -188,7 +188,7 @@ class Price:
         return int(self.budget.amount) if self.budget.bytes is not None else self.original
 
     def with_sliding(self, sliding: int, window: Window) -> list[LayerHeads]:
-        """The heads of a mask with so many sliding ones, spread evenly over the layers."""
+        """The heads of a mask with `sliding` ones, spread evenly over the layers."""
         heads = self.kinds.heads
         counts = even_counts(len(self.kinds.full), heads, sliding)
         return [{None: full, window: heads - full} for full in counts]
@@ -231,7 +231,7 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
 
 
 def keep_fault(keep: float, examples: int) -> str | None:
-    """Why so many calibration examples cannot show that a share of a perfect score is kept."""
+    """Why `examples` cannot show that the share `keep` of a perfect score is kept."""
     held_out = examples // HELD_OUT_EVERY
     limit = _ONE_SIDED ** (1 / held_out) if held_out else 0.0
     if limit >= keep:

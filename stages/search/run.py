@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,9 +58,9 @@ def run(
     same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
     Called on every rank: each computes its share of the set, the first one writes the files.
 
-    Raises:
-        UserError: the model or the calibration set is damaged, or leaves nothing to search for.
-        RunError: the model's logits are not finite, the log cannot be written, or a rank has ended.
+    Raises UserError when the model or the calibration set is damaged, or leaves nothing to search
+    for; and RunError when the model's logits are not finite, the log cannot be written, or a rank
+    has ended.
     """
     finds_front = METHODS[config.section.method].finds_front
     if config.section.method == "given" and config.section.mask is not None:
@@ -101,7 +101,9 @@ def run(
         with _progress(config, objective, settings) as bar:
             evaluator = Evaluator(objective, log, bar)
             if finds_front:
-                evaluator.slot_budgets = _slot_budgets(config.section, price)
+                slots = point_slots(config.section, price)
+                # Masks are made to be nested with the one in the middle.
+                evaluator.slot_budgets = SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
             with _live(config, evaluator, work_dir, ranks, sink_bias):
                 result = _find_mask(config, evaluator, settings, work_dir)
         summary = _summary(evaluator, result, time.perf_counter() - started)
@@ -112,12 +114,6 @@ def run(
         name: summary[name]
         for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     }
-
-
-def _slot_budgets(section: SearchConfig, price: Price) -> SlotBudgets:
-    """The points of a front; its masks are made to be nested with the one in the middle."""
-    slots = point_slots(section, price)
-    return SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
 
 
 @contextlib.contextmanager
@@ -176,16 +172,11 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     calibration, held_out = CalibrationSet.load(prepared / CALIBRATION), None
     if METHODS[section.method].finds_front:
         calibration, held_out = calibration.split(HELD_OUT_EVERY)
-    options: dict[str, Any] = {
-        "dtype": config.model.dtype,
-        "revision": config.model.revision,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
     split = None
     if ranks.shards > 1 and config.runtime.search_parallel == "tensor":
-        model = load_sharded(config.model.path, ranks, **options)
+        model = load_sharded(config.model.path, ranks, **config.model.loading)
     else:
-        model = load_model(config.model.path, device=ranks.device, **options)
+        model = load_model(config.model.path, device=ranks.device, **config.model.loading)
     if ranks.shards > 1 and config.runtime.search_parallel == "context":
         split = ContextParallel(dist.group.WORLD)
     config.check_inputs()
@@ -221,10 +212,7 @@ def _sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> S
 def _summary(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
     evaluation = result.evaluation
     return {
-        "anchors": {
-            "all_sliding": result.anchors.all_sliding,
-            "all_full": result.anchors.all_full,
-        },
+        "anchors": asdict(result.anchors),
         "best_score": evaluation.score,
         "best_log_likelihood": evaluation.log_likelihood,
         "last_phase_score": result.last_phase.score,
@@ -232,7 +220,7 @@ def _summary(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict
         **evaluator.costs(),
         "solver_seconds": max(0.0, seconds - evaluator.fresh_seconds),
         "layer_importance": result.layers,
-        "trace": evaluator.trace_records(),
+        "trace": [asdict(point) for point in evaluator.trace],
         "notes": evaluator.notes,
     }
 

@@ -16,13 +16,13 @@ from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.window import MOST_WINDOWS, Window, rising_menu
+from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.recipe import LoadedRecipe, ModelInfo, Recipe
 from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
-from stages.search.parallel import parallel_faults
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -337,30 +337,21 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             "search.sink: a front has no sink bias; choose another search.method, or search.sinks "
             "for sink tokens"
         )
-    yield from _menu(search)
-    yield from _lengths(loaded)
-    yield from _budget(loaded)
-    yield from parallel_faults(loaded, search)
-    yield from _attention(loaded)
-
-
-def _menu(search: SearchConfig) -> Iterator[str]:
     if len(search.menu) > 1 and not METHODS[search.method].several_windows:
         yield (
             f"search.windows: method {search.method} knows one window; name it in "
             "search.window_size, or set search.method: front"
         )
-
-
-def _lengths(loaded: LoadedRecipe) -> Iterator[str]:
-    """Every window is shorter than what the search measures."""
-    search = loaded.recipe[SearchConfig]
+    # Every window is shorter than what the search measures.
     length = loaded.recipe[PrepareConfig].calibration.length
     yield from window_faults(search, "prepare.calibration.length", length)
+    yield from _budget(loaded)
+    yield from _parallel(loaded, search)
+    yield from _attention(loaded)
 
 
 def window_faults(search: SearchConfig, path: str, length: int) -> Iterator[str]:
-    """Why windows are none in sequences of so many tokens."""
+    """Windows that hide nothing in sequences of `length` tokens."""
     for window in search.menu:
         if window.most_keys >= length:
             yield (
@@ -391,7 +382,9 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         kinds = loaded.info.kinds
         length = loaded.recipe[PrepareConfig].calibration.length
         price = search.price(kinds, loaded.recipe.model.dtype, length)
-        faults = [*_price_faults(search, price)]
+        faults = [*engine_faults(price.budget, price.kinds, search.sinks)]
+        if price.budget.tokens is not None:
+            faults += _no_cheaper(search, price)
         if price.budget.engine == "vllm" and loaded.info.takes_more_than_text:
             faults += [
                 "search.budget.engine: vllm does not serve this model: it takes more than text"
@@ -410,14 +403,8 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         yield str(error)
 
 
-def _price_faults(search: SearchConfig, price: Price) -> Iterator[str]:
-    """Why the engine of a budget holds no such masks, or none of them is cheaper."""
-    yield from engine_faults(price.budget, price.kinds, search.sinks)
-    if price.budget.tokens is not None:
-        yield from _no_cheaper(search, price)
-
-
 def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
+    """Why a window saves nothing."""
     for window in search.menu:
         if window.held(price.tokens) >= price.tokens:
             yield (
@@ -449,6 +436,29 @@ def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
             f"{where}: {ratio:g} cannot be reached: with search.buckets "
             f"{[float(bucket) for bucket in search.buckets]} a layer's ratio is {side}"
         )
+
+
+def _parallel(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
+    """Why the processes of a run cannot share a search as the recipe asks."""
+    field, world = "runtime.search_parallel", loaded.world
+    parallel = loaded.recipe.runtime.search_parallel
+    if parallel == "tensor" and world.nodes > 1:
+        yield (
+            f"{field}: tensor shards the model over the processes of one node, "
+            f"NNODES asks for {world.nodes}"
+        )
+    elif parallel == "tensor" and world.size == 1:
+        yield f"{field}: tensor needs several processes, there is one (runtime.processes)"
+    if parallel != "context":
+        return
+    yield from split_faults(loaded, field)
+    if METHODS[search.method].reads_attention:
+        yield (
+            f"{field}: context splits what a search measures, and {search.method} reads the "
+            "examples in one process; set data"
+        )
+    if search.sink is not None:
+        yield f"{field}: search.sink is estimated on whole examples; set data, or leave it out"
 
 
 def _attention(loaded: LoadedRecipe) -> Iterator[str]:

@@ -205,8 +205,7 @@ def _average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
     same tensors. Sums are float32, in the memory of one file; floating-point tensors alone are
     averaged.
 
-    Raises:
-        RunError: the files do not hold the same tensors.
+    Raises RunError when the files do not hold the same tensors.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:

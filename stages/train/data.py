@@ -5,7 +5,7 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from datasets import load_from_disk
 from bosch.errors import UserError
 from stages.train.loss import IGNORED
 from stages.train.schedule import Schedule
+
+Batch = dict[str, torch.Tensor]
+Collate = Callable[[Sequence[dict[str, Any]]], Batch]
 
 _ORDER_STREAM = 0x7261  # sets this use of the recipe's seed apart from others
 
@@ -36,8 +39,7 @@ class PackedSequences:
     def arrange(self, schedule: Schedule, seed: int) -> None:
         """Fix the order, and how much of it `schedule` reads.
 
-        Raises:
-            UserError: fewer tokens are prepared than the run needs.
+        Raises UserError when fewer tokens are prepared than the run needs.
         """
         needed = schedule.steps * schedule.sequences
         if needed > self.prepared:
@@ -65,8 +67,7 @@ class PackedSequences:
     def held_out(self, count: int) -> list[dict[str, Any]]:
         """Sequences that training does not read.
 
-        Raises:
-            UserError: there are fewer.
+        Raises UserError when there are fewer.
         """
         if self.prepared - self._needed < count:
             raise UserError(
@@ -96,13 +97,13 @@ class SourceTokens:
         return dict(zip(self._names, self._tokens.tolist(), strict=True))
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     """Plain causal language modelling: input_ids and labels [B, T]; the model shifts the labels."""
     input_ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]).astype(np.int64))
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-def collate_documents(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def collate_documents(rows: Sequence[dict[str, Any]]) -> Batch:
     """As `collate`, with attention stopping at document borders.
 
     position_ids [B, T] start again at 0 with every document, which is how the attention knows the

@@ -25,7 +25,7 @@ from stages.context import Runtime
 from stages.train.stage import TrainConfig
 
 _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
-_LEAST = 20  # of them; before there are so many, only what is not finite is a bad step
+_LEAST = 20  # of them; with fewer, only what is not finite is a bad step
 MOST_IN_A_ROW = 5  # bad steps that may be left out, one after the other
 MOST_REMEMBERED = 10  # and among the last `_REMEMBERED`
 _LEAST_TIMED = 5  # steps that are timed before their time says when one hangs

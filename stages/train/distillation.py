@@ -47,7 +47,7 @@ def load_teacher(
     config.kv_budget = None
     teacher = load_model(
         model_dir,
-        dtype=teacher_dtype(train),
+        dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
         backend=backend,
         trust_remote_code=model.trust_remote_code,
         config=config,
@@ -64,11 +64,6 @@ def load_teacher(
 
     teacher.forward = MethodType(forward, teacher)
     return teacher
-
-
-def teacher_dtype(train: TrainConfig) -> torch.dtype:
-    """Precision of the teacher's weights: it takes no small updates."""
-    return torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
 
 
 class TeacherLoss:

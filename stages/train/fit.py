@@ -73,7 +73,7 @@ class Budget:
 def training_budget(
     loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
 ) -> Budget:
-    """The memory of a recipe's training on so many processes.
+    """The memory of a recipe's training on `processes`.
 
     Raises UserError where the batch does not split over them.
     """

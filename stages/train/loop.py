@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import PackedSequences, SourceTokens
+from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
 from stages.train.decisions import Decision, RestartTimer, SpikeRule, step_patience
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
@@ -43,8 +43,6 @@ from stages.train.storage import RestartPoints, disk_errors, restart_step
 from stages.train.watch import HeldOutWatch, NeedleWatch
 
 logger = logging.getLogger(__name__)
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Loop:
     optimizer: Any
     data: PackedSequences
     sources: SourceTokens
-    collate: Callable[[Sequence[dict[str, Any]]], Batch]
+    collate: Collate
     schedule: Schedule
     train: TrainConfig
     runtime: Runtime
@@ -186,9 +184,8 @@ class Loop:
     def update(self, loss: float, norm: float) -> bool:
         """Change the weights, unless the step is a bad one that is left out: then True.
 
-        Raises:
-            RunError: the step is a bad one, by train.spike_factor or since its loss or gradient
-                norm is no longer a finite number, and is not left out; or too many are.
+        Raises RunError when the step is a bad one, by train.spike_factor or since its loss or
+        gradient norm is no longer a finite number, and is not left out; or too many are.
         """
         fault = self.spikes.fault(norm)
         skipped = fault is not None and self.train.bad_steps == "skip"
@@ -240,6 +237,7 @@ class Loop:
         self._seconds.append(seconds)
         if self.metrics_log is None:
             return
+        peak = self._peak_flops  # None where it is not known
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
                 self.step,
@@ -250,17 +248,12 @@ class Loop:
                 skipped=skipped or None,
                 **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
-                mfu=self._mfu(seconds),
+                mfu=self.flops[self.budget] / seconds / peak if peak else None,
                 memory=peak_memory(),
                 source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
                 data_seconds=round(spent.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
             )
-
-    def _mfu(self, seconds: float) -> float | None:
-        """The share of the GPUs' peak in a step of so many seconds; None where it is not known."""
-        flops = self.flops[self.budget]
-        return flops / seconds / self._peak_flops if self._peak_flops else None
 
     def save(self, decision: Decision) -> None:
         """Write the checkpoints of this step, then, if one is due, begin a restart point.

@@ -185,8 +185,7 @@ def install_loss(
     `context_parallel` it takes whole sequences, computes this process's tokens of them, and its
     loss is their part of the whole one.
 
-    Raises:
-        UserError: the model's own loss has a term for its router.
+    Raises UserError when the model's own loss has a term for its router.
     """
     config = model.config
     if getattr(config, "output_router_logits", False):

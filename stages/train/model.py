@@ -56,9 +56,8 @@ def load_for_training(
     Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
     `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences.
 
-    Raises:
-        UserError: train.liger is set where Liger kernels cannot run.
-        RunError: Liger left a module of the model as it was.
+    Raises UserError when train.liger is set where Liger kernels cannot run; and RunError when Liger
+    left a module of the model as it was.
     """
     if train.liger:
         _check_liger_possible()
@@ -94,8 +93,7 @@ def load_for_training(
 def use_grouped_experts(model: Any) -> None:
     """Compute all experts of a layer in one grouped product, whatever config.json says.
 
-    Raises:
-        RunError: transformers would compute them in another way.
+    Raises RunError when transformers would compute them in another way.
     """
     if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
         return
@@ -204,8 +202,7 @@ def apply_liger(model: Any) -> None:
 def check_liger_runs(model: Any) -> None:
     """Make sure every norm and every MLP of `model` run Liger's code.
 
-    Raises:
-        RunError: one of them still runs its own.
+    Raises RunError when one of them still runs its own.
     """
     for name, module in model.named_modules():
         if not type(module).__name__.endswith(("RMSNorm", "MLP")):

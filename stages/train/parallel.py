@@ -62,8 +62,8 @@ def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
 def check_sharding_possible(runtime: Runtime) -> None:
     """Refuse a sharding that cannot run here.
 
-    Raises:
-        UserError: DeepSpeed is not installed, or there is one process and nothing to shard over.
+    Raises UserError when DeepSpeed is not installed, or there is one process and nothing to shard
+    over.
     """
     if runtime.sharding == "none":
         return
@@ -191,8 +191,8 @@ def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:
 def check_sharding_runs(model: Any, runtime: Runtime) -> None:
     """Make sure that `model`, as prepared for training, is spread as the recipe says.
 
-    Raises:
-        RunError: the model has another wrapper than the recipe says, or a parameter is not sharded.
+    Raises RunError when the model has another wrapper than the recipe says, or a parameter is not
+    sharded.
     """
     actual = _actual_sharding(model)
     if actual != runtime.sharding:

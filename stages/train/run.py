@@ -55,7 +55,7 @@ from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step, wait
 from stages.train.trainable import first_adapters, saved_name
-from stages.train.watch import HeldOutWatch, make_needle_watch
+from stages.train.watch import make_held_out_watch, make_needle_watch
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,8 @@ def run(
     Leaves checkpoints/tokens-<n>, metrics.jsonl, tensorboard/ and summary.json, and returns the
     summary: final_loss (nats per token), tokens, steps, seconds, processes, checkpoints.
 
-    Raises:
-        UserError: batch, data, sharding and machine do not fit together.
-        RunError: the loss diverged, or the disk refused.
-        LostRankError: another process ended; it says which.
+    Raises UserError when batch, data, sharding and machine do not fit together; RunError when the
+    loss diverged, or the disk refused; and LostRankError when another process ended; it says which.
     """
     if TrainingSummary.finished(work_dir) is None:
         _train(config, inputs, work_dir)
@@ -135,24 +133,13 @@ def build_loop(
     shape = DecoderShape.of(model_config)
     accelerator = make_accelerator(train, config.runtime, schedule)
     budget = budget_of(
-        train,
-        config.runtime,
-        schedule.sequence_length,
-        shape,
-        world_size(),
-        least_memory(accelerator.device),
-        torch.cuda.is_available(),
-        heads_by_window(model_config),
-    )
-    runtime, planned = budget.runtime, budget.memory
+        train, config.runtime, schedule.sequence_length, shape, world_size(),
+        least_memory(accelerator.device), torch.cuda.is_available(), heads_by_window(model_config),
+    )  # fmt: skip
+    runtime = budget.runtime
     logger.info("activations that are recomputed: %s", runtime.checkpointing)
     config = replace(config, runtime=runtime)
     collate_rows = collate_documents if train.document_masking else collate
-    held_out = None
-    if runtime.heldout_every_steps is not None:
-        rows = data.held_out(runtime.heldout_sequences)
-        batches = [collate_rows([row]) for row in rows]
-        held_out = HeldOutWatch(batches, runtime.heldout_every_steps, runtime.context_parallel)
     if accelerator.is_main_process:
         remove(work_dir / TrainingSummary.FILE)
         restarts.clean()
@@ -162,6 +149,8 @@ def build_loop(
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator)
     log, prepare = None, config.upstream.get("prepare")
+    max_shard_size = config.upstream_section(MaterializeConfig).max_shard_size
+    sources = prepare.sources if isinstance(prepare, PrepareConfig) else []
     if accelerator.is_main_process:
         done = restart_step(point) if point else 0
         log = MetricsLog(work_dir, schedule, done, runtime.wandb_project)
@@ -170,9 +159,7 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
-        sources=SourceTokens(
-            data, [s.name for s in prepare.sources] if isinstance(prepare, PrepareConfig) else []
-        ),
+        sources=SourceTokens(data, [source.name for source in sources]),
         collate=collate_rows,
         schedule=schedule,
         train=train,
@@ -180,17 +167,14 @@ def build_loop(
         seed=config.seed,
         restarts=restarts,
         checkpoint_writer=CheckpointWriter(
-            work_dir,
-            model_dir,
-            saved_dtype(model_dir),
-            config.upstream_section(MaterializeConfig).max_shard_size,
+            work_dir, model_dir, saved_dtype(model_dir), max_shard_size
         ),
         metrics_log=log,
         needles=make_needle_watch(config, inputs["prepare"]),
-        held_out=held_out,
+        held_out=make_held_out_watch(data, collate_rows, runtime),
         budgets=budgets,
         flops=flops,
-        planned_memory=planned.peak,
+        planned_memory=budget.memory.peak,
     )
     if point is not None:
         logger.info("resuming from %s", point.name)

@@ -57,8 +57,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule of a run with `world_size` processes.
 
-    Raises:
-        UserError: the first of `batch_faults`.
+    Raises UserError with the first of `batch_faults`.
     """
     for fault in batch_faults(train, runtime, sequence_length, world_size):
         raise UserError(fault)

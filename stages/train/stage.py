@@ -390,8 +390,8 @@ def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
             "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
         )
     if way == "attention":
-        asked = {"kept": "runtime.checkpointing = attention keeps its outputs"}
-        for sentence in lacking(runtime.attention, asked):
+        requests = {"kept": "runtime.checkpointing = attention keeps its outputs"}
+        for sentence in lacking(runtime.attention, requests):
             yield f"runtime.attention: {sentence}, or runtime.checkpointing = full"
 
 

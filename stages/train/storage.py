@@ -223,8 +223,7 @@ class RestartPoints:
     def wait(self) -> None:
         """Until the point that is being written is in place.
 
-        Raises:
-            RunError: the disk refused.
+        Raises RunError when the disk refused.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -341,9 +340,8 @@ def _layout(point: Path) -> dict[str, object] | None:
 def check_layout(point: Path, layout: dict[str, object]) -> None:
     """Refuse a restart point whose shards this run cannot read.
 
-    Raises:
-        UserError: it was written with another `runtime.sharding`, or, where shards are fixed, by
-            another number of processes.
+    Raises UserError when it was written with another `runtime.sharding`, or, where shards are
+    fixed, by another number of processes.
     """
     saved = _layout(point)
     assert saved is not None
@@ -372,8 +370,7 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
 
     The processes also talk while they write: a connection that broke is no fault of the disk.
 
-    Raises:
-        RunError: the file system refused.
+    Raises RunError when the file system refused.
     """
     from safetensors import SafetensorError
 

@@ -23,8 +23,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm($|\.)")
 def restrict_training(model: Any, train: TrainConfig) -> None:
     """Leave to training what `train.freeze` and `train.lora` say.
 
-    Raises:
-        UserError: peft is not installed, or no linear map is there to adapt.
+    Raises UserError when peft is not installed, or no linear map is there to adapt.
     """
     if train.lora is not None:
         _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")

@@ -14,8 +14,9 @@ from torch import Tensor
 from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
-from stages.context import StageConfig
+from stages.context import Runtime, StageConfig
 from stages.prepare.stage import TOKENIZER, PrepareConfig
+from stages.train.data import Collate, PackedSequences
 from stages.train.loss import IGNORED, mistakes, token_losses
 from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
@@ -144,11 +145,21 @@ def _summed(values: Tensor, device: torch.device) -> Tensor:
     return values.cpu()
 
 
-def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:
-    """The watch that the recipe's runtime section describes; None where it describes none.
+def make_held_out_watch(
+    data: PackedSequences, collate: Collate, runtime: Runtime
+) -> HeldOutWatch | None:
+    """The watch that the recipe's runtime section describes; None where it describes none."""
+    every = runtime.heldout_every_steps
+    if every is None:
+        return None
+    rows = data.held_out(runtime.heldout_sequences)
+    return HeldOutWatch([collate([row]) for row in rows], every, runtime.context_parallel)
 
-    Raises:
-        UserError: the essay folder is missing or damaged.
+
+def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:
+    """As `make_held_out_watch`, for needles.
+
+    Raises UserError when the essay folder is missing or damaged.
     """
     every = config.runtime.needle_every_steps
     if every is None:

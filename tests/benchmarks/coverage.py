@@ -28,6 +28,7 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "exponential": lambda rng, n: rng.exponential(1.0, n),
     "gamma, shape 4": lambda rng, n: rng.gamma(4.0, 0.25, n),
     "log-normal, sigma 0.5": lambda rng, n: rng.lognormal(-0.125, 0.5, n),
+    "log-normal, sigma 0.75": lambda rng, n: rng.lognormal(-0.28125, 0.75, n),
 }
 # Samples' scores in [0, 1] with the mean that is asked for.
 SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {

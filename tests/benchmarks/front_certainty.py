@@ -1,9 +1,11 @@
 """Fronts of a search beside the exact ones, on landscapes small enough to measure every layout.
 
-    python -m tests.benchmarks.front_certainty [--kappa 40] [--seeds 8]
+    python -m tests.benchmarks.front_certainty [--kappa 40] [--seeds 8] [--first-seed 0]
+        [--layers 2] [--windows 16,64,256]
 
-Of each landscape (`tests.benchmarks.window_landscapes`, 2 layers x 4 units, windows 16, 64 and 256
-at 1,024 tokens: 65,536 layouts) eight budgets are spaced evenly on a logarithmic scale. Printed is
+Of each landscape (`tests.benchmarks.window_landscapes`, layers of 4 units at 1,024 tokens: 65,536
+layouts, 531,441 with 3 layers and 2 windows) eight budgets are spaced evenly on a logarithmic
+scale. Printed is
 the hypervolume of a front: the mean over the budgets of the value of its best mask within the
 budget, as a share of that of the exact front. 1 is exact.
 
@@ -31,6 +33,7 @@ from statistics import mean
 import numpy as np
 import numpy.typing as npt
 
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
@@ -46,7 +49,7 @@ from bosch.search.settings import SearchSettings
 from tests.benchmarks.landscapes import NAMES
 from tests.benchmarks.window_landscapes import TOKENS, WindowLandscape
 
-SHAPE, WINDOWS, BUDGETS = (2, 4), (16, 64, 256), 8
+UNITS, BUDGETS = 4, 8
 _GROUPED = [name for name in NAMES if name not in ("rugged", "layers", "by_layer")]
 
 
@@ -54,14 +57,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kappa", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--names", default=",".join(_GROUPED))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--windows", default="16,64,256")
     options = parser.parse_args()
+    windows = tuple(int(size) for size in options.windows.split(","))
     logging.disable(logging.WARNING)
     totals: dict[str, list[float]] = {}
     for name in options.names.split(","):
         shares: dict[str, list[float]] = {}
-        for seed in range(options.seeds):
-            for method, share in measured(name, seed, options.kappa).items():
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
+            scorer = WindowLandscape(name, (options.layers, UNITS), windows, seed)
+            for method, share in measured(scorer, seed, options.kappa).items():
                 shares.setdefault(method, []).append(share)
         _print(name, {method: mean(values) for method, values in shares.items()})
         for method, values in shares.items():
@@ -70,12 +78,12 @@ def main() -> None:
     _print("worst", {method: min(values) for method, values in totals.items() if values})
 
 
-def measured(name: str, seed: int, kappa: int) -> dict[str, float]:
+def measured(scorer: WindowLandscape, seed: int, kappa: int) -> dict[str, float]:
     """Shares of the exact hypervolume, by method; `passes` are those of the front."""
-    scorer = WindowLandscape(name, SHAPE, WINDOWS, seed)
+    shape = (scorer.num_layers, UNITS)
     layouts = scorer.layouts
     values, slots = scorer.value(layouts), scorer.slots(layouts)
-    units, narrowest = layouts.shape[1], len(WINDOWS)
+    units, narrowest = layouts.shape[1], len(scorer.windows)
     spaced = np.geomspace(slots.min() + TOKENS, slots.max(), BUDGETS + 1)[:-1]
     budgets = tuple(int(budget) for budget in spaced)
     nothing = float(values[slots.argmin()])
@@ -97,7 +105,7 @@ def measured(name: str, seed: int, kappa: int) -> dict[str, float]:
     settings = SearchSettings(0.5, budget_per_layer=kappa, seed=seed)
     front = find_mask("front", evaluator, settings).front
     assert front is not None
-    by_layer = layouts.reshape(-1, *SHAPE)
+    by_layer = layouts.reshape(-1, *shape)
     uniform = (by_layer == by_layer[:, :, :1]).all(axis=(1, 2))
     kinds = range(1, narrowest + 1)
     full = np.zeros(units, dtype=np.int64)
@@ -117,13 +125,13 @@ def measured(name: str, seed: int, kappa: int) -> dict[str, float]:
         ),
     }
     costs = np.array([TOKENS, *[window.held(TOKENS) for window in scorer.windows]], dtype=float)
-    original = HeadMask.all_full(*SHAPE)
+    original = HeadMask.all_full(*shape)
     effects = np.mean([scorer.window_gradient(original, i, 8).values for i in range(8)], axis=0)
     results["MoA"] = of(allotted(effects, costs, budget) for budget in budgets)
-    each = max(1, round(front_budget(settings, SHAPE[0]) / len(budgets) * 10 / SHAPE[0]))
+    each = max(1, round(front_budget(settings, shape[0]) / len(budgets) * 10 / shape[0]))
     for method, label in (("learned_gates", "gates"), ("bosch_plus", "bosch_plus")):
         results[label] = max(
-            of(_searched(method, name, seed, WINDOWS[-kind], kind, budgets, each)) for kind in kinds
+            of(_searched(method, _OneWindow(scorer, kind), seed, budgets, each)) for kind in kinds
         )
     results["front"] = of(front.mask(i).choices for i in range(len(front.points)))
     shares = {method: value / exact for method, value in results.items()}
@@ -131,31 +139,31 @@ def measured(name: str, seed: int, kappa: int) -> dict[str, float]:
 
 
 def _searched(
-    method: str, name: str, seed: int, window: int, kind: int, budgets: tuple[int, ...], kappa: int
+    method: str, scorer: _OneWindow, seed: int, budgets: tuple[int, ...], kappa: int
 ) -> Iterable[npt.ArrayLike]:
     """Masks of one search for each budget, at one window."""
-    several = WindowLandscape(name, SHAPE, WINDOWS, seed)
-    scorer = _OneWindow(several, kind)
-    units, held = SHAPE[0] * SHAPE[1], scorer.windows[0].held(TOKENS)
-    assert scorer.windows[0].size == window
+    units, held = scorer.num_layers * UNITS, scorer.windows[0].held(TOKENS)
     for count in {int((budget - units * held) / (TOKENS - held)) for budget in budgets}:
         if 0 < count < units:
             settings = SearchSettings(1 - count / units, budget_per_layer=kappa, seed=seed)
-            mask = run_method(method, scorer, settings).mask
-            yield np.where(mask.is_full, 0, kind)
+            try:
+                mask = run_method(method, scorer, settings).mask
+            except UserError:  # nothing is lost with every unit sliding
+                mask = HeadMask.all_sliding(scorer.num_layers, UNITS)
+            yield np.where(mask.is_full, 0, scorer.kind)
 
 
 class _OneWindow:
     """A landscape of several windows whose sliding units all have one."""
 
     def __init__(self, scorer: WindowLandscape, kind: int) -> None:
-        self._scorer, self._kind = scorer, kind
+        self._scorer, self.kind = scorer, kind
         self.num_layers, self.num_key_value_heads = scorer.num_layers, scorer.num_key_value_heads
         self.quantum, self.windows = scorer.quantum, (scorer.windows[kind - 1],)
         self.gradient_passes = scorer.gradient_passes
 
     def _mask(self, mask: HeadMask) -> HeadMask:
-        return HeadMask.of_choices(np.where(mask.is_full, 0, self._kind))
+        return HeadMask.of_choices(np.where(mask.is_full, 0, self.kind))
 
     def evaluate(
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
@@ -164,7 +172,7 @@ class _OneWindow:
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         changes = np.array(self._scorer.window_gradient(self._mask(mask), share, shares).values)
-        return GateGradient((changes[..., 0] - changes[..., self._kind]).tolist(), 0.0, 4.5 / 8)
+        return GateGradient((changes[..., 0] - changes[..., self.kind]).tolist(), 0.0, 4.5 / 8)
 
 
 def _print(name: str, shares: dict[str, float]) -> None:

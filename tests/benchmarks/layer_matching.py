@@ -6,7 +6,8 @@ As `distillation`: the same hybrid, tokens, order, rates and samples, and the to
 and 99 % of the lost needle score are back. In the first steps each layer gets the teacher's input
 and its attention learns the teacher's output (squared error over the output's mean square); no
 gradient passes from layer to layer. Then the KL divergence of the logits, as alone in "logits". In
-"larger rates" attention of layers with sliding heads has three times the rate.
+"larger rates" attention of layers with sliding heads has three times the rate, in "all rates
+larger" every weight.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from tests.benchmarks.distillation import (
 
 CPU = torch.device("cpu")
 EVERY = 8  # steps between scores
-MATCHED = {"logits": 0, "32 steps matched": 32, "64 steps matched": 64, "larger rates": 0}
+MATCHED = {"logits": 0, "32 steps matched": 32, "64 steps matched": 64, "larger rates": 0,
+           "all rates larger": 0}  # fmt: skip
 FACTOR = 3.0
 
 
@@ -96,7 +98,9 @@ def train(variant: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
     schedule = make_schedule(section, runtime, data.sequence_length, 1, on_gpu=False)
     data.arrange(schedule, seed)
     optimizer: Any = make_optimizer(student, section)
-    changed = _changed_attention(student) if variant == "larger rates" else set()
+    changed = {
+        "larger rates": _changed_attention(student), "all rates larger": {*student.parameters()}
+    }.get(variant, set())  # fmt: skip
     _split_groups(optimizer, changed)
     scores = {}
     for step in range(1, schedule.steps + 1):

@@ -26,10 +26,10 @@ from bosch.window import Window
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
-from stages.evaluate.generation import generate
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.models import load_evaluated
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.evaluate.suite import Suite
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
 
@@ -69,13 +69,15 @@ def test_needle_prompts_are_padded_little(tmp_path: Path, monkeypatch: pytest.Mo
         passes.append(_count_tokens(model))
         return model
 
-    def ask(model: Any, tokenizer: Any, questions: Any, most: int, batch_size: int) -> Any:
+    answer = Suite.generated
+
+    def ask(suite: Suite, model: Any, questions: Any, most: int) -> Any:
         nonlocal distinct
         distinct += sum(len(question.prompt_ids) + most - 1 for question in questions)
-        return generate(model, tokenizer, questions, most, batch_size)
+        return answer(suite, model, questions, most)
 
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", load)
-    monkeypatch.setattr("stages.evaluate.needle_suite.generate", ask)
+    monkeypatch.setattr(Suite, "generated", ask)
     tasks = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"]
     needle = {"tasks": tasks, "lengths": [512, 1024], "samples": 20, "max_new_tokens": 16}
     config = StageConfig(

@@ -78,42 +78,48 @@ _WAYS = pytest.mark.parametrize(
     ],
 )
 _PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
+_OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"teacher": "original"}, {"freeze": "attention_only"}, {"lora": {"rank": 4}}],
+)
 
 
-@pytest.mark.parametrize("options", [{}, {"teacher": "original"}, {"freeze": "attention_only"}])
+@_OPTIONS
 @_WAYS
 @_PRECISIONS
 def test_a_plan_is_within_10_percent_of_the_measured_peak(
     case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int, options: dict[str, str],
+    accumulation: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """In float32 too: bf16 is many times slower on a CPU without units for it."""
     _check(case, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
 
+@_OPTIONS
 @_WAYS
 @_PRECISIONS
 def test_a_plan_is_within_10_percent_of_the_measured_peak_of_experts(
     experts: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int,
+    accumulation: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, {})
+    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
 
+@_OPTIONS
 @pytest.mark.parametrize(
     ("sharding", "checkpointing"),
     [("fsdp", "full"), ("fsdp", "attention"), ("fsdp", "none"), ("none", "full")],
 )
 def test_a_plan_is_within_10_percent_of_the_measured_peak_of_split_sequences(
-    case: Path, tmp_path: Path, sharding: str, checkpointing: str
+    case: Path, tmp_path: Path, sharding: str, checkpointing: str, options: dict[str, Any]
 ) -> None:
     """Each rank holds half of every sequence, and of the full heads' keys all."""
-    _check(case, tmp_path, "no", sharding, checkpointing, 1, {}, context_parallel=RANKS)
+    _check(case, tmp_path, "no", sharding, checkpointing, 1, options, context_parallel=RANKS)
 
 
 def _check(
     case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int, options: dict[str, str], context_parallel: int = 1,
+    accumulation: int, options: dict[str, Any], context_parallel: int = 1,
 ) -> None:  # fmt: skip
     micro = MICRO * context_parallel  # as many tokens on each rank
     runtime: dict[str, Any] = {

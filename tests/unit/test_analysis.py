@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.analysis.jaccard import jaccard_distance, mean_distances
 from bosch.analysis.optimality import count_on_budget, masks_on_budget, standing
 from bosch.analysis.stability import ranking_stability, spearman
-from bosch.analysis.turnover import swapped, turnover
+from bosch.analysis.turnover import jaccard_distance, mean_distances, swapped, turnover
 from bosch.budget import swa_budget
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation

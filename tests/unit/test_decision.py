@@ -11,7 +11,14 @@ import pytest
 
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.scores import HYBRID, ORIGINAL, budget_name, rival_name
+from stages.evaluate.scores import (
+    HYBRID,
+    ORIGINAL,
+    BinLoss,
+    PositionLoss,
+    budget_name,
+    rival_name,
+)
 from stages.materialize.stage import ServedBudget
 from stages.measure import measurement
 from stages.measure.process import measure_run
@@ -58,6 +65,37 @@ def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
     assert choice is not None and choice.model == shipped and reason in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("right", "count", "losses", "shipped", "reason"),
+    [
+        # What the scores do not tell apart, the loss does.
+        ((20, 20, 20), 20, (0.3, 0.2, 0.1), LAST, "3 have the highest score, it has the lowest"),
+        ((20, 20, 20), 20, (0.1, 0.2, 0.3), HYBRID, "3 have the highest score, it has the lowest"),
+        ((20, 20, 20), 20, None, HYBRID, "3 have the highest score, it is the earliest"),
+        # Within 5 points, but outside the interval of the best's loss, 0.05 wide on each side.
+        ((955, 955, 960), 1000, (0.3, 0.14, 0.1), FIRST, "the earliest shown to be within"),
+    ],
+)
+def test_loss_by_position_speaks_where_scores_do_not(
+    results: Results, right: tuple[int, ...], count: int, losses: Any, shipped: str, reason: str
+) -> None:
+    names = (HYBRID, FIRST, LAST)
+    made = of(results, {ORIGINAL: count, **dict(zip(names, right, strict=True))}, count)
+    bins = [[BinLoss(mean=mean, low=0, high=mean + 0.05)] for mean in losses or ()]
+    positions = {
+        name: PositionLoss(edges=[1, 2], documents=6, loss=one, difference=one)
+        for name, one in zip(names, bins, strict=bool(losses))
+    }
+    assert made.scores is not None
+    scores = made.scores.model_copy(update={"positions": positions})
+    choice = choose(replace(made, scores=scores))
+    assert choice is not None and choice.model == shipped and reason in choice.reason
+    sentence = headline(replace(made, scores=scores, efficiency=None), ReportConfig())
+    assert sentence is not None and "has no measured speed (section measure)" in sentence
+    if right[-1] == count:
+        assert ": it scores as the original does, within [" in sentence
+
+
 def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> None:
     made = of(results, {ORIGINAL: 100, FIRST: 100, LAST: 90}, 100)
     samples = {**made.samples, FIRST: {("needle", "vt", 512): [1.0]}}
@@ -73,9 +111,9 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     found = overall(made, LAST)
     assert found is not None and found[1].visible_loss is not None
     for words in (
-        "it scores −5.0 points [",
+        "it scores 5.0 points less than the original [",
         f"20 samples would show a loss of {found[1].visible_loss:.1f} points",
-        "takes 0.30 of its KV cache at 2k",
+        "takes 29.7 % of the original's KV cache at 2k",
         "prefills at 1.50 and decodes at 1.50 times the original's speed at 2k "
         "(1.00 and 1.00 at 512), and ",
         "the run took 13.28 GPU hours (26.56 USD).",

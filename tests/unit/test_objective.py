@@ -138,13 +138,13 @@ def test_attention_of_both_kinds_is_computed_once(monkeypatch):
     """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
     model, calibration = searchable()
     calls = []
-    attention = incremental_forward.hybrid_attention
+    attention = incremental_forward.compute_attention
 
     def counted(*args, **kwargs):
         calls.append(args)
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(incremental_forward, "hybrid_attention", counted)
+    monkeypatch.setattr(incremental_forward, "compute_attention", counted)
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=1 << 30)
     mask = FULL
     for head in range(KV_HEADS):
@@ -466,14 +466,14 @@ def blended_likelihood(objective, mask, place, shares):
     """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
     blend, layers, likelihoods = gate_gradients.blended_attention, [], []
 
-    def moved(gates, layouts, backend, attention):
-        layers.append(backend)
+    def moved(gates, layouts, attention):
+        layers.append(gates)
         if (len(layers) - 1) % LAYERS == place[0]:
             gates = gates.detach().clone()
             for choice, share in shares.items():
                 if choice < gates.shape[1]:  # the narrowest has what the others leave
                     gates[place[1], choice] += share
-        return blend(gates, layouts, backend, attention)
+        return blend(gates, layouts, attention)
 
     def recorded(likelihood, gates):
         likelihoods.append(float(likelihood.detach()))

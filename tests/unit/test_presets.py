@@ -237,19 +237,27 @@ def test_who_names_a_task_himself_needs_it() -> None:
     assert config.harness.settings["babilong_longctx"] == {"repeats": 2}
 
 
+def loaded_with(config: EvaluateConfig) -> Any:
+    return SimpleNamespace(recipe={EvaluateConfig: config})
+
+
 def test_gaps_are_named_by_benchmark(
     manager: TaskManager, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)
     config = configured(presets=["short", "long"], harness={"data_dir": str(data), "hub": False})
-    loaded: Any = SimpleNamespace(recipe={EvaluateConfig: config})
-    gaps = list(preset_gaps(loaded))
+    gaps = list(preset_gaps(loaded_with(config)))
     assert "short: ARC: 1 of 2 tasks have no files" in gaps[1] and "(arc_challenge)" in gaps[1]
     assert "short: MMLU: 56 of 57 tasks" in gaps[0] and "and 53 more" in gaps[0]
     assert any("long: RULER: qa_2 needs a folder with hotpotqa.json" in gap for gap in gaps)
     assert not any("GSM8K" in gap or "GraphWalks" in gap for gap in gaps)
+    tasks = ["gsm8k", "arc_challenge"]
+    own = configured(harness={"tasks": tasks, "data_dir": str(data), "hub": False})
+    [gap] = preset_gaps(loaded_with(own))
+    assert gap.startswith("evaluate.harness: 1 of 2 tasks have no files")
+    assert "(arc_challenge)" in gap
     with_hub = configured(presets=["short"])
-    assert list(preset_gaps(SimpleNamespace(recipe={EvaluateConfig: with_hub}))) == []
+    assert list(preset_gaps(loaded_with(with_hub))) == []
 
 
 TEMPLATE = (

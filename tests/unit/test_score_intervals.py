@@ -46,9 +46,9 @@ def test_averages_cover(truths: list[float], counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", coverage.LOSSES)
-@pytest.mark.parametrize("count", [3, 6, 12])
+@pytest.mark.parametrize("count", [3, 6, 12, 30])
 def test_losses_of_few_documents_cover(kind: str, count: int) -> None:
-    assert coverage.of_documents(kind, count, 1000) >= LEAST
+    assert coverage.of_documents(kind, count, 2000) >= 0.93
 
 
 def test_two_documents_have_no_interval() -> None:

@@ -32,8 +32,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     """Write `model_dir` to the new directory `output` with `share` of the query and key weights of
     `source`, the rest being its own; the number of such weights.
 
-    Raises:
-        UserError: the models have other heads in other places, or a weight is missing.
+    Raises UserError when the models have other heads in other places, or a weight is missing.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")

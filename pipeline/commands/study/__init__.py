@@ -1,1 +1,1 @@
-"""Studies of the search: optimality, cost, turnover, stability."""
+"""Studies of the search: one module each, beside what they share."""

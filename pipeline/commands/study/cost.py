@@ -9,8 +9,8 @@ from typing import Any
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import Measured, Setting, measured
-from pipeline.commands.study.studied_model import OURS, StudiedModel, variants
+from pipeline.commands.study.runs import Measured, measured
+from pipeline.commands.study.studied_model import OURS, Setting, StudiedModel, variants
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from bosch.budget import check_granularity
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import Measured, Setting, measured
-from pipeline.commands.study.studied_model import StudiedModel, variants
+from pipeline.commands.study.runs import Measured, measured
+from pipeline.commands.study.studied_model import Setting, StudiedModel, variants
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 

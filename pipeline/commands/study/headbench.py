@@ -17,8 +17,8 @@ from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_text
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import Measured, Setting, interval_text, measured
-from pipeline.commands.study.studied_model import Results, StudiedModel
+from pipeline.commands.study.runs import Measured, interval_text, measured
+from pipeline.commands.study.studied_model import Results, Setting, StudiedModel
 from stages.formats import format_length
 from stages.pages.charts import Picture, ranking
 from stages.pages.tables import Cell, Table

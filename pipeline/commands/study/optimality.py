@@ -18,7 +18,7 @@ from bosch.progress import progress
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.studied_model import StudiedModel, digest_of, variants
+from pipeline.commands.study.studied_model import Setting, StudiedModel, digest_of, variants
 from stages.pages.tables import Table
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def study(model: StudiedModel) -> StudyResult:
         )
         searches = {
             _label(method, budget): [
-                model.search(method, ratio, seed, budget=budget, calibration_seed=0, log=log)
+                model.search(Setting(method, ratio, budget), seed, calibration_seed=0, log=log)
                 for seed in range(options.seeds)
             ]
             for method, budget in variants(options.methods, options.budgets)

@@ -7,25 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.progress import progress
-from bosch.window import Window
-from pipeline.commands.study.studied_model import Results, SearchOutcome, StudiedModel
+from pipeline.commands.study.studied_model import Results, SearchOutcome, Setting, StudiedModel
 
 _MEASURES = ("score", "log_likelihood")
 _DIGITS = {"score": 3, "log_likelihood": 2}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The key of a row: what a search is run with, besides its seed; None: the recipe's."""
-
-    method: str
-    ratio: float
-    budget: int | None = None
-    granularity: int | None = None
-    examples: int | None = None
-    menu: tuple[Window, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +71,12 @@ def measured(
         for one in settings:
             runs = []
             for seed in range(seeds):
-                runs.append(
-                    model.search(
-                        one.method, one.ratio, seed, budget=one.budget,
-                        granularity=one.granularity, examples=one.examples, menu=one.menu,
-                    )
-                )  # fmt: skip
+                runs.append(model.search(one, seed))
                 bar.update()
             held_out: tuple[Results, ...] = ()
             if has_held_out:
-                held_out = model.held_out_over_seeds([run.mask for run in runs], one.menu)
+                values = np.stack([model.held_out(run.mask, one.menu) for run in runs])
+                held_out = values[:, :, 0], values[:, :, 1]
             results = dict(zip(_MEASURES, held_out, strict=has_held_out))
             rows.append(Measured(one, runs, results))
     return rows

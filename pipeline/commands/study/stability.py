@@ -13,8 +13,8 @@ from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.cost import budgets
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import Measured, Setting, measured
-from pipeline.commands.study.studied_model import SearchOutcome, StudiedModel
+from pipeline.commands.study.runs import Measured, measured
+from pipeline.commands.study.studied_model import SearchOutcome, Setting, StudiedModel
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
@@ -82,12 +82,8 @@ def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
             for same_set in (True, False):
                 runs = []
                 for seed in range(options.seeds):
-                    set_seed = 0 if same_set else seed
-                    runs.append(
-                        model.search(
-                            _STAGE_ONE, ratio, seed, budget=budget, calibration_seed=set_seed
-                        )
-                    )
+                    one, set_seed = Setting(_STAGE_ONE, ratio, budget), 0 if same_set else seed
+                    runs.append(model.search(one, seed, calibration_seed=set_seed))
                     bar.update()
                 records += [
                     _stability(ratio, budget, same_set, measure, runs)

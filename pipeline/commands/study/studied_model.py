@@ -59,6 +59,21 @@ Results = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a search is run with, besides its seed; None: the recipe's.
+
+    With a `menu` sliding heads may have any of its windows, within the ratio's slots.
+    """
+
+    method: str
+    ratio: float
+    budget: int | None = None
+    granularity: int | None = None
+    examples: int | None = None
+    menu: tuple[Window, ...] | None = None
+
+
+@dataclass(frozen=True)
 class SearchOutcome:
     """One run of a method: its mask, the mask's worth, the costs, and Algorithm 1's layer rows."""
 
@@ -126,13 +141,8 @@ class StudiedModel:
     @cached_property
     def model(self) -> Any:
         model = self.recipe.model
-        loaded = load_model(
-            model.path,
-            dtype=model.dtype,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = load_model(model.path, device=device, **model.loading)
         prepare_for_search(loaded, self.recipe.runtime.attention)
         return loaded
 
@@ -238,27 +248,22 @@ class StudiedModel:
 
     def search(
         self,
-        method: str,
-        ratio: float,
+        setting: Setting,
         seed: int,
         *,
-        budget: int | None = None,
-        granularity: int | None = None,
-        examples: int | None = None,
         calibration_seed: int | None = None,
-        menu: tuple[Window, ...] | None = None,
         log: EvaluationLog | None = None,
     ) -> SearchOutcome:
-        """Run `method` with search seed `seed`, on that seed's own calibration set by default.
+        """Search with seed `seed`, on that seed's own calibration set by default.
 
-        With a `log` that is shared the costs are not this run's own. With a `menu` sliding heads
-        may have any of its windows, within the ratio's `slots`.
+        With a `log` that is shared the costs are not this run's own.
         """
+        method, ratio, menu = setting.method, setting.ratio, setting.menu
         set_seed = seed if calibration_seed is None else calibration_seed
-        calibration = self.calibration(set_seed, examples)
-        settings = self.settings(ratio, seed, budget)
-        if granularity is not None:
-            settings = replace(settings, head_granularity=granularity)
+        calibration = self.calibration(set_seed, setting.examples)
+        settings = self.settings(ratio, seed, setting.budget)
+        if setting.granularity is not None:
+            settings = replace(settings, head_granularity=setting.granularity)
         if not METHODS[method].searches:  # no budget to spend: one run serves every budget
             settings = replace(settings, budget_per_layer=1)
             if not METHODS[method].seeded:
@@ -304,13 +309,6 @@ class StudiedModel:
 
         record = self.finished.once(key, compute)
         return np.array([record["exact"], record["log_likelihood"]]).T
-
-    def held_out_over_seeds(
-        self, masks: list[HeadMask], menu: tuple[Window, ...] | None = None
-    ) -> tuple[Results, Results]:
-        """Exact match and log-likelihood of the masks of all seeds, each [S, E]."""
-        results = np.stack([self.held_out(mask, menu) for mask in masks])
-        return results[:, :, 0], results[:, :, 1]
 
     def _run_search(
         self,

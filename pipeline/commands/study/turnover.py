@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from bosch.analysis.intervals import Estimate, crossed_mean
-from bosch.analysis.jaccard import mean_distances
-from bosch.analysis.turnover import swapped, turnover
+from bosch.analysis.turnover import mean_distances, swapped, turnover
 from bosch.heads import HeadMask
 from bosch.search.methods import METHODS
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import Setting, interval_text, measured
-from pipeline.commands.study.studied_model import StudiedModel
+from pipeline.commands.study.runs import interval_text, measured
+from pipeline.commands.study.studied_model import Setting, StudiedModel
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
@@ -107,13 +106,9 @@ def _swap(
         is_score = name == "score"
         record[name] = crossed_mean(mine, is_score=is_score)._asdict()
         record[f"swapped_{name}"] = crossed_mean(theirs, is_score=is_score)._asdict()
-        record[f"{name}_lost"] = _within_seeds(mine, theirs)._asdict()
+        # Both sides of a seed belong together: the values are their differences.
+        record[f"{name}_lost"] = crossed_mean(mine - theirs)._asdict()
     return record
-
-
-def _within_seeds(own: np.ndarray, changed: np.ndarray) -> Estimate:
-    """Mean loss; here both sides of a seed belong together: the values are their differences."""
-    return crossed_mean(own - changed)
 
 
 def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
