@@ -175,9 +175,19 @@ def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON text in UTF-8; ValueError for whatever is wrong with it."""
     check_json_text(text, limits)
     try:
-        return json.loads(text.decode())
+        return json.loads(text.decode(), object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("too many values inside each other") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these fields; two readers may take different ones of two of one name."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        for name, one in pairs:
+            if one != value[name]:
+                raise ValueError(f"{name!r:.60} stands twice, with different values")
+    return value
 
 
 def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bosch.errors import RunError
-from bosch.files import hash_fault, read_json, write_json
+from bosch.files import canonical_json, hash_fault, read_json, write_json
 
 if TYPE_CHECKING:
     from typing import Self
@@ -105,6 +107,12 @@ class Manifest(Summary):
     gpus: int | None = None
     packages: dict[str, str] = Field(default={})
     files: list[dict[str, Any]] = Field(default=[])
+
+    @staticmethod
+    def digest(content: Mapping[str, Any]) -> str:
+        """Hash over all of the file but this hash itself, which is its field `sha256`."""
+        others = {name: value for name, value in content.items() if name != "sha256"}
+        return hashlib.sha256(canonical_json(others).encode()).hexdigest()
 
     @property
     def hashes(self) -> dict[str, str]:

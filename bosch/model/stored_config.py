@@ -83,6 +83,7 @@ class StoredConfig:
         """Raise UserError for a size of a wrong type, or heads that do not share evenly."""
         heads = self.attention_heads
         self.number("head_dim", self.hidden_size // heads)
+        self.number("vocab_size", 1)
         shared = self.number("num_key_value_heads", heads)
         if heads % shared:
             raise UserError(

@@ -13,7 +13,7 @@ import yaml
 
 from bosch.commands import Command
 from bosch.errors import RunError, UserError
-from bosch.files import hash_fault
+from bosch.files import hash_fault, read_json
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
 from stages.inputs import is_hub_name
 from stages.pages.tables import Group, Table
@@ -73,6 +73,9 @@ def _check_name(repository: str) -> None:
 def _check_whole(folder: Path) -> None:
     """Raise UserError where a stage's files are not those that it has published, and no other."""
     fault = hash_fault(folder, Manifest.read(folder).hashes)
+    manifest = read_json(folder / Manifest.FILE)
+    if manifest.get("sha256") != Manifest.digest(manifest):
+        fault = f"{Manifest.FILE} was changed"
     if fault is not None:
         raise UserError(f"RUN {folder.parent}: {folder.name}: {fault}; run its recipe again")
 

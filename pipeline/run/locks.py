@@ -169,7 +169,9 @@ def _open(path: Path, flags: int) -> int | None:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
     else:
-        if stat.S_ISREG(os.fstat(lock).st_mode):
+        status = os.fstat(lock)
+        # A second name would be somebody else's file, which a holder's entry would overwrite.
+        if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
             return lock
         os.close(lock)
     raise RunError(

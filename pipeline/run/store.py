@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -25,7 +24,6 @@ from typing import Any
 from bosch.errors import RunError
 from bosch.files import (
     added_entries,
-    canonical_json,
     files_below,
     listing_fault,
     make_folder,
@@ -184,7 +182,7 @@ class Store:
                 for name, digest in hashes.items()
             ],
         }
-        write_json(work / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+        write_json(work / MANIFEST, {**manifest, "sha256": Manifest.digest(manifest)})
         return self._move_in(stage, key, hashes, hasher)
 
     def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
@@ -288,8 +286,7 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         return None
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
-    if manifest.get("sha256") != _digest(content):
+    if manifest.get("sha256") != Manifest.digest(manifest):
         return None
     identity, files = manifest.get("identity"), manifest.get("files")
     if not isinstance(identity, dict) or document_key(identity) != key:
@@ -304,11 +301,6 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 def _is_attempt(one: object) -> bool:
     times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
     return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """Hash over all of a manifest but this hash itself."""
-    return hashlib.sha256(canonical_json(manifest).encode()).hexdigest()
 
 
 def _newest(folder: Path) -> float:

@@ -126,6 +126,7 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
         lambda path: path.symlink_to("/etc/passwd"),
         lambda path: os.mkfifo(path),
         lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.hardlink_to(shutil.copy(__file__, path.with_name("other"))),
     ],
 )
 def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path, harm: object) -> None:

@@ -340,6 +340,9 @@ def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
     for text in (b"[" * 200_000, b"9" * 5000, b"{", b'{"a": ' * 100_000):
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
+    assert parse_json(b'[{"a": 1, "a": 1.0}]') == [{"a": 1}]
+    with pytest.raises(ValueError, match="'a' stands twice, with different values"):
+        parse_json(b'[{"b": {"a": 1, "c": 2, "a": 3}}]')
     write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
     assert read_json(tmp_path / "a.json") == {"name": "not UTF-8: \udcff, → ü"}
     assert "→ ü" in (tmp_path / "a.json").read_text()

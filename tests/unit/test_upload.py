@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 from bosch.files import file_hashes
 from pipeline.cli import main
 from stages.evaluate.scores import Scores
+from stages.published import Manifest
 from tests.report_fixture import publish
 
 REPOSITORY = "someone/hybrid"
@@ -114,7 +115,8 @@ def note_files(run: Path) -> None:
         others = [name for name in os.listdir(file.parent) if name != file.name]
         hashes = file_hashes(file.parent, sorted(others))
         files = [{"path": name, "size": 1, "sha256": digest} for name, digest in hashes.items()]
-        file.write_text(json.dumps({**json.loads(file.read_text()), "files": files}))
+        content = {**json.loads(file.read_text()), "files": files}
+        file.write_text(json.dumps({**content, "sha256": Manifest.digest(content)}))
 
 
 def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
@@ -190,6 +192,28 @@ def test_only_what_the_run_has_published_is_uploaded(
         (folder / "model.safetensors").write_bytes(b"snekot-4000000")
     assert main(["upload", str(run), REPOSITORY]) == 2
     assert f"RUN {run}: train: checkpoints/tokens-4000000/" in capsys.readouterr().err
+    assert not hub.files
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.update(seconds=1.5),
+        lambda manifest: manifest["files"][0].update(size=2),
+        lambda manifest: manifest.pop("sha256"),
+    ],
+)
+def test_an_output_whose_manifest_was_changed_is_not_uploaded(
+    run: Path, hub: Hub, change: Callable[[dict[str, Any]], object],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    file = run / "search" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    assert main(["upload", str(run), REPOSITORY]) == 2
+    said = f"RUN {run}: search: manifest.json was changed; run its recipe again"
+    assert said in capsys.readouterr().err
     assert not hub.files
 
 
