@@ -91,7 +91,7 @@ def tokens_to(share: float, lost: float, start: float, scores: Mapping[int, floa
 
     `scores` holds the score by tokens, in ascending order.
     """
-    enough = start + share * lost
+    enough = start + share * lost - 1e-9  # a score that is that share to the digit counts
     return next((tokens for tokens, score in scores.items() if score >= enough), None)
 
 
