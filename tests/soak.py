@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.run.failures import REQUEUE_STATUS
+from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
 from tests.compare_runs import differences, run_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,10 @@ _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TARGETS = ("all", "the runner", "one process")
 _END_SECONDS = 120.0
 # Of a killed command, and of one that says why it stopped.
-_STATUSES = {0, 1, REQUEUE_STATUS, 130, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
+_STATUSES = {
+    0, 1, REQUEUE_STATUS, LOST_RANK_STATUS, 130, 143,
+    -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT,
+}  # fmt: skip
 
 
 class Wrong(Exception):

@@ -189,7 +189,7 @@ def trained(
     tokens = steps * study.config(seed, []).section.batch_tokens
     config = study.config(seed, [
         f"train.total_tokens={tokens}", "train.checkpoint_tokens=[]", "train.teacher=original",
-        "train.warmup_ratio=0.1", *overrides,
+        "train.warmup_ratio=0.1", "search.method=front", *overrides,
     ])  # fmt: skip
     run(config, {"prepare": prepared, "materialize": folder / "materialize"}, work_dir)
     return next(iter(checkpoint_folders(work_dir).values()))
