@@ -104,12 +104,26 @@ class _Search(Moves):
                 orders = [order_of([], gates)] * len(self.budgets)
             self.other_start = lambda number: self._layout(narrowest, learned[number], number)
         kind = narrowest
+        is_grown = False
         for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
+            if number > first and self._is_blind(number - 1) and self.free >= self.worth.cost:
+                is_grown = True
+                worth[number:] = [self.worth.at(self.points[number - 1].choices)] * (
+                    len(self.budgets) - number
+                )
             if number != first:
-                choices = self._layout(kind, worth[number], number, orders[number])
+                choices = (
+                    self._wider(number, worth[number])
+                    if is_grown and number > first
+                    else self._layout(kind, worth[number], number, orders[number])
+                )
                 self._add(number, choices if self._affordable(choices) else chain[number], "start")
             if self._is_short(number) and not self.kinds_tried:
                 kind = self._best_kind(number, worth[number], orders[number])
+
+    def _is_blind(self, number: int) -> bool:
+        """Whether a budget's mask scores no more than every unit sliding."""
+        return self.points[number].evaluation.score <= self._end(self.nothing).score
 
     def _is_short(self, number: int) -> bool:
         """Whether a budget's mask scores less than the original."""
@@ -130,8 +144,7 @@ class _Search(Moves):
             point = self.points[number]
             if not self._pays(point.choices):
                 break
-            is_blind = point.evaluation.score <= self._end(self.nothing).score
-            local = worth if is_blind else self.worth.at(point.choices)
+            local = worth if self._is_blind(number) else self.worth.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
             kind = max(promised, key=lambda one: promised[one])
             if promised[kind] <= _sum_of(local, point.choices):
