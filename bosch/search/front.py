@@ -96,6 +96,7 @@ class _Search(Moves):
         orders = [order_of([one], values) for one, values in zip(chain, worth, strict=True)]
         gates = self._learned(for_gates)
         first, narrowest = len(self.budgets) // 2, self.kinds - 1
+        self.unmeasured.discard(first)
         self._add(first, chain[first], "elimination")
         if gates is not None:
             learned = [gates] * len(self.budgets)
@@ -106,12 +107,13 @@ class _Search(Moves):
         kind = narrowest
         is_grown = False
         for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
-            if number > first and self._is_blind(number - 1) and self.free >= self.worth.cost:
+            if number > first and self._is_short(number - 1) and self.free >= self.worth.cost:
                 is_grown = True
                 worth[number:] = [self.worth.at(self.points[number - 1].choices)] * (
                     len(self.budgets) - number
                 )
             if number != first:
+                self.unmeasured.discard(number)  # what was kept for it is now free
                 choices = (
                     self._wider(number, worth[number])
                     if is_grown and number > first
@@ -236,7 +238,6 @@ class _Search(Moves):
 
     def _add(self, number: int, choices: Choices, name: str) -> None:
         """The first layout of a budget, measured whole."""
-        self.unmeasured.discard(number)
         evaluation = self._evaluate(choices, "start", name)
         assert evaluation is not None
         point = Point(self.budgets[number], choices, evaluation, self._spent, np.zeros(self.shape))
