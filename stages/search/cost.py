@@ -47,7 +47,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         else weights * devices.local_processes
     )
     facts = [
-        f"at most {evaluations:,} evaluations of {examples * length:,} tokens in {sum(batches)} batches",
+        f"at most {evaluations:,} evaluations of {examples * length:,} tokens "
+        f"in {sum(batches)} batches",
         f"{format_flops(one)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
