@@ -188,6 +188,15 @@ class SearchConfig(Section):
         assert self.window_size is not None
         return (Window(self.window_size, self.sinks),)
 
+    def by_method(self, method: str) -> Self:
+        """The section with another method: one that knows one window has the widest of several."""
+        own, changes = METHODS[method], dict[str, object](method=method)
+        if not own.several_windows:
+            changes |= {"windows": None, "window_size": self.window.size}
+        if not own.finds_front:
+            changes["points"] = None
+        return self.model_copy(update=changes)
+
     @property
     def menu_field(self) -> str:
         """The dotted path of what names the windows."""

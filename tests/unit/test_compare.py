@@ -223,6 +223,18 @@ def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
     assert launches.count("original") == 1 and launches.count("evaluate") == 1
 
 
+def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:
+    case.content["search"] = {
+        "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
+        "budget": {"kv_cache": "0.6 @ 256"},
+    }  # fmt: skip
+    case.save()
+    compared = comparison(case, "--methods", "bme", "--ratios", "0.5")
+    assert not compared.failures and len(compared.results) == 1
+    search = case.runs / "tiny" / "compare" / "bme-0.5" / "search"
+    assert json.loads((search / "head_mask.json").read_text())["window_size"] == 64
+
+
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
     launches = Launches()
     loaded = load_recipe(case.file, ["search.method=bme"], env={}, stages=table())

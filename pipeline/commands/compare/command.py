@@ -223,11 +223,10 @@ def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str
 
 
 def _search_of(search: SearchConfig, combination: Combination) -> SearchConfig:
-    changes: dict[str, object] = {"method": combination.method, "swa_ratio": combination.ratio}
-    changes["budget"] = None
+    changes: dict[str, object] = {"swa_ratio": combination.ratio, "budget": None}
     if not combination.own_seed:
         changes["seed"] = combination.seed
-    return search.model_copy(update=changes)
+    return search.by_method(combination.method).model_copy(update=changes)
 
 
 def _recipe_of(
