@@ -231,8 +231,8 @@ def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:
     case.save()
     compared = comparison(case, "--methods", "bme", "--ratios", "0.5")
     assert not compared.failures and len(compared.results) == 1
-    search = case.runs / "tiny" / "compare" / "bme-0.5" / "search"
-    assert json.loads((search / "head_mask.json").read_text())["window_size"] == 64
+    model = case.runs / "tiny" / "compare" / "bme-0.5" / "materialize" / "model"
+    assert json.loads((model / "head_mask.json").read_text())["window_size"] == 64
 
 
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
