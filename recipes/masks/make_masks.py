@@ -70,9 +70,11 @@ def _searched(
 ) -> tuple[str, HeadMaskFile, dict[str, Any]]:
     """Run the search of one mask, unless it is in the store."""
     name = _name(method, float(ratio), granularity)
+    search = load_recipe(ROOT / recipe, []).recipe.search.by_method(method)
     command = [
         "-m", "pipeline", "run", str(recipe), f"name={recipe.stem}-{name}",
         f"search.method={method}", f"search.swa_ratio={ratio}",
+        f"search.window_size={search.window_size}", "search.points=null",
         *([f"search.head_granularity={granularity}"] if granularity > 1 else []),
         "--until", "search",
     ]  # fmt: skip

@@ -32,7 +32,7 @@ RECIPE = "recipes/quickstart.yaml"
 TOKENS = 128 * 2048
 # The table in docs/notes/benchmarks.md is of these settings, whatever the recipe has.
 SETTINGS = [
-    "search.method=intr", "search.swa_ratio=0.875", "search.window_size=64",
+    "search.method=intr", "search.swa_ratio=0.875", "search.window_size=64", "search.points=null",
     "prepare.sources=[{name: python, kind: python_docs, weight: 0.15}, "
     "{name: retrieval, kind: retrieval, weight: 0.85}]",
     f"prepare.train_tokens={TOKENS}", f"train.total_tokens={TOKENS}", "train.batch_tokens=2048",

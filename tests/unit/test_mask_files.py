@@ -51,7 +51,7 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
         ROOT / json.loads(path.read_text())["provenance"]["recipe"],
         [
             "search.method=given", f"search.mask={path}", f"search.swa_ratio={file.swa_ratio}",
-            f"search.window_size={file.window_size}",
+            f"search.window_size={file.window_size}", "search.points=null",
         ],
     )  # fmt: skip
     assert loaded.recipe.model.path == str(ROOT / file.model)

@@ -10,7 +10,6 @@ from pathlib import Path
 from pydantic import Field
 
 from bosch.commands import PROGRAM
-from bosch.errors import UserError
 from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
@@ -52,6 +51,9 @@ class StudyOptions(Section):
     docs: bool = Field(False, description="copy page and plots to docs/notes/study as well")
 
 
+_ONE_WINDOW = "bosch"  # a method that knows one
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a study."""
     parser.add_argument("study", choices=STUDIES, help="what to find out")
@@ -66,15 +68,16 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     model, calibration set or size that cannot be studied.
     """
     options = shared_options.read_options(StudyOptions, arguments, "study")
-    if len(loaded.recipe[SearchConfig].menu) > 1:
-        raise UserError("search.windows: studies compare masks of one window; set window_size")
+    # Studies compare masks of one window: the widest that the recipe names.
+    search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
+    recipe = loaded.recipe.model_copy(update={"search": search})
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
     command = shlex.join([PROGRAM, *arguments.arguments])
     # By name, as stages are: torch is loaded after the options are checked.
     page = importlib.import_module("pipeline.commands.study.page")
     studied_model = importlib.import_module("pipeline.commands.study.studied_model")
     study = importlib.import_module(f"pipeline.commands.study.{arguments.study}").study
-    result = study(studied_model.StudiedModel(loaded.recipe, options, folder))
+    result = study(studied_model.StudiedModel(recipe, options, folder))
     docs = _DOCS / loaded.recipe.name if options.docs else None
     file = page.publish(result, folder, command, docs)
     print(f"study: {typed_path(file)}")
