@@ -28,6 +28,10 @@ _METRICS = ("step", "tokens", "loss", "learning_rate", "grad_norm")
 _SAMPLE = ("checkpoint", "suite", "task", "length", "index")
 _RESULT = ("score", "output", "loss")  # of a sample; a suite has some of them
 _SHOWN = 5
+_MASKS = (
+    "search/head_mask.json", "search/front.json", "materialize/model/head_mask.json",
+    "rival/mask/head_mask.json",
+)  # fmt: skip
 
 
 def run_results(run: Path) -> dict[str, dict[str, Any]]:
@@ -43,8 +47,10 @@ def run_results(run: Path) -> dict[str, dict[str, Any]]:
         "training data": {f.name: _digest(f.read_bytes()) for f in run.glob("prepare/train/*")},
         "calibration set": _numbered(examples, _CALIBRATION),
         "head mask": {
-            str(file.relative_to(run)): json.loads(file.read_text())["swa_kv_heads"]
-            for file in (*run.glob("search/head_mask.json"), *run.glob("rival/mask/head_mask.json"))
+            f"{file.relative_to(run)} {name}": value
+            for pattern in _MASKS
+            for file in run.glob(pattern)
+            for name, value in _leaves(_masks(json.loads(file.read_text())), ())
         },
         "evaluations": {f"line {n}": _searched(r) for n, r in enumerate(searched, start=1)},
         "metrics": {
@@ -99,10 +105,19 @@ def _values(record: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[Any, ..
 
 
 def _searched(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A line of a search's journal: an evaluation, or a gradient of the gates at a mask."""
+    """A line of a search's journal: an evaluation, a gradient at a mask, or its held-out score."""
     if "gradient" in record:
         return (*_values(record, _GRADIENT), record["gradient"]["values"])
+    if "held_out" in record:
+        return (record["mask"], *_values(record["held_out"], ("score", "log_likelihood")))
     return _values(record, _EVALUATION)
+
+
+def _masks(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The heads of a mask file, or of each point of a front by its KV slots."""
+    if "points" in content:
+        return {f"{point['kv_slots']} slots": point["layout"] for point in content["points"]}
+    return {"heads": content["swa_kv_heads"]}
 
 
 def _numbered(records: Iterable[Mapping[str, Any]], fields: tuple[str, ...]) -> dict[str, Any]:

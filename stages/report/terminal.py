@@ -117,11 +117,14 @@ def _rows(results: Results) -> list[tuple[str, str]]:
         ("Sliding KV heads (ρ)", f"{share} ({search.sliding} of {search.total})"),
         ("Window (W)", f"{search.window_sizes} tokens"),
     ]
+    budgets = _budgets(results)
     rows += [
-        (f"Needle average at {one['share']} of the KV slots",
-         "not scored" if one["average"] is None else format_score(one["average"]))
-        for one in _budgets(results)
-    ]  # fmt: skip
+        (f"Needle average at {one['share']} of the KV slots", format_score(one["average"]))
+        for one in budgets
+        if one["average"] is not None
+    ]
+    if others := [one["share"] for one in budgets if one["average"] is None]:
+        rows.append(("Other shares of the KV slots, not scored", ", ".join(others)))
     rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
     return rows
 

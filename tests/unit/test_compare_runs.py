@@ -39,8 +39,10 @@ def run(tmp_path: Path) -> Path:
     log = EvaluationLog(run / "search/evaluations.jsonl", EvaluationContext("data", "model", 16, 0))
     log.append(MASK, Evaluation(0.5, -1.25, seconds=0.1), "anchors")
     log.append_gradient(MASK, "0/8", GateGradient([[0.75, -0.5]]))
+    log.append_held_out(MASK, Evaluation(0.25, -2.5))
     for file in ("search/head_mask.json", "rival/mask/head_mask.json"):
         write(run / file, json.dumps({"swa_kv_heads": [[1]], "model": "x"}))
+    write(run / "search/front.json", json.dumps({"points": [{"kv_slots": 8, "layout": [[0]]}]}))
     for stage in ("train", "train_rival"):
         write(run / stage / "metrics.jsonl", json.dumps(METRICS) + "\n")
     scores = {"checkpoints": {"hybrid": {"needle": {"average": 75.0}}}}
@@ -96,14 +98,19 @@ def one_more_evaluation(run: Path) -> None:
         ),
         (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2"),
         (replace("search/evaluations.jsonl", "0.75", "0.8"), "line 2: ('1x2"),
-        (one_more_evaluation, "line 3: only in the second run"),
+        (replace("search/evaluations.jsonl", "-2.5", "-2.6"), "line 3: ("),
+        (one_more_evaluation, "line 4: only in the second run"),
+        (
+            replace("search/front.json", "[[0]]", "[[1]]"),
+            "search/front.json 8 slots: [[0]] → [[1]]",
+        ),
         (
             replace("search/head_mask.json", "[[1]]", "[[0]]"),
-            "search/head_mask.json: [[1]] → [",
+            "search/head_mask.json heads: [[1]] → [",
         ),
         (
             replace("rival/mask/head_mask.json", "[[1]]", "[[0]]"),
-            "rival/mask/head_mask.json: [[1]]",
+            "rival/mask/head_mask.json heads: [[1]]",
         ),
         (replace("train/metrics.jsonl", "2.5", "2.5000001"), "train line 1: (1, 64, 2.5,"),
         (replace("train_rival/metrics.jsonl", "2.5", "2.6"), "train_rival line 1: (1, 64, 2.5,"),
