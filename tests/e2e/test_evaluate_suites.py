@@ -75,7 +75,8 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     assert "holds no files" in scores.missing["harness"]["hellaswag"]
     group = suite.groups["LongBench"]
     assert (group.tasks, group.of) == (["longbench_trec", "longbench_triviaqa"], 21)
-    records = [r for r in read_samples(tmp_path / "first") if r["task"] == "gsm8k"]
+    answers = list(read_samples(tmp_path / "first"))
+    records = [r for r in answers if r["task"] == "gsm8k"]
     assert set(records[0]["scores"]) == {
         "exact_match,strict-match", "exact_match,flexible-extract",
     }  # fmt: skip
@@ -85,6 +86,7 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     again = score_original(folder, tmp_path / "again", harness=section)
     assert again.checkpoints == scores.checkpoints
+    assert (scores.cached_answers, again.cached_answers) == (0, len(answers))
 
 
 def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch):
