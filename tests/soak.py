@@ -27,16 +27,20 @@ from typing import Any
 
 import yaml
 
-from pipeline.run.failures import REQUEUE_STATUS
+from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
 from tests.compare_runs import differences, run_results
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "soak"
+_MARK = "SOAK_RUN"  # in the environment of all processes of a run, its name
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TARGETS = ("all", "the runner", "one process")
 _END_SECONDS = 120.0
 # Of a killed command, and of one that says why it stopped.
-_STATUSES = {0, 1, REQUEUE_STATUS, 130, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
+_STATUSES = {
+    0, 1, REQUEUE_STATUS, LOST_RANK_STATUS, 130, 143,
+    -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT,
+}  # fmt: skip
 
 
 class Wrong(Exception):
@@ -95,7 +99,10 @@ class Soak:
             return subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "run", str(file)],
                 cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                    _MARK: runs.name,
+                },
             )  # fmt: skip
 
     def undisturbed(self, processes: int) -> tuple[Path, float]:
@@ -116,17 +123,17 @@ class Soak:
             try:
                 status = command.wait(None if peace else self.random.uniform(0, longest))
             except subprocess.TimeoutExpired:
-                status = self.kill(command)
-            self.check(runs, command, status)
+                status = self.kill(command, runs)
+            self.check(runs, status)
             if status == 0:
                 return runs / NAME
             if peace:
                 raise Wrong(f"a run that nobody kills ends with {status}: {self.tail(runs)}")
 
-    def kill(self, command: subprocess.Popen[bytes]) -> int:
+    def kill(self, command: subprocess.Popen[bytes], runs: Path) -> int:
         """Kill one of the targets; returns the status that the command ends with."""
         target, number = self.random.choice(_TARGETS), self.random.choice(_SIGNALS)
-        family = session(command.pid)
+        family = processes_of(runs)
         try:
             if target == "all":
                 os.killpg(command.pid, number)
@@ -145,7 +152,7 @@ class Soak:
             # A helper that ends by itself may leave the stage at work: not every kill ends a run.
             return command.wait()
 
-    def check(self, runs: Path, command: subprocess.Popen[bytes], status: int) -> None:
+    def check(self, runs: Path, status: int) -> None:
         """No traceback, no odd status, and soon no process of the run."""
         log = (self.folder / f"{runs.name}.log").read_text(errors="replace")
         for word in ("Traceback", "unexpected "):
@@ -154,9 +161,9 @@ class Soak:
         if status not in _STATUSES:
             raise Wrong(f"status {status}: {self.tail(runs)}")
         end = time.monotonic() + _END_SECONDS
-        while session(command.pid):
+        while left := processes_of(runs):
             if time.monotonic() > end:
-                raise Wrong(f"processes {session(command.pid)} are left of {runs.name}")
+                raise Wrong(f"processes {left} are left of {runs.name}")
             time.sleep(0.2)
 
     def tail(self, runs: Path) -> str:
@@ -165,17 +172,17 @@ class Soak:
         return "\n" + "\n".join(log.splitlines()[-12:])
 
 
-def session(number: int) -> list[int]:
-    """Processes of a session that are not dead yet."""
-    processes = []
+def processes_of(runs: Path) -> list[int]:
+    """Processes of a run that are not dead yet, in whatever session they are."""
+    mark, found = f"{_MARK}={runs.name}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
         except OSError:
             continue
-        if int(fields[3]) == number and fields[0] != "Z":
-            processes.append(int(folder.name))
-    return processes
+    return found
 
 
 def soak(folder: Path, kills: int, minutes: float, seed: int) -> Soak:

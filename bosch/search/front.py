@@ -12,7 +12,8 @@ small, and the next one has fresh gradients, of another share of the calibration
    `bosch.search.gates` does for two kinds of heads: one order of units for all budgets.
 3. Both are measured at one budget in the middle; the other budgets get layouts of what wins there.
    At the first whose answers are not all right wider windows, and all mixed by the same values, are
-   measured as well where a gradient promises more of them. The larger ones follow the winner.
+   measured as well where a gradient promises more of them. The larger ones follow the winner, or
+   grow by a fresh gradient from the one below while that falls short.
 4. Moves for one budget at a time: exchanges of windows that gradients propose, many units or two;
    some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk. The kind of
    move that succeeded more often for its cost is tried more often. What wins at one budget is
@@ -83,7 +84,8 @@ class _Search(Moves):
         """Measure a layout for each budget, from one in the middle down, then up.
 
         The start that wins at the first one gives all layouts, and the kind that wins at the first
-        one whose answers are not all right.
+        one whose answers are not all right. Above a layout that falls short its own gradient says
+        what to add: where most is full, or little of what the answers need, gradients say least.
         """
         if not self.budgets:
             return
@@ -96,6 +98,7 @@ class _Search(Moves):
         orders = [order_of([one], values) for one, values in zip(chain, worth, strict=True)]
         gates = self._learned(for_gates)
         first, narrowest = len(self.budgets) // 2, self.kinds - 1
+        self.unmeasured.discard(first)
         self._add(first, chain[first], "elimination")
         if gates is not None:
             learned = [gates] * len(self.budgets)
@@ -104,12 +107,29 @@ class _Search(Moves):
                 orders = [order_of([], gates)] * len(self.budgets)
             self.other_start = lambda number: self._layout(narrowest, learned[number], number)
         kind = narrowest
+        local: Values | None = None  # what choices are worth at the layout below
         for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
+            if number > first and self._is_stuck(number - 1) and self.free >= self.worth.cost:
+                local = self.worth.at(self.points[number - 1].choices)
             if number != first:
-                choices = self._layout(kind, worth[number], number, orders[number])
+                self.unmeasured.discard(number)  # what was kept for it is now free
+                if local is None:
+                    choices = self._layout(kind, worth[number], number, orders[number])
+                else:
+                    both = scaled(local) + scaled(worth[number])
+                    choices = self._wider(number, both)
                 self._add(number, choices if self._affordable(choices) else chain[number], "start")
             if self._is_short(number) and not self.kinds_tried:
                 kind = self._best_kind(number, worth[number], orders[number])
+
+    def _is_blind(self, number: int) -> bool:
+        """Whether a budget's mask scores no more than every unit sliding."""
+        return self.points[number].evaluation.score <= self._end(self.nothing).score
+
+    def _is_stuck(self, number: int) -> bool:
+        """Whether a budget's mask falls short and scores no more than the next scarcer one's."""
+        below = self.points[number - 1].evaluation.score if number else -1.0
+        return self._is_short(number) and self.points[number].evaluation.score <= below
 
     def _is_short(self, number: int) -> bool:
         """Whether a budget's mask scores less than the original."""
@@ -130,8 +150,7 @@ class _Search(Moves):
             point = self.points[number]
             if not self._pays(point.choices):
                 break
-            is_blind = point.evaluation.score <= self._end(self.nothing).score
-            local = worth if is_blind else self.worth.at(point.choices)
+            local = worth if self._is_blind(number) else self.worth.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
             kind = max(promised, key=lambda one: promised[one])
             if promised[kind] <= _sum_of(local, point.choices):
@@ -223,7 +242,6 @@ class _Search(Moves):
 
     def _add(self, number: int, choices: Choices, name: str) -> None:
         """The first layout of a budget, measured whole."""
-        self.unmeasured.discard(number)
         evaluation = self._evaluate(choices, "start", name)
         assert evaluation is not None
         point = Point(self.budgets[number], choices, evaluation, self._spent, np.zeros(self.shape))

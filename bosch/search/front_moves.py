@@ -175,8 +175,11 @@ class Moves(State):
 
     def _grown(self, number: int) -> Choices:
         """The layout of the next scarcer budget, wider by its gradients, in one order with it."""
-        below = self.points[number - 1]
-        worth, budget = self.worth.at(below.choices), self.budgets[number]
+        return self._wider(number, self.worth.at(self.points[number - 1].choices))
+
+    def _wider(self, number: int, worth: Values) -> Choices:
+        """The layout of the next scarcer budget, wider by `worth`, in one order with it."""
+        below, budget = self.points[number - 1], self.budgets[number]
         order = order_of(
             self._chain(below.choices, [self.points[one] for one in range(number - 1)]), worth
         )

@@ -27,11 +27,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     evaluations = _most_evaluations(loaded, shape, search.method)
-    examples, length = calibration.examples, calibration.length
-    tokens = examples * length
-    one = shape.forward_flops(tokens, length)
+    examples, length = _searched(recipe, search.method), calibration.length
+    one = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
-    batches = _batches_by_round(recipe)
+    batches = _batches_by_round(recipe, search.method)
     sharded = recipe.runtime.search_parallel == "tensor"
     split = recipe.runtime.search_parallel == "context"
     number = BYTES[recipe.model.dtype]
@@ -48,7 +47,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         else weights * devices.local_processes
     )
     facts = [
-        f"at most {evaluations:,} evaluations of {tokens:,} tokens in {sum(batches)} batches",
+        f"at most {evaluations:,} evaluations of {examples * length:,} tokens "
+        f"in {sum(batches)} batches",
         f"{format_flops(one)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
@@ -109,7 +109,7 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
             f"a front of {len(shares)} points, {shares[0]:.1%} to {shares[-1]:.1%} of the "
             f"original's {format_bytes(front.original)} at {front.tokens:,} tokens"
         )
-        held_out = recipe[PrepareConfig].calibration.examples // HELD_OUT_EVERY
+        held_out = recipe[PrepareConfig].calibration.examples - _searched(recipe, search.method)
         facts.append(f"{held_out} of the examples are held out and score the points")
     elif search.stated_ratio is None:
         sliding = round(heads * search.ratio_for(shape.kinds, recipe.model.dtype))
@@ -117,15 +117,27 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
     return facts
 
 
-def _batches_by_round(recipe: Recipe) -> tuple[int, ...]:
-    """Batches of each round over the calibration set."""
-    examples, batch = recipe[PrepareConfig].calibration.examples, recipe.runtime.eval_batch_size
+def _searched(recipe: Recipe, method: str) -> int:
+    """Calibration examples of an evaluation: all but those that a front holds out."""
+    examples = recipe[PrepareConfig].calibration.examples
+    return examples - examples // HELD_OUT_EVERY if METHODS[method].finds_front else examples
+
+
+def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
+    """Operations of an evaluation with every head full and nothing reused."""
+    length = recipe[PrepareConfig].calibration.length
+    return shape.forward_flops(_searched(recipe, method) * length, length)
+
+
+def _batches_by_round(recipe: Recipe, method: str) -> tuple[int, ...]:
+    """Batches of each round over the examples that a method searches on."""
+    examples, batch = _searched(recipe, method), recipe.runtime.eval_batch_size
     return tuple(math.ceil(len(indices) / batch) for indices in examples_by_round(examples))
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
     """Batches that a method measures at a time: a round, or all where nothing can end early."""
-    batches = _batches_by_round(recipe)
+    batches = _batches_by_round(recipe, method)
     in_rounds = METHODS[method].gradients or (
         recipe[SearchConfig].race and "race" in METHODS[method].settings
     )
@@ -156,10 +168,10 @@ def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) ->
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
     """Most hours of every method, without reuse."""
     shape = shape_of(loaded)
-    one = search.flops / _most_evaluations(loaded, shape, loaded.recipe[SearchConfig].method)
     together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
     for method in METHODS:
+        one = _evaluation_flops(loaded.recipe, shape, method)
         flops = one * _most_evaluations(loaded, shape, method)
         jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
         of_method = replace(search, flops=flops, jobs=jobs)

@@ -494,7 +494,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=13,
+    version=14,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

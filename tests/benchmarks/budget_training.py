@@ -53,14 +53,13 @@ from stages.train.watch import make_needle_watch
 from tests.benchmarks.distillation import RECIPE, train_config
 from tests.benchmarks.distillation_study import make_packed
 
-WINDOW = Window(32)
-
 
 class Study(Protocol):
     """A model, what trains it, and what scores it."""
 
     base: Path
     mask: Path
+    window: Window
     context: int
     full_heads: Sequence[int]  # of the budgets, the most first
 
@@ -83,6 +82,7 @@ class Composition:
     name = "composition_8x8"
     base = ROOT / "recipes/study" / name
     mask = ROOT / "recipes/masks" / name / "bosch_plus-0.875.json"
+    window = Window(32)
     context = LENGTH
     full_heads = (8, 4, 2, 1)
     step_tokens = BATCH * LENGTH
@@ -114,6 +114,7 @@ class Quickstart:
 
     base = ROOT / "recipes/quickstart/base_model"
     mask = ROOT / "recipes/masks/quickstart/bosch_plus-0.875.json"
+    window = Window(64)
     context = 1024
     full_heads = (6, 4, 2, 1)
     samples = 96
@@ -153,7 +154,7 @@ def nested_front(study: Study, prepared: Path) -> Front:
     """The shipped mask and those within it, head by head by a fresh gradient each."""
     base = load_model(study.base, dtype="float32")
     prepare_for_search(base)
-    objective = Objective(base, study.calibration(prepared), WINDOW)
+    objective = Objective(base, study.calibration(prepared), study.window)
     mask = HeadMaskFile.load(study.mask).mask
     assert mask.is_full.sum() == study.full_heads[0]
     points = []
@@ -164,7 +165,7 @@ def nested_front(study: Study, prepared: Path) -> Front:
             assert found.log_likelihood is not None
             points.append(
                 FrontPoint.of(
-                    mask, WINDOW, study.context,
+                    mask, study.window, study.context,
                     score=found.score, log_likelihood=found.log_likelihood,
                 )
             )  # fmt: skip
@@ -175,7 +176,7 @@ def nested_front(study: Study, prepared: Path) -> Front:
         bits = mask.is_full.copy()
         bits.flat[int(gain.argmin())] = False
         mask = HeadMask(bits)
-    front = Front.of(points, WINDOW, study.context, model=str(study.base))
+    front = Front.of(points, study.window, study.context, model=str(study.base))
     return replace(front, chosen=len(front.points) - 1)
 
 
@@ -188,7 +189,7 @@ def trained(
     tokens = steps * study.config(seed, []).section.batch_tokens
     config = study.config(seed, [
         f"train.total_tokens={tokens}", "train.checkpoint_tokens=[]", "train.teacher=original",
-        "train.warmup_ratio=0.1", *overrides,
+        "train.warmup_ratio=0.1", "search.method=front", *overrides,
     ])  # fmt: skip
     run(config, {"prepare": prepared, "materialize": folder / "materialize"}, work_dir)
     return next(iter(checkpoint_folders(work_dir).values()))

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
+from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog, GateGradient
 from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
@@ -23,7 +24,7 @@ from bosch.search.methods import METHODS, front_budget
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from tests.benchmarks.window_landscapes import TOKENS, WindowLandscape
+from tests.benchmarks.window_landscapes import TOKENS, Values, WindowLandscape
 from tests.search_case import WINDOW, searchable
 
 CONTEXT = EvaluationContext("data", "model", [64, 16], 0)
@@ -145,6 +146,35 @@ def test_a_front_is_nearly_exact_where_units_add_up() -> None:
                 if point.kv_slots <= budget
             )
             assert found >= values[slots <= budget].max() - 0.04
+
+
+class Saturated(WindowLandscape):
+    """Two units answer all; gradients at layouts that have both promise the others instead."""
+
+    ANSWERING = (2, 9)
+
+    def value(self, choices: npt.ArrayLike) -> Values:
+        has = np.asarray(choices)[..., self.ANSWERING] == 0
+        value: Values = has.all(axis=-1) * 0.8 + has.mean(axis=-1) * 0.2
+        return value
+
+    def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        full = np.full(mask.choices.size, 0.01)
+        both = (mask.choices.reshape(-1)[[*self.ANSWERING]] == 0).all()
+        full[[*self.ANSWERING]] = -1.0 if both else 1.0
+        changes = np.stack([full, np.zeros_like(full)], axis=1)
+        own = np.take_along_axis(changes, mask.choices.reshape(-1, 1).astype(int), axis=1)
+        values = (changes - own).reshape(*mask.is_full.shape, -1).tolist()
+        return GateGradient(values, 0.0, self.gradient_passes(share, shares))
+
+
+def test_larger_budgets_grow_from_a_layout_that_is_stuck() -> None:
+    """Where gradients mislead while all is well, those of a layout that fails tell."""
+    scorer = Saturated("additive", (4, 4), (16,))
+    budgets = (2500, 3500, 4500, 6500, 9000)
+    front = search(scorer, kappa=14, slots=budgets, chosen=4500)[0].front
+    assert front is not None
+    assert [p.score for p in front.points if p.kv_slots > 5500] == [1.0] * 3
 
 
 def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
