@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
+# Benchmarks whose questions may share their context.
+_OF_CONTEXTS = ("infinitebench_", "longbench_")
 # The first of these that a task has is its score.
 _METRICS = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score")
 
@@ -61,6 +63,12 @@ class HarnessSuite(Suite):
     def samples(self, subtask: Subtask) -> int:
         count = len(self._tasks[subtask].eval_docs)
         return count if self.section.samples is None else min(count, self.section.samples)
+
+    def document(self, subtask: Subtask, index: int) -> str | None:
+        """The context's digest: InfiniteBench asks several questions about a book."""
+        if not subtask.task.startswith(_OF_CONTEXTS):
+            return None
+        return digest_of({"context": self._tasks[subtask].eval_docs[index]["context"]})
 
     def prepare(self) -> None:
         """Load the tasks' documents; a task whose data is not there becomes `missing`.

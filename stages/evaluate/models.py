@@ -60,6 +60,8 @@ from stages.evaluate.tables import (
 logger = logging.getLogger(__name__)
 
 _FAULTS = "faults"
+# How many answers there were before the first attempt.
+_CACHED = "cached.json"
 
 
 @partners_alive()
@@ -100,6 +102,7 @@ def evaluate_models(
             suite.prepare()
         if state.is_main_process:
             remove(own / _FAULTS)
+            _count_cached(own / _CACHED, models, suites, folder)
         state.wait_for_everyone()
         _answer(config, models, suites, state, own / _FAULTS, shared)
         state.wait_for_everyone()
@@ -110,12 +113,24 @@ def evaluate_models(
             if faults:
                 tables["checkpoints"] |= {name: {} for name in faults}
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: faults}
+            tables["cached_answers"] = load_json(own / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
         remove(own)
     return kind.read(work_dir)
+
+
+def _count_cached(
+    path: Path, models: Sequence[Evaluated], suites: Sequence[Suite], folder: AnswerFolder
+) -> None:
+    """Note, on the first attempt, how many answers earlier runs have given."""
+    if not path.exists():
+        subtasks = [subtask for suite in suites for subtask in suite.subtasks]
+        answers = sum(len(folder.read(model, one)) for model in models for one in subtasks)
+        make_folder(path.parent)
+        write_json(path, {"answers": answers})
 
 
 def process_state(runtime: Runtime) -> PartialState:

@@ -65,6 +65,9 @@ class PromptSuite(Suite):
     def samples(self, subtask: Subtask) -> int:
         return len(self._samples[subtask])
 
+    def document(self, subtask: Subtask, index: int) -> str | None:
+        return self._samples[subtask][index].document
+
     def prepare(self) -> None:
         """Read the data; prompts are made when they are asked.
 
@@ -111,5 +114,4 @@ class PromptSuite(Suite):
 
 
 def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:
-    more = {} if sample.document is None else {"document": sample.document}
-    return answer_record(question, sample.score(output), sample.answers, output, **more)
+    return answer_record(question, sample.score(output), sample.answers, output)

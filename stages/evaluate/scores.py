@@ -217,6 +217,7 @@ class Scores(WorkSummary):
 
     `missing` names tasks that have no score, with the reason, by suite, and under FAILED_MODELS
     models that have none. `prompts`: whether they are in the tokenizer's chat template.
+    `cached_answers` were given by earlier runs, whose time is not in the stage's.
     """
 
     FILE = "scores.json"
@@ -226,6 +227,7 @@ class Scores(WorkSummary):
     missing: dict[str, dict[str, str]] = Field(default={})
     corpus: dict[str, Any] | None = None
     prompts: str | None = None
+    cached_answers: int = 0
 
     @property
     def failed_models(self) -> dict[str, str]:

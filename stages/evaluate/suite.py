@@ -43,6 +43,10 @@ class Suite(ABC):
     def samples(self, subtask: Subtask) -> int:
         """How many samples the subtask has on all ranks."""
 
+    def document(self, subtask: Subtask, index: int) -> str | None:
+        """What a sample is about, where others may be about the same; None: it stands alone."""
+        return None
+
     @abstractmethod
     def prepare(self) -> None:
         """Make or read what is asked, as far as this rank does it."""

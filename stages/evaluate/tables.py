@@ -35,23 +35,38 @@ def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Itera
             )
         head = {"checkpoint": model.name, "suite": suite.name}
         for index in range(count):
-            yield {**head, "task": subtask.task, "length": subtask.length, **answers[index]}
+            record = {**head, "task": subtask.task, "length": subtask.length, **answers[index]}
+            document = suite.document(subtask, index)
+            yield record if document is None else {**record, "document": document}
 
 
 def subtask_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SubtaskScores:
     """Scores of one model in one suite among lines of samples.jsonl.
 
-    Samples with the same `document` are not independent, so their mean counts as one sample.
+    Samples with the same `document` are not independent, so their mean counts as one sample. The
+    score stays the mean over all samples.
     """
     scores: dict[tuple[str, int], dict[Any, list[float]]] = {}
     for record in records:
         if (record["checkpoint"], record["suite"]) == (model, suite):
             subtask = scores.setdefault((record["task"], record["length"]), {})
             subtask.setdefault(record.get("document", len(subtask)), []).append(record["score"])
-    return {
-        key: [statistics.fmean(of_one) for of_one in subtask.values()]
-        for key, subtask in scores.items()
-    }
+    return {key: _by_document(list(subtask.values())) for key, subtask in scores.items()}
+
+
+def _by_document(scores: Sequence[Sequence[float]]) -> list[float]:
+    """The mean score of each document, moved so that their mean is that over all samples.
+
+    Means of shares stay shares: they are scaled towards 0 or 1. Documents with as many samples each
+    need no move.
+    """
+    means = [statistics.fmean(of_one) for of_one in scores]
+    if len({len(of_one) for of_one in scores}) == 1 or not _are_shares(means):
+        return means
+    own, overall = _mean(means), statistics.fmean(value for of_one in scores for value in of_one)
+    if overall <= own:
+        return [value * overall / own for value in means] if own else means
+    return [1 - (1 - value) * (1 - overall) / (1 - own) for value in means]
 
 
 def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> MetricScores:

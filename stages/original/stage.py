@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=10,
+    version=11,
     key="evaluate",
     after=("materialize",),
     model="weights",

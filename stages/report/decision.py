@@ -221,12 +221,13 @@ def _speed(points: Sequence[Point]) -> Iterator[str]:
 
 def _cost(results: Results, section: ReportConfig) -> str:
     hours = results.total_gpu_hours
+    note = f", {results.cached_note}" if results.cached_note else ""
     if not hours:
         seconds = sum(seconds for _, seconds in results.stage_seconds)
-        return f"the run took {format_seconds(seconds)} without a GPU"
+        return f"the run took {format_seconds(seconds)} without a GPU{note}"
     price = section.gpu_hour_price
     money = f" ({format_money(price * hours, section.currency)})" if price is not None else ""
-    return f"the run took {hours:,.2f} GPU hours{money}"
+    return f"the run took {hours:,.2f} GPU hours{money}{note}"
 
 
 def _layout(subtasks: Scored) -> list[tuple[tuple[str, str, int], int]]:

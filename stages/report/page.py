@@ -433,6 +433,7 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
     ]
     total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]
     title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
+    title += f" ({results.cached_note})" if results.cached_note else ""
     header = ["stage", "wall time", "GPUs", "GPU hours", *([] if price is None else [currency])]
     return Table(title, header, [Group(rows), Group([total], is_total=True)], text_columns=1)
 

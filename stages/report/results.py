@@ -35,6 +35,9 @@ from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
 from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
 
+# Stages that ask models.
+_ANSWERING = ("original", "evaluate")
+
 
 @dataclass(frozen=True)
 class Search:
@@ -183,6 +186,7 @@ class Results:
     predictions: Mapping[Place, list[Mapping[str, Any]]]
     samples: Mapping[str, Scored]
     efficiency: Efficiency | None
+    cached_answers: int
 
     @property
     def measured_points(self) -> list[Point]:
@@ -240,6 +244,13 @@ class Results:
         """GPU hours of all stages that say so."""
         return sum(hours or 0.0 for hours in self.gpu_hours.values())
 
+    @property
+    def cached_note(self) -> str:
+        """How many answers come from earlier runs, as a part of a sentence; empty without any."""
+        if not self.cached_answers:
+            return ""
+        return f"not counting {self.cached_answers:,} answers that earlier runs gave"
+
 
 def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Results:
     """Read the published directories in `inputs`; `stages` are all that a recipe may have.
@@ -269,6 +280,9 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         corpus=scores.corpus if scores else None,
         predictions=collect_predictions(_answers(inputs)),
         samples=collect_scores(_answers(inputs), scores),
+        cached_answers=sum(
+            Scores.read(inputs[stage]).cached_answers for stage in _ANSWERING if stage in inputs
+        ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
         statistics=Statistics.read(inputs["prepare"]).content,
         present=frozenset(inputs),
@@ -314,7 +328,7 @@ def served_bytes(
 
 def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     """The answers of the original and of the other models."""
-    for stage in ("original", "evaluate"):
+    for stage in _ANSWERING:
         if stage in inputs:
             yield from read_samples(inputs[stage])
 

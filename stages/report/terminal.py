@@ -65,6 +65,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         },
         "stage_seconds": dict(results.stage_seconds),
         "gpu_hours": results.gpu_hours,
+        "cached_answers": results.cached_answers,
         "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
         "absent_stages": list(results.absent),
     }
@@ -89,7 +90,8 @@ def print_summary(results: Results, title: str, section: ReportConfig) -> None:
     if results.total_gpu_hours:
         price, hours = section.gpu_hour_price, results.total_gpu_hours
         cost = "" if price is None else f", {format_money(price * hours, section.currency)}"
-        rows.append(("GPU hours", f"{hours:,.2f}{cost}"))
+        note = f", {results.cached_note}" if results.cached_note else ""
+        rows.append(("GPU hours", f"{hours:,.2f}{cost}{note}"))
     Table(title, ("", "value"), [Group(rows)], text_columns=1).print()
     for sentence in (headline(results, section), verdict(results), comparisons(results)):
         if sentence is not None:

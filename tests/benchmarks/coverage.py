@@ -31,6 +31,8 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "log-normal, sigma 1": lambda rng, n: rng.lognormal(-0.5, 1.0, n),
     "two kinds, as many of each": lambda rng, n: rng.choice([0.0, 2.0], n) + rng.normal(0, 0.1, n),
 }
+# The same, so heavy-tailed that no interval of a mean holds; their differences' intervals do.
+HEAVY_TAILS = (1.5, 2.0, 2.5, 3.0)
 # Samples' scores in [0, 1] with the mean that is asked for.
 SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {
     "right or wrong": lambda rng, mean, shape: (rng.random(shape) < mean).astype(np.float64),
@@ -57,6 +59,14 @@ def of_documents(kind: str, count: int, draws: int, seed: int = 0) -> float:
     """Coverage of Student's interval of the mean loss of `count` documents."""
     rng = np.random.default_rng(seed)
     return _covered((student(LOSSES[kind](rng, count)) for _ in range(draws)), 1.0)
+
+
+def of_heavy_tails(alpha: float, count: int, draws: int, seed: int = 0) -> tuple[float, float]:
+    """Coverage for Pareto losses of mean 1: of their mean, and of the difference of two models."""
+    rng = np.random.default_rng(seed)
+    losses = (rng.pareto(alpha, (draws, 2, count)) + 1) * (alpha - 1) / alpha
+    mean = _covered((student(first) for first, _ in losses), 1.0)
+    return mean, _covered((student(first - second) for first, second in losses), 0.0)
 
 
 def comparisons(

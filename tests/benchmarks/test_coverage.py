@@ -56,6 +56,13 @@ def test_documents(kind: str) -> None:
     assert min(found.values()) >= least(DRAWS)
 
 
+@pytest.mark.parametrize("alpha", coverage.HEAVY_TAILS)
+def test_differences_of_heavy_tailed_losses(alpha: float) -> None:
+    found = {n: coverage.of_heavy_tails(alpha, n, DRAWS) for n in COUNTS_OF_DOCUMENTS}
+    print(f"\nPareto, alpha {alpha}: " + ", ".join(f"{n}: {pair}" for n, pair in found.items()))
+    assert min(difference for _, difference in found.values()) >= least(DRAWS)
+
+
 @pytest.mark.parametrize(
     "scores",
     [(0.9, 0.8), (0.97, 0.97), (0.05, 0.1), (0.1, 0.05), (0.3, 0.02), (0.2, 0.9), (0.9, 0.2),

@@ -5,6 +5,7 @@
 Lines of the product are drawn at random, each gets one plausible wrong change in a copy of the
 checkout, and the tests nearest to its module run. Prints a row a change and the share that was
 killed; --list prints the changes alone. A change nobody noticed wants a test, or its line deleted.
+With --log a run that was stopped, or reached --hours, goes on where it ended.
 """
 
 from __future__ import annotations
@@ -318,6 +319,13 @@ def first_failure(output: str) -> str | None:
     return found[1] if found else None
 
 
+def finished(log: Path | None) -> dict[str, str]:
+    """The verdict on each change that the log of an earlier run holds."""
+    text = log.read_text(encoding="utf-8") if log and log.exists() else ""
+    rows = [row.split("\t") for row in text.split("\n")[:-1]]  # the last may be cut off
+    return {change: verdict for verdict, change in rows}
+
+
 def copy_checkout(target: Path) -> None:
     """Every tracked file, and the folder that lies beside the checkout for tests that use it."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
@@ -335,24 +343,36 @@ def main() -> int:
     parser.add_argument("--package", choices=PRODUCT, help="only lines of this package")
     parser.add_argument("--files", type=int, default=12, help="test files a change is tried on")
     parser.add_argument("--minutes", type=float, default=5, help="time limit of a change's tests")
+    parser.add_argument("--hours", type=float, default=math.inf, help="start no change after these")
+    parser.add_argument("--log", type=Path, help="file of the verdicts; those in it are not redone")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args()
     drawn = draw(options.seed, options.count, (options.package,) if options.package else PRODUCT)
     if options.list:
         print("\n".join(map(str, drawn)))
         return 0
+    verdicts = finished(options.log)
+    end = time.monotonic() + options.hours * 3600
     by_package: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(Path(folder), options.minutes)
-        for change in drawn:
-            verdict = checkout.outcome(change, options.files)
+        for number, change in enumerate(drawn, 1):
+            if str(change) not in verdicts:
+                if time.monotonic() > end:
+                    continue
+                verdicts[str(change)] = checkout.outcome(change, options.files)
+                if options.log:
+                    with options.log.open("a", encoding="utf-8") as log:
+                        log.write(f"{verdicts[str(change)]}\t{change}\n")
+            verdict = verdicts[str(change)]
             by_package.setdefault(change.file.split("/")[0], Counter())[verdict.split()[0]] += 1
-            print(f"{verdict:<10} {change}", flush=True)
+            print(f"{number}/{len(drawn)} {verdict:<10} {change}", flush=True)
     for package, counts in sorted(by_package.items()):
         print(f"{package}: {counts['killed']} of {counts.total()}")
     killed = sum(counts["killed"] for counts in by_package.values())
-    share = math.floor(100 * killed / len(drawn)) if drawn else 0
-    print(f"killed: {killed} of {len(drawn)} ({share} %)")
+    tried = sum(counts.total() for counts in by_package.values())
+    share = math.floor(100 * killed / tried) if tried else 0
+    print(f"killed: {killed} of {tried} ({share} %), {len(drawn) - tried} not tried")
     return 0
 
 

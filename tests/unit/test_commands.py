@@ -201,9 +201,10 @@ def test_new_writes_a_recipe_that_loads_beside_the_model(
     assert loaded.output_root == case.folder / "runs"
 
 
-@pytest.mark.parametrize("shown", [False, True])
-def test_steps_are_in_the_log_and_on_the_terminal_when_asked(
+@pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
+def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
     shown: bool,
+    rank: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -212,13 +213,15 @@ def test_steps_are_in_the_log_and_on_the_terminal_when_asked(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     if shown:
         monkeypatch.setenv("BOSCH_SHOW_STEPS", "1")
-    log.configure("info", tmp_path / "stage.log")
+    log.configure("info", tmp_path / "stage.log", rank)
     logging.getLogger("stages.train").info("step 7")
     logging.getLogger("stages.train").warning("no data")
     logging.getLogger("bosch.progress").info("train: 7/9 steps")
     terminal, file = capsys.readouterr().err, (tmp_path / "stage.log").read_text()
-    assert ("step 7" in terminal) == shown
-    assert "no data" in terminal and "train: 7/9 steps" in terminal
+    assert ("step 7" in terminal) == (shown and rank == 0)
+    assert ("train: 7/9 steps" in terminal) == (rank == 0)
+    assert "no data" in terminal and terminal.startswith("[rank 3] ") == (rank == 3)
+    assert "[rank" not in file
     assert "step 7" in file and "no data" in file and "train: 7/9 steps" in file
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
-from tests.tools.mutate import first_failure, mutated
+from tests.tools.mutate import finished, first_failure, mutated
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,10 @@ def test_the_failure_is_named_whole(name: str, reason: str) -> None:
 def test_a_plausible_mistake_and_none_that_changes_nothing(before: str, after: list[str]) -> None:
     node = ast.parse(before, mode="eval").body
     assert [ast.unparse(changed) for changed in mutated(node)] == after
+
+
+def test_a_run_goes_on_after_the_last_whole_row_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert finished(None) == finished(log) == {}
+    log.write_text("survived\ta.py:1: a  ->  b\nkilled by x\ta.py:2: c  ->  d\nkil")
+    assert finished(log) == {"a.py:1: a  ->  b": "survived", "a.py:2: c  ->  d": "killed by x"}

@@ -19,6 +19,7 @@ from bosch.analysis.intervals import (
     student,
     visible_loss,
 )
+from stages.evaluate.tables import subtask_scores
 from tests.benchmarks import coverage
 
 LEAST = 0.91  # 0.93 less the noise of these few draws
@@ -194,3 +195,23 @@ def test_subtasks_weigh_the_same() -> None:
     assert mean.low is not None and mean.low <= mean_score([0.0, 1.0], [5, 500]).low + 1e-9
     both = np.stack([values, values])
     assert crossed_test(both, 1 - both, counts=[5, 500]).mean == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    "contexts", [[[1.0] * 10, [0.0] * 10, [1.0, 0.0] * 5], [[1.0] * 10, [0.0], [1.0, 0.0] * 5],
+                 [[1.0], [0.0] * 10, [1.0, 0.0]], [[1.0] * 3, [1.0]], [[0.0] * 3, [0.0]]],
+)  # fmt: skip
+def test_questions_about_one_context_are_one_sample(contexts: list[list[float]]) -> None:
+    head = {"checkpoint": "a", "suite": "harness", "task": "infinitebench_longbook_qa_en"}
+    records = [
+        {**head, "length": 0, "document": str(number), "score": score}
+        for number, scores in enumerate(contexts)
+        for score in scores
+    ]
+    [found] = subtask_scores(records, "a", "harness").values()
+    every = [score for scores in contexts for score in scores]
+    assert len(found) == len(contexts) and all(0 <= value <= 1 for value in found)
+    assert np.mean(found) == pytest.approx(np.mean(every))  # the benchmark's own score
+    interval = mean_score([float(np.mean(found))], [len(found)])
+    of_three = mean_score([float(np.mean(every))], [len(contexts)])
+    assert interval == pytest.approx(of_three)

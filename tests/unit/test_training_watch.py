@@ -315,6 +315,21 @@ def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:
     assert [step for step in range(1, 11) if watch.is_due(step, 10)] == [4, 8, 10]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
+    """In evaluation mode the next steps would have no dropout and recompute no activations."""
+    model = small_model().train(training)
+    install_loss(model)
+    ids, device = torch.arange(8)[None], torch.device("cpu")
+    modes: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: modes.append(model.training))
+    NeedleWatch([([1, 2], 1)], 1).score(model, device)
+    assert model.training == training
+    HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device)
+    assert model.training == training
+    assert modes == [False, False]
+
+
 def test_wandb_gets_every_step_under_the_key_of_the_run(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
