@@ -235,14 +235,25 @@ def _numbered(request: Any, number: int) -> Any:
 
 
 def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
-    """The harness's interface to a loaded model; what prompts begin with is computed once."""
+    """The harness's interface to a loaded model; what prompts begin with is computed once.
+
+    So are worked examples before questions with options: lm-eval takes the last logits of a row,
+    and passes over what is missing at the front.
+    """
     from lm_eval.models.huggingface import HFLM
 
     shared = SharedPrompt(loaded)
 
     class Model(HFLM):  # type: ignore[misc]
-        def _model_call(self, *args: Any, **kwargs: Any) -> Any:
-            logits = super()._model_call(*args, **kwargs)
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            # Of an option's tokens each has the logits before it.
+            self._asked = max((len(option) for _, _, option in requests), default=0)
+            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def _model_call(self, inps: Any, *args: Any, **kwargs: Any) -> Any:
+            logits = shared.rest_logits(inps, self._asked)
+            if logits is None:
+                logits = super()._model_call(inps, *args, **kwargs)
             check_numbers(logits)
             return logits
 

@@ -58,6 +58,25 @@ class SharedPrompt:
         assert self._cache is not None
         return padded_rows(self._cache, padding, known)
 
+    @torch.inference_mode()
+    def rest_logits(self, ids: Tensor, asked: int) -> Tensor | None:
+        """Logits of sequences [B, T], padded on the right by zeros, without those they share.
+
+        Of every sequence at least the last `asked` are there. None where they share too little.
+        """
+        beginning = _shared_beginning(ids, ids.new_zeros(len(ids)))
+        # A zero may be padding of one row and the token of another.
+        length = int((beginning != 0).long().cumprod(0).sum())
+        ids_of_cache = ids[:, : max(length - asked, 0) + 1]
+        cache = self.cache(ids_of_cache, torch.ones_like(ids_of_cache))
+        if cache is None:
+            return None
+        output = self._model(
+            input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True
+        )
+        logits: Tensor = output.logits
+        return logits
+
     def _new_cache(self) -> Cache:
         new_cache = getattr(self._model, "new_cache", None)
         if new_cache is None:

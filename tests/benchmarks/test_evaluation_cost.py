@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,42 @@ def test_needle_prompts_are_padded_little(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 < computed <= _BOUND * distinct
 
 
-def test_shared_examples_are_computed_once(tmp_path: Path) -> None:
+def _gsm8k(folder: Path) -> HarnessEvaluation:
+    _write(folder / "gsm8k/test.jsonl", _questions())
+    return HarnessEvaluation(tasks=["gsm8k_cot"], data_dir=str(folder), hub=False)
+
+
+def _mmlu(folder: Path) -> HarnessEvaluation:
+    rows = [
+        {"question": f"Which of these has {n} " + "and more parts " * (n % 13) + "?",
+         "choices": ["a bone", "a muscle", "a nerve", "a vein"], "answer": n % 4}
+        for n in range(_QUESTIONS)
+    ]  # fmt: skip
+    for split, some in (("dev", rows[:5]), ("test", rows)):
+        _write(folder / f"mmlu_anatomy/{split}.jsonl", some)
+    return HarnessEvaluation(
+        tasks=["mmlu_anatomy"], num_fewshot=5, data_dir=str(folder), hub=False
+    )  # fmt: skip
+
+
+def _texts(request: Any) -> tuple[str, str]:
+    """A prompt, and the option after it where there is one."""
+    text, option = request.args
+    return text, option if isinstance(option, str) else ""
+
+
+def _write(file: Path, rows: Sequence[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+
+
+@pytest.mark.parametrize("task", [_gsm8k, _mmlu])
+def test_shared_examples_are_computed_once(tmp_path: Path, task: Any) -> None:
     folder = save_tiny_model(tmp_path / "model")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder)))
     loaded = load_model(folder, dtype="float32")
     model = materialize(loaded, HeadMask(np.array([[True, False]] * 2)), Window(64, 4))
-    (tmp_path / "data/gsm8k").mkdir(parents=True)
-    lines = [json.dumps(question) for question in _questions()]
-    (tmp_path / "data/gsm8k/test.jsonl").write_text("\n".join(lines))
-    section = HarnessEvaluation(tasks=["gsm8k_cot"], data_dir=str(tmp_path / "data"), hub=False)
+    section = task(tmp_path / "data")
     answers = AnswerFolder(tmp_path / "answers", None, 0)
     suite = HarnessSuite(
         name="harness", section=section, tokenizer=tokenizer, answers=answers, rank=0, world=1,
@@ -110,8 +138,16 @@ def test_shared_examples_are_computed_once(tmp_path: Path) -> None:
     )  # fmt: skip
     suite.prepare()
     [subtask] = suite.subtasks
-    prompts = [request.args[0] for [request] in suite.requests(subtask).values()]
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    prompts = suite.requests(subtask)
+    # No logits follow an option's last token, so that options may have the same row.
+    rows = {
+        tuple(
+            tokenizer(text + option)["input_ids"][:-1] if option else tokenizer(text)["input_ids"]
+        )
+        for requests in prompts.values()
+        for text, option in map(_texts, requests)
+    }
+    ids = sorted(rows)
     columns = enumerate(zip(*ids, strict=False))
     beginning = next(place for place, column in columns if len(set(column)) > 1)
     distinct = beginning + sum(len(row) - beginning for row in ids)

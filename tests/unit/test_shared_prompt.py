@@ -12,6 +12,7 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.evaluate.answers import ModelError
 from stages.evaluate.generation import Question, generate
+from stages.evaluate.harness_suite import language_model
 from stages.evaluate.shared_prompt import SharedPrompt
 from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
 from tests.tiny_data import tiny_tokenizer
@@ -99,6 +100,66 @@ def test_single_rows_share_too() -> None:
     decoded = NEW_TOKENS - 1
     # The first prompt is computed whole, the beginning with the second, its rest with each.
     assert sum(counts) == (BEGINNING + 9) + BEGINNING + 2 * 9 + 3 * decoded
+
+
+@pytest.mark.parametrize("kind", ["original", "0", "4"])
+@pytest.mark.parametrize("asked", [1, 4, 30])
+def test_logits_after_the_beginning_are_those_of_whole_rows(kind: str, asked: int) -> None:
+    """Rows padded on the right; also where what is asked for reaches back into the beginning."""
+    model = _model(kind)
+    counts, shared = _count_tokens(model), SharedPrompt(model)
+    for first in (3, 20):
+        rows = _prompts([3, 9, 20], first)
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        counts.clear()
+        logits = shared.rest_logits(ids, asked)
+        assert logits is not None and logits.shape[1] == 20 + asked
+        # The second batch finds the beginning.
+        assert sum(counts) == 3 * (20 + asked) + (BEGINNING - asked if first == 3 else 0)
+        with torch.no_grad():
+            whole = model(ids).logits
+        for row, (own, other) in enumerate(zip(logits, whole, strict=True)):
+            end = len(rows[row])
+            own = own[: end - ids.shape[1] or None]
+            torch.testing.assert_close(own, other[end - len(own) : end], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_harness_scores_options_as_it_does_with_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Worked examples before eight questions with options of one token and of several."""
+    from lm_eval.api.instance import Instance
+
+    examples = "the cat sat on the mat and the dog ran to the house. " * 6
+    requests = [
+        Instance("loglikelihood", {}, (f"{examples}question {'why ' * number}", option), number)
+        for number in range(8)
+        for option in (" a", " a dog ran", " the house")
+    ]
+    base = small_model(vocab_size=512, max_position_embeddings=1024)
+    model = materialize(base, random_mask(), Window(6, 4))
+    counts, found = _count_tokens(model), []
+    for is_shared in (True, False):
+        if not is_shared:
+            monkeypatch.setattr(SharedPrompt, "rest_logits", lambda *_: None)
+        counts.clear()
+        lm = language_model(model, tiny_tokenizer(), batch_size)
+        found.append((lm.loglikelihood(requests, disable_tqdm=True), sum(counts)))
+    (shared, few), (whole, many) = found
+    assert few < 0.5 * many
+    for own, other in zip(shared, whole, strict=True):
+        assert own[0] == pytest.approx(other[0], abs=1e-4) and own[1] == other[1]
+
+
+def test_a_zero_that_may_be_padding_ends_the_beginning() -> None:
+    shared = SharedPrompt(_model("0"))
+    ids = torch.full((2, 90), 3)
+    ids[:, 70:] = 0
+    logits = shared.rest_logits(ids, 1)
+    assert logits is not None and logits.shape[1] == 90 - 69
+    ids[:, 40:] = 0
+    assert shared.rest_logits(ids, 1) is None
 
 
 def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
