@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,14 @@ def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str)
     most = METHODS["front"].most_evaluations(SearchSettings(0.5, budget_per_layer=kappa), 2, 4)
     assert len(evaluator.trace) <= most
     assert result.front is not None
+
+
+def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
+    scorer = WithoutGradients(WindowLandscape("additive", (2, 4), (16, 64), 1))
+    evaluate = scorer.evaluate
+    scorer.evaluate = lambda *a, **k: replace(evaluate(*a, **k), log_likelihood=-1.0)
+    front = search(scorer, kappa=100)[0].front
+    assert front is not None and front.points[-1].score == 1.0
 
 
 def test_a_budget_below_the_smallest_windows_is_refused() -> None:

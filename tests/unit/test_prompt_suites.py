@@ -265,6 +265,8 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
     assert [one.needles for one in read_mrcr([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    longest = max(len(row["prompt"]) for row in conversations())
+    assert len([*read_mrcr([path], longest)]) == 6 > len([*read_mrcr([path], longest - 1)])
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
         list(read_mrcr([path], 1000))

@@ -138,6 +138,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
     assert hub.files["model.safetensors"] == b"tokens-4000000"
     card = hub.files["README.md"].decode()
     assert card.startswith("---\nlicense: mit\n---") and "| needle | 97.5 | 96.0 |" in card
+    assert "| suite | original | this model | samples |\n|---|---:|---:|---:|" in card
     assert yaml.safe_load(hub.files[".eval_results/bosch.yaml"]) == [
         {
             "dataset": {"id": "openai/gsm8k", "task_id": "main"},
