@@ -232,6 +232,8 @@ def _import_graph() -> dict[str, set[str]]:
                 used |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value.partition(":")[0])  # imported by name, as stages are
         graph[name] = (used & names.keys()) - {name}
     return graph
 
