@@ -12,8 +12,8 @@ small, and the next one has fresh gradients, of another share of the calibration
    `bosch.search.gates` does for two kinds of heads: one order of units for all budgets.
 3. Both are measured at one budget in the middle; the other budgets get layouts of what wins there.
    At the first whose answers are not all right wider windows, and all mixed by the same values, are
-   measured as well where a gradient promises more of them. The larger ones follow the winner, or
-   grow by a fresh gradient from the one below while that falls short.
+   measured as well where a gradient promises more of them. The larger ones follow the winner; above
+   a layout that falls short and beats no scarcer one they grow from it, by its own gradient too.
 4. Moves for one budget at a time: exchanges of windows that gradients propose, many units or two;
    some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk. The kind of
    move that succeeded more often for its cost is tried more often. What wins at one budget is
@@ -84,8 +84,8 @@ class _Search(Moves):
         """Measure a layout for each budget, from one in the middle down, then up.
 
         The start that wins at the first one gives all layouts, and the kind that wins at the first
-        one whose answers are not all right. Above a layout that falls short its own gradient says
-        what to add: where most is full, or little of what the answers need, gradients say least.
+        one whose answers are not all right. Above a stuck layout its own gradient says, too, what
+        to add: where most is full, or little of what the answers need, gradients say least.
         """
         if not self.budgets:
             return
@@ -122,14 +122,10 @@ class _Search(Moves):
             if self._is_short(number) and not self.kinds_tried:
                 kind = self._best_kind(number, worth[number], orders[number])
 
-    def _is_blind(self, number: int) -> bool:
-        """Whether a budget's mask scores no more than every unit sliding."""
-        return self.points[number].evaluation.score <= self._end(self.nothing).score
-
     def _is_stuck(self, number: int) -> bool:
         """Whether a budget's mask falls short and scores no more than the next scarcer one's."""
-        below = self.points[number - 1].evaluation.score if number else -1.0
-        return self._is_short(number) and self.points[number].evaluation.score <= below
+        own, below = (self.points[one].evaluation.score for one in (number, number - 1))
+        return self._is_short(number) and own <= below
 
     def _is_short(self, number: int) -> bool:
         """Whether a budget's mask scores less than the original."""
@@ -150,7 +146,8 @@ class _Search(Moves):
             point = self.points[number]
             if not self._pays(point.choices):
                 break
-            local = worth if self._is_blind(number) else self.worth.at(point.choices)
+            is_blind = point.evaluation.score <= self._end(self.nothing).score
+            local = worth if is_blind else self.worth.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
             kind = max(promised, key=lambda one: promised[one])
             if promised[kind] <= _sum_of(local, point.choices):

@@ -250,10 +250,10 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
             self._asked = max((len(option) for _, _, option in requests), default=0)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
-        def _model_call(self, inps: Any, *args: Any, **kwargs: Any) -> Any:
+        def _model_call(self, inps: Any) -> Any:  # as of a causal model
             logits = shared.rest_logits(inps, self._asked)
             if logits is None:
-                logits = super()._model_call(inps, *args, **kwargs)
+                logits = super()._model_call(inps)
             check_numbers(logits)
             return logits
 

@@ -139,14 +139,14 @@ def test_the_harness_scores_options_as_it_does_with_whole_rows(
     ]
     base = small_model(vocab_size=512, max_position_embeddings=1024)
     model = materialize(base, random_mask(), Window(6, 4))
-    counts, found = _count_tokens(model), []
+    counts, answers = _count_tokens(model), []
     for is_shared in (True, False):
         if not is_shared:
             monkeypatch.setattr(SharedPrompt, "rest_logits", lambda *_: None)
         counts.clear()
         lm = language_model(model, tiny_tokenizer(), batch_size)
-        found.append((lm.loglikelihood(requests, disable_tqdm=True), sum(counts)))
-    (shared, few), (whole, many) = found
+        answers.append((lm.loglikelihood(requests, disable_tqdm=True), sum(counts)))
+    (shared, few), (whole, many) = answers
     assert few < 0.5 * many
     for own, other in zip(shared, whole, strict=True):
         assert own[0] == pytest.approx(other[0], abs=1e-4) and own[1] == other[1]

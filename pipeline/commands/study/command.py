@@ -51,7 +51,7 @@ class StudyOptions(Section):
     docs: bool = Field(False, description="copy page and plots to docs/notes/study as well")
 
 
-_ONE_WINDOW = "bosch"  # a method that knows one
+_ONE_WINDOW = "bosch"  # a method that knows one window
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
