@@ -1,8 +1,8 @@
-"""What stands on a page, line by line, and in its charts; and the report's golden page.
+"""What stands on a page, line by line, and in its charts; the golden report and comparison.
 
     python -m tests.golden_page
 
-writes the golden page anew; look at its diff.
+writes the golden pages anew; look at their diff.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from stages.report import run as report
 from tests import report_fixture
 
 GOLDEN = Path(__file__).with_name("golden_report.txt")
+COMPARED = Path(__file__).with_name("golden_comparison.txt")
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 _HIDDEN = {"script", "style", "svg", "head", "select"}
 _LINES = {"h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figure", "footer"}
@@ -154,6 +155,9 @@ def main() -> None:
         inputs = report_fixture.publish(Path(folder))
         report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
         page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
+        from tests.unit.test_compare import Case, compared  # which imports this module
+
+        COMPARED.write_text(compared(Case(Path(folder) / "case")), encoding="utf-8")
     GOLDEN.write_text(golden(page), encoding="utf-8")
 
 
