@@ -97,7 +97,7 @@ def study(model: StudiedModel) -> StudyResult:
 
 def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
     own = METHODS[method]
-    menu = _menu(model) if own.kind == "profile" or own.several_windows else None
+    menu = _menu(model) if own.several_windows else None
     return Setting(method, ratio, kappa if own.searches else None, menu=menu)
 
 
