@@ -119,6 +119,9 @@ def test_relative_paths_start_where_they_were_written(
         ("prepare=3", "prepare: expected keys below it, found 3"),
         ("search=null", "search: is required and missing"),
         ("prepare.sources=[]", "prepare.sources: expected at least 1 item(s)"),
+        ("train.budgets=[]", "train.budgets: expected at least 1 item(s)"),
+        ("train.budgets=[.2,.2]", "train.budgets: names 0.2 twice"),
+        ("search.windows=" + str([*range(1, 17)]), "search.windows: expected at most 15 items"),
         ("search.buckets=[0,0.25]", "search.swa_ratio: 0.5 cannot be reached"),
         ("search.head_granularity=3", "search.head_granularity: 4 KV heads per layer are no mult"),
         ("search.buckets=[0.5,0.25]", "search.buckets: the values must rise"),
@@ -186,6 +189,7 @@ def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
     assert "\n" not in case.fault("evaluate=[]")
     assert "\n" not in case.fault("evaluate.needle=[]")
     assert "\n" not in case.fault("prepare.calibration=[]")
+    assert "\n" not in case.fault("evaluate.budgets=[0.2,1.5]")
 
 
 def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
