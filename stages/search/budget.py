@@ -24,7 +24,16 @@ from bosch.vllm.plan import (
 )
 from bosch.window import Window
 from stages.cost import BYTES
-from stages.fields import MOST, Count, Number, Ratio, Section, parse_bytes, parse_count, parse_number
+from stages.fields import (
+    MOST,
+    Count,
+    Number,
+    Ratio,
+    Section,
+    parse_bytes,
+    parse_count,
+    parse_number,
+)
 from stages.formats import format_bytes
 
 if TYPE_CHECKING:
