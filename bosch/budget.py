@@ -91,7 +91,8 @@ def heads_of_mask_file(path: str) -> list[LayerHeads]:
             sliding = zip(menu, reversed(counts), strict=True)
             rows.append({None: heads - sum(counts), **dict(sliding)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"search.mask: {path} is no head mask ({error})") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"search.mask: {path} is no head mask ({reason})") from None
     if not rows or min(min(row.values()) for row in rows) < 0:
         raise UserError(f"search.mask: {path} is no head mask")
     return rows

@@ -200,4 +200,6 @@ _DAMAGE = (
 def _line(error: BaseException) -> str:
     """First line of an error's text."""
     text = str(error).strip() or type(error).__name__
+    if isinstance(error, KeyError):
+        return f"unknown value {text}"
     return text.splitlines()[0]

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.objective.batches import Batch
+from bosch.model.families import text_config
+from bosch.objective.batches import Batch, batches_by_round, final_states
+from bosch.objective.calibration import CalibrationSet
 
 
 def answer_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -24,6 +26,22 @@ def scaled_logits(config: Any, logits: Tensor) -> Tensor:
     logits = logits * (getattr(config, "logit_scale", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@torch.inference_mode()
+def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
+    """Results of each example [E, 2] of a model as it is, an original or a hybrid one.
+
+    Raises UserError when the set holds a token that the model does not know.
+    """
+    results = torch.zeros(len(examples), 2, dtype=torch.float64)
+    vocabulary = text_config(model.config).vocab_size
+    for batches in batches_by_round(examples, batch_size, vocabulary):
+        for batch in batches:
+            hidden = final_states(model.get_decoder(), batch, model.device)
+            logits = answer_logits(model, hidden[batch.rows, batch.columns])
+            results[batch.examples] = answer_results(logits, batch)
+    return results
 
 
 def answer_results(logits: Tensor, batch: Batch) -> Tensor:

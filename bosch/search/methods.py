@@ -40,8 +40,7 @@ class Method:
     "module:function"; the function's signature depends on the kind (see `bosch.search.runs`).
     `most_local` is the end of a ranking's scores that becomes sliding. `gradients`: it reads
     gradients of gates where the scorer has them. `several_windows`: recipes may give it several
-    windows; a profile gets them in studies. `finds_front`: it finds masks for a row of budgets, one
-    of which is chosen later.
+    windows. `finds_front`: it finds masks for a row of budgets, one of which is chosen later.
     `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
     `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
     that of `most_evaluations`.
@@ -198,7 +197,10 @@ def _ranking(
 
 def _profile(label: str, name: str, about: str) -> Method:
     runner = f"bosch.baselines.{name}:{name}"
-    return Method(label, "profile", runner, about, frozenset(), _no_search, in_paper=False)
+    return Method(
+        label, "profile", runner, about, frozenset(), _no_search, in_paper=False,
+        several_windows=True,
+    )  # fmt: skip
 
 
 METHODS: dict[str, Method] = {

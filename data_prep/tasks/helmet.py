@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bosch.errors import UserError
 from data_prep.tasks.tables import HelmetTask
 
 Row = Mapping[str, Any]
@@ -98,6 +99,8 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
 
 def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
     """A key; raises as `rag_sample` does."""
+    if not row["answer"]:  # which every output would contain
+        raise ValueError("the answer is empty")
     shown = row["demos"][:SHOTS]
     demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in shown)
     answers = (str(row["answer"]),)
@@ -112,6 +115,11 @@ def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
     if count <= most_tokens:
         return sample.prompt()
     offsets = tokenizer(sample.context, return_offsets_mapping=True)["offset_mapping"]
+    if count - most_tokens > len(offsets):
+        raise UserError(
+            f"evaluate.helmet: the question {sample.question!r:.60} takes more than "
+            f"{most_tokens:,} tokens without any of its context; leave it out of the data"
+        )
     return sample.prompt(sample.context[: offsets[most_tokens - count][0]])
 
 

@@ -29,14 +29,16 @@ class MrcrSample(NamedTuple):
 def sample_of(row: Mapping[str, Any]) -> MrcrSample:
     """The sample of a row; raises KeyError, TypeError or ValueError where the row is none."""
     prompt, answer, prefix, needles = (row[name] for name in FIELDS)
+    if not isinstance(prompt, str):
+        raise ValueError("prompt is no text that holds JSON")
     turns = [
-        {"role": str(turn["role"]), "content": str(turn["content"])}
-        for turn in parse_json(prompt.encode())
+        {"role": turn["role"], "content": turn["content"]} for turn in parse_json(prompt.encode())
     ]
     # Without one of these every output would have the same score.
     if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
         raise ValueError("a conversation, its answer and the string before it must not be empty")
-    "".join([answer, prefix, *(turn["content"] for turn in turns)]).encode()  # no half a surrogate
+    texts = [text for turn in turns for text in turn.values()]
+    "".join([answer, prefix, *texts]).encode()  # texts alone, and no half a surrogate
     if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
     characters = sum(len(turn["content"]) for turn in turns)

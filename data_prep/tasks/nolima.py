@@ -159,8 +159,12 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
             if not (characters if "{CHAR}" in experiment["needle"] else answers):
                 raise ValueError(f"{experiment['id']}_{name}_{kind} has no answer")
             _texts(name, "question and needle", [question, experiment["needle"]])
-            if not all(isinstance(one, str) for one in [*test["input_args"], system]):
-                raise ValueError(f"input_args of {name} and system_prompt must be texts")
+            arguments = test["input_args"]
+            is_list = isinstance(arguments, list)  # the letters of a text are no arguments
+            if not is_list or not all(isinstance(one, str) for one in [*arguments, system]):
+                raise ValueError(
+                    f"input_args of {name} must be a list of texts, system_prompt a text"
+                )
             yield NeedleTest(
                 name=f"{experiment['id']}_{name}_{kind}",
                 kind=kind,

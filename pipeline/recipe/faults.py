@@ -43,8 +43,8 @@ def sentences(model: type[Section], error: ValidationError) -> list[str]:
     return [
         f"{path}: {_describe(path, details, model)}"
         for path, details in grouped.items()
-        # Where an item of a list is faulty, pydantic also calls the list too short.
-        if details[0][0]["type"] != "too_short"
+        # Where an item of a list is faulty, pydantic also calls the list too short, or no word.
+        if details[0][0]["type"] not in ("too_short", "literal_error")
         or not any(p.startswith(f"{path}.") for p in grouped)
     ]
 
@@ -99,6 +99,8 @@ def _describe(
     details: list[tuple[ErrorDetails, type[Section] | None]],
     root: type[Section],
 ) -> str:
+    if isinstance(details[0][0]["input"], list):  # no word that might stand in its place
+        details = [one for one in details if one[0]["type"] != "literal_error"] or details
     detail, holder = details[0]
     kind, value = detail["type"], detail["input"]
     if kind == "missing":
@@ -144,6 +146,8 @@ def _expected(detail: ErrorDetails) -> str:
         return ", ".join(_choices(detail))
     if kind == "too_short":
         return f"at least {context['min_length']} item(s)"
+    if kind == "too_long":
+        return f"at most {context['max_length']} items"
     # A check of ours says what it expected and found by itself.
     own = detail["msg"].removeprefix("Value error, ").removeprefix("expected ")
     return own.partition(", found ")[0]

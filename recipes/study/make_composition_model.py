@@ -1,6 +1,7 @@
 """Train a model that must compose heads: chains of look-ups, and lists copied behind a look-up.
 
     python -m recipes.study.make_composition_model --layers 8 --kv-heads 8 --output DIR
+    python -m recipes.study.make_composition_model --texts FILE.jsonl.gz   # for more training
 
 A Llama whose text is symbols. Facts `a b ;` form chains a b c d, lists are `a b c d ;`, all in
 random order; then questions: `a Q1` wants the list behind its key, `a Q2` and `a Q3` what two and
@@ -19,6 +20,7 @@ are the answer), `training.json` and `training_log.jsonl`.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import platform
@@ -39,11 +41,14 @@ SEED = 13
 SYMBOLS, KINDS = 96, 3
 BEGIN, STOP, FIRST_QUESTION, FIRST_SYMBOL = 0, 1, 2, 2 + KINDS
 VOCABULARY = FIRST_SYMBOL + SYMBOLS
+WORDS = ("<s>", ";", *(f"Q{i + 1}" for i in range(KINDS)), *(f"s{i}" for i in range(SYMBOLS)))
 CHAINS, CHAIN, LISTS, LIST = 12, 4, 12, 4
 LENGTH, QUESTIONS = 208, 10
 BATCH, RATE, WARMUP_STEPS, DECAY_STEPS = 8, 1e-3, 30, 100
 LOCAL_HEADS, LOCAL_LAYERS = 0.25, 0.1
 EXAMPLES = 256
+# Texts for continual pretraining: batches of steps far from those that made the model.
+NEW_TEXTS, TEXT_STEPS = 100_000, 64
 
 # The residual stream: what a token is, the token before it, two intermediate results, the answer,
 # and flags.
@@ -232,10 +237,18 @@ def exact_match(model: LlamaForCausalLM, records: list[dict[str, Any]], kind: in
     return right / len(own)
 
 
+def write_texts(file: Path) -> None:
+    """JSON lines of texts that no model has read, which prepare ends with the token `;`."""
+    steps = range(NEW_TEXTS, NEW_TEXTS + TEXT_STEPS)
+    rows = (row for step in steps for row in training_batch(step)[0].tolist())
+    texts = (" ".join(WORDS[token] for token in row[:-1]) for row in rows)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    file.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
 def write_tokenizer(output: Path) -> None:
-    """Words of the symbols: <s> ; Q1 Q2 Q3 s0 s1 …"""
-    words = ["<s>", ";", *(f"Q{i + 1}" for i in range(KINDS)), *(f"s{i}" for i in range(SYMBOLS))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, ";"))
+    """Words of the symbols."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, ";"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token=";", pad_token=";", unk_token=";"
@@ -296,9 +309,14 @@ def train(output: Path, layers: int, kv_heads: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
+    output = parser.add_mutually_exclusive_group(required=True)
+    output.add_argument("--output", type=Path)
+    output.add_argument("--texts", type=Path)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--steps", type=int, default=240)
     arguments = parser.parse_args()
-    train(arguments.output, arguments.layers, arguments.kv_heads, arguments.steps)
+    if arguments.texts is not None:
+        write_texts(arguments.texts)
+    else:
+        train(arguments.output, arguments.layers, arguments.kv_heads, arguments.steps)

@@ -104,6 +104,12 @@ def generate(
     """
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if order and positions and len(order[0].prompt_ids) + max_new_tokens > positions:
+        raise ModelError(
+            f"a prompt of {len(order[0].prompt_ids):,} tokens and an answer of {max_new_tokens:,} "
+            f"are more than its {positions:,} positions"
+        )
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         outputs = _generate_batch(model, tokenizer, batch, max_new_tokens, stop_at_newline, shared)

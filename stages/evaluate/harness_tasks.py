@@ -204,6 +204,12 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
         for member in [members] if isinstance(members, str) else members:
             one = member if isinstance(member, str) else member.get("group", member.get("task"))
             if one in index:
+                is_task = isinstance(member, Mapping) and "task" in member
+                if is_task and index[one].kind.name in ("TAG", "GROUP"):
+                    raise UserError(
+                        f"{_WHERE}: {group} sets options of {one}, which lm-eval would then take "
+                        f"for one of its tasks; name {one} and the others of {group} themselves"
+                    )
                 yield from of_name(one)
             elif isinstance(member, Mapping) and "group" in member:
                 yield from of_group(f"{group}::{one}", member)

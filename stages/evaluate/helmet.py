@@ -48,7 +48,10 @@ def _questions(
     section: HelmetEvaluation, task: HelmetTask, file: Path, seed: int
 ) -> Iterator[HelmetSample]:
     examples = _rows(task, Path(section.data_dir, str(task.examples)), dict)
-    chosen = helmet.drawn_keys(_rows(task, file, helmet.key_of), section.samples, seed)
+    try:
+        chosen = helmet.drawn_keys(_rows(task, file, helmet.key_of), section.samples, seed)
+    except TypeError as error:  # they have no order
+        raise UserError(f"{file}: not in HELMET's layout ({error} as id or question)") from None
 
     def make(row: Any) -> HelmetSample | None:
         asked = helmet.key_of(row) in chosen

@@ -410,8 +410,14 @@ def _harness(loaded: LoadedRecipe, harness: HarnessEvaluation) -> Iterator[str]:
         if name not in harness.tasks:
             field = "settings" if name in harness.settings else "optional"
             yield f"evaluate.harness.{field}: {name} is not among evaluate.harness.tasks"
-    if any(name in ("longbench", "longbench_e") or task_of(name) for name in harness.tasks):
-        yield from position_faults(loaded, "evaluate.harness.max_length", harness.max_length)
+    asked = {one for name in harness.tasks if (one := task_of(name))}
+    if not {"longbench", "longbench_e"}.isdisjoint(harness.tasks):
+        asked = set(LONGBENCH)
+    if asked:
+        tokens = harness.max_length + max(LONGBENCH[one].new_tokens for one in asked)
+        yield from position_faults(
+            loaded, "evaluate.harness.max_length with a LongBench answer", tokens
+        )
 
 
 def _missing(loaded: LoadedRecipe) -> Iterator[str]:
@@ -460,7 +466,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=13,
+    version=14,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=11,
+    version=12,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -24,7 +24,16 @@ from bosch.vllm.plan import (
 )
 from bosch.window import Window
 from stages.cost import BYTES
-from stages.fields import Count, Number, Ratio, Section, parse_bytes, parse_count, parse_number
+from stages.fields import (
+    MOST,
+    Count,
+    Number,
+    Ratio,
+    Section,
+    parse_bytes,
+    parse_count,
+    parse_number,
+)
 from stages.formats import format_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +56,9 @@ def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValida
             amount, tokens = number(first), parse_count(second)
         except ValueError:
             amount = tokens = None
-        if not isinstance(amount, int | float) or not 0 < amount <= most or not tokens:
+        if not isinstance(tokens, int) or not 0 < tokens <= MOST:
+            amount = None
+        if not isinstance(amount, int | float) or not 0 < amount <= most:
             raise ValueError(f"expected {what}, found {value!r:.60}")
         return f"{amount!r} @ {tokens}"
 

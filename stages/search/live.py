@@ -27,7 +27,10 @@ def mask_file(
 ) -> HeadMaskFile:
     """`mask` as a file, with the search that it comes from."""
     section = config.section
-    is_result = section.stated_ratio is None or METHODS[section.method].finds_front
+    # Among several windows a method chooses how many heads stay full.
+    is_result = (
+        section.stated_ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front
+    )
     return HeadMaskFile.of(
         mask,
         section.menu,

@@ -104,6 +104,8 @@ def run(
                 slots = point_slots(config.section, price)
                 # Masks are made to be nested with the one in the middle.
                 evaluator.slot_budgets = SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
+            else:
+                evaluator.slot_budgets = SlotBudgets(price.tokens)
             with _live(config, evaluator, work_dir, ranks, sink_bias):
                 result = _find_mask(config, evaluator, settings, work_dir)
         summary = _summary(evaluator, result, time.perf_counter() - started)

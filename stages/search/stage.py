@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -428,9 +429,10 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
     least = search.menu[-1].held(price.tokens) / price.tokens
     for share in search.points or ():
         if not least <= share < 1:
+            first = math.ceil(least * 1e6) / 1e6  # rounded down it would be refused again
             yield (
                 f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
-                f"choose from {least:.3g}, all heads with a window of {search.menu[-1]}, to below 1"
+                f"choose from {first:g}, all heads with a window of {search.menu[-1]}, to below 1"
             )
 
 

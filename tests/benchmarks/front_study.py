@@ -1,13 +1,14 @@
 """A front beside separate searches of the same KV slots, on a composition model.
 
     python -m tests.benchmarks.front_study composition_8x8 [--windows 8,16,32,64] [--kappa 16]
-        [--seeds 8] [--rivals 16,2]
+        [--seeds 8] [--rivals 16,2] [--without kick]
 
-Each seed has 16 questions, of which the front holds four out. Its eight budgets are evenly spaced
-on a logarithmic scale. A rival is bosch_plus for each budget and the narrowest window, with all 16
-questions, at each kappa of `--rivals`. Printed are shares of 96 other questions that are answered,
-for each budget the mean over seeds of the best mask within it, the mean over all budgets, which is
-the hypervolume, and the passes of one seed for all budgets, without reuse.
+Each seed has 16 questions of its own, of which the front holds four out. Its eight budgets are
+evenly spaced on a logarithmic scale. `--without` leaves moves out, or the learned gates. A rival is
+bosch_plus for each budget and the narrowest window, with all 16 questions, at each kappa of
+`--rivals`. Printed are shares of 96 other questions that are answered, for each budget the mean
+over seeds of the best mask within it, the mean over all budgets, which is the hypervolume, and the
+passes of one seed for all budgets, without reuse.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,16 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
+from bosch.search import front_moves
+from bosch.search.allotment import Choices
 from bosch.search.evaluator import Evaluator, SlotBudgets
+from bosch.search.front import _Search
+from bosch.search.gradient_search import Move
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window, rising_menu
 from pipeline.recipe.load import ROOT
-from recipes.study.make_composition_model import EXAMPLES, examples
+from recipes.study.make_composition_model import examples
 
 CONTEXT, BUDGETS, QUESTIONS, TEST = 176, 8, 16, 96
 _PASSES = "naive_full_forward_equivalents"
@@ -43,9 +48,10 @@ def main() -> None:
     model: Any = load_model(str(ROOT / "recipes/study" / options.model), dtype="float32")
     prepare_for_search(model)
     sizes = [int(size) for size in options.windows.split(",")]
-    study = _Study(model, sizes)
+    study = _Study(model, sizes, options.first_seed + options.seeds - 1)
     scores: dict[str, list[list[float]]] = {}
     passes: dict[str, list[float]] = {}
+    _leave_out({name for name in options.without.split(",") if name})
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for name, found, spent in study.found(seed, options.kappa, options.rivals):
             scores.setdefault(name, []).append(study.scores(found))
@@ -60,22 +66,24 @@ def main() -> None:
 class _Study:
     """The model, its budgets and its test questions."""
 
-    def __init__(self, model: Any, sizes: list[int]) -> None:
+    def __init__(self, model: Any, sizes: list[int], last_seed: int) -> None:
         self.model, self.menu = model, rising_menu(sizes, 0)
-        self.records = examples(EXAMPLES + TEST)
+        # The test's questions come first: no seed has any of them.
+        self.records = examples(TEST + QUESTIONS * (last_seed + 1))
         config = model.config
         self.heads = config.num_hidden_layers * config.num_key_value_heads
         self.least, self.most = self.heads * sizes[0], self.heads * CONTEXT
         spaced = np.geomspace(self.least, self.most, BUDGETS + 2)[1:-1]
         self.budgets = tuple(round(slots) for slots in spaced)
         self.test = Objective(
-            model, self._set(self.records[EXAMPLES:]), self.menu, batch_size=TEST, reuse_bytes=0
+            model, self._set(self.records[:TEST]), self.menu, batch_size=TEST, reuse_bytes=0
         )
         self._known: dict[str, float] = {}
 
     def found(self, seed: int, kappa: int, rivals: str) -> Iterator[tuple[str, Any, float]]:
         """Methods with their mask for each budget, the front's first, and their passes."""
-        calibration = self._set(self.records[QUESTIONS * seed : QUESTIONS * (seed + 1)])
+        first = TEST + QUESTIONS * seed
+        calibration = self._set(self.records[first : first + QUESTIONS])
         used, held_out = calibration.split(4)
         objective = Objective(self.model, used, self.menu, held_out=held_out)
         evaluator = Evaluator(objective, EvaluationLog(None, objective.context))
@@ -118,6 +126,20 @@ class _Study:
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
 
+def _leave_out(names: set[str]) -> None:
+    """Moves of these names propose nothing; without gates there is one start."""
+    unknown = names - {"exchange", "swap", "grown", "shrunk", "kick", "other start", "gates"}
+    if unknown:
+        raise SystemExit(f"--without: there is no {', '.join(sorted(unknown))}")
+    if "gates" in names:
+        _Search._gates_to_learn = lambda self, gradients: 0  # type: ignore[method-assign]
+
+    def move(name: str, propose: Callable[[int], Choices | None]) -> Move:
+        return Move(name, (lambda number: None) if name in names else propose)
+
+    front_moves.Move = move  # type: ignore[attr-defined, assignment, misc]
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=["composition_8x8", "composition_12x4"])
@@ -126,6 +148,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rivals", default="16,2")
+    parser.add_argument("--without", default="")
     return parser.parse_args()
 
 

@@ -17,6 +17,7 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMaskFile
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.search.methods import METHODS
+from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
 from stages.search.stage import TRACES, SearchConfig
@@ -77,6 +78,23 @@ def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
         assert sum(row["ratio"] for row in summary["layer_importance"]) * KV_HEADS == pytest.approx(
             swa_budget(units, ratio)
         )
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].kind == "profile"])
+def test_a_profile_chooses_among_several_windows(inputs, tmp_path, method):
+    menu, context = [WINDOW // 2, WINDOW], 512
+    budget = {"kv_cache": f"0.4 @ {context}"}
+    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget}
+    run(inputs, tmp_path, method=method, **changes)
+    file = HeadMaskFile.load(tmp_path / "head_mask.json")
+    assert [window.size for window in file.windows] == menu[::-1]
+    assert file.swa_ratio == file.mask.swa_ratio
+    # Within the slots of the full heads that the budget allows beside the narrowest window.
+    units, least = LAYERS * KV_HEADS, Window(menu[0]).held(context)
+    full = int((0.4 * units * context - units * least) / (context - least))
+    most = full * context + (units - full) * least
+    assert most - context < file.mask.kv_slots(file.windows, context) <= most
+    assert (file.mask.choices == 1).any()  # what full heads leave is spent on the wider window
 
 
 def test_a_killed_search_ends_with_the_same_mask(inputs, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import StudiedModel
 from pipeline.recipe.load import load_recipe
+from stages.recipe import World
 from stages.search.stage import STAGE
+from tests.pipeline_case import in_process
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"
 MODEL = RECIPE.parent / "enumerable_model"
@@ -179,7 +182,7 @@ def held_out(line: dict[str, Any]) -> bool:
 
 def opened(folder: Path) -> tuple[Any, StudyOptions, Path]:
     changes = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
-    return load_recipe(RECIPE, changes).recipe, StudyOptions(seeds=2, held_out=5), folder
+    return load_recipe(RECIPE, changes), StudyOptions(seeds=2, held_out=5), folder
 
 
 def test_granularity_study_compares_units_with_single_heads(
@@ -277,15 +280,46 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     for version in (1, 1, 2):
         stage = replace(STAGE, version=version)
         monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH", stage)
-        recipe = load_recipe(RECIPE, [*small, "runtime.reuse_memory=5MB"], env={}).recipe
+        recipe = load_recipe(RECIPE, [*small, "runtime.reuse_memory=5MB"], env={})
         model = StudiedModel(recipe, StudyOptions(), tmp_path)
         files.append(evaluation_log(model, "calibration", model.calibration(0)).path)
     assert files[0] == files[1] != files[2]
     assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
 
 
+def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:
+    changes = [
+        f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}",
+        "prepare.train_tokens=8k", f"runtime.output_root={tmp_path / 'runs'}",
+        "train={total_tokens: 512, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
+        "checkpoint_tokens: [], mixed_precision: 'no'}", "materialize.dtype=float32",
+    ]  # fmt: skip
+    orders: list[str] = []
+
+    def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        orders.append(order["stage"])
+        return in_process(order, world)
+
+    loaded, options = load_recipe(RECIPE, changes), StudyOptions(held_out=5)
+    model = StudiedModel(loaded, options, tmp_path / "study", launcher)
+    one = HeadMask.from_key("3x4:0a50")
+    several = HeadMask.of_choices([[0, 1, 2, 1], [2, 2, 0, 0], [1, 0, 1, 2]])
+    cases: list[tuple[HeadMask, Window | tuple[Window, ...] | None]] = [
+        (one, None), (one, Window(20, 4)), (several, (Window(48), Window(16))),
+    ]  # fmt: skip
+    for mask, windows in cases:
+        found = model.trained(mask, windows)
+        np.testing.assert_allclose(found, model.held_out(mask, windows), atol=1e-4)
+        stages = ["search", "materialize", "train"]
+        assert orders == (stages if orders[0] == "search" else ["prepare", *stages])
+        orders.clear()
+    again = StudiedModel(loaded, options, tmp_path / "study", launcher)
+    np.testing.assert_array_equal(again.trained(one), model.trained(one))
+    assert orders == []
+
+
 def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE, [f"prepare.calibration.examples={EXAMPLES}"], env={}).recipe
+    recipe = load_recipe(RECIPE, [f"prepare.calibration.examples={EXAMPLES}"], env={})
     file = RECIPE.parent / "composition_8x8" / "calibration.jsonl"
     options = StudyOptions(examples=str(file), held_out=5)
     model = StudiedModel(recipe, options, tmp_path)
@@ -300,7 +334,7 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE, env={}).recipe
+    recipe = load_recipe(RECIPE, env={})
     file = tmp_path / "examples.jsonl"
     file.write_text(json.dumps({"input_ids": [1, 10**6, 3], "answer_length": 1}))
     model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)

@@ -56,6 +56,7 @@ def test_a_budget_is_read_and_read_again(
         {"kv_cache": "0 @ 32k"},
         {"kv_cache": "0.25 @ "},
         {"kv_cache": "0.25 @ 0"},
+        {"kv_cache": "0.25 @ 1000000000000001"},
         {"bytes": "2GiB"},
         {"bytes": "much @ 32k"},
         {"keep": 0},

@@ -118,6 +118,10 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     parameters = {id(p): p.numel() for part in parts for p in part.parameters()}
     assert shape.parameters == sum(parameters.values())
     assert shape.active_parameters == (flops.all_linear + flops.head) // 2
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in parts[0].layers]
+    assert shape.layer_parameters == max(layers)
+    assert shape.tables == shape.parameters - sum(layers)
+    assert shape.largest_weight == max(parameters.values())
     assert shape.kinds == decoder_layers(model.config)
     first = attention_module(model, shape.kinds.full[0])
     output = getattr(first, known_family(model.config).output)

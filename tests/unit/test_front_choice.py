@@ -162,6 +162,7 @@ def test_another_budget_takes_no_new_search(case: Case) -> None:
         (["budget.keep=0.9"], "choose that or less, or 116 examples"),
         (["budget.keep=1"], "no number of them shows that all is; choose less than 1"),
         (["points=[0.01]"], "search.points: 0.01 of the KV cache at 256 tokens is no point; "),
+        (["points=[0.0273]"], "no point; choose from 0.027344, all heads"),  # above 7/256
         (["points=[0.5,1]"], "search.points: 1 of the KV cache"),
         (["budget.kv_cache=0.02 @ 256"], "search.budget.kv_cache: "),
         (["budget.kv_cache=0.5 @ 20"], "search.windows: 32 is no cheaper than a full head at the"),

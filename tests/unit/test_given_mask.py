@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bosch.budget import heads_of_mask_file
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
@@ -93,6 +94,9 @@ def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     case.save()
     with pytest.raises(UserError, match=r"search\.mask: there is no file"):
         load_recipe(case.file, env={})
+    (tmp_path / "mask.json").write_text('{"window_size": 8, "sinks": 0}')
+    with pytest.raises(UserError, match=r"is no head mask .it has no 'num_key_value_heads'"):
+        heads_of_mask_file(str(tmp_path / "mask.json"))
     _saved(tmp_path / "mask.json", _mask((4, 4), 8))
     first = _keys(case)
     _saved(tmp_path / "mask.json", _mask((4, 4), 8, seed=1))

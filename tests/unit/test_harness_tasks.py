@@ -138,6 +138,7 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
         ("humaneval", "humaneval runs code that the model writes"),
         ("mbpp", "mbpp runs code that the model writes"),
         ("gsm9k", "lm-eval knows no task gsm9k"),
+        ("openllm", "openllm sets options of mmlu, which lm-eval would then take for one of its"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_by_its_settings(

@@ -242,6 +242,9 @@ def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(tmp_path: 
     path.write_text(json.dumps({**config, "is_encoder_decoder": True}))
     with pytest.raises(UserError, match="expected a decoder alone"):
         load_model(tmp_path)
+    path.write_text(json.dumps({**config, "hidden_act": "other"}))
+    with pytest.raises(UserError, match="cannot load the model: unknown value 'other'"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["org/kernel", "flash_attention_2"])

@@ -16,6 +16,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -26,8 +27,9 @@ from data_prep.tasks import helmet, mrcr, nolima
 from data_prep.tasks.tables import HELMET_TASKS
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.generation import Question, generate
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.mrcr import read_samples as read_mrcr
 from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
@@ -35,6 +37,7 @@ from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.scores import read_samples
 from tests import helmet_case, nolima_case
 from tests.evaluation_case import score_original
+from tests.hybrid_case import small_model
 from tests.pipeline_case import Case
 from tests.tiny_data import save_tiny_model
 
@@ -114,6 +117,7 @@ def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
             "gold_answers of T1 must be texts",
         ),
         ({"tests": {"T1": {"input_args": [1]}}}, "input_args of T1"),
+        ({"tests": {"T1": {"input_args": "lute"}}}, "input_args of T1 must be a list of texts"),
         ({"questions": {"onehop": 1}}, "question and needle of T1"),
         (
             {
@@ -237,6 +241,8 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
     whole = conversations()[0]
     for change, sentence in (
         ({"prompt": 1}, r"row 1: not in MRCR's layout"),
+        ({"prompt": [{}]}, r"row 1: .*\(prompt is no text that holds JSON\)"),
+        ({"prompt": '[{"role": "user", "content": null}]'}, r"row 1: .*NoneType found"),
         ({"prompt": "[" * 900}, r"row 1: not in MRCR's layout"),
         ({"prompt": "[]"}, r"row 1: .*must not be empty"),
         ({"answer": ""}, r"row 1: .*must not be empty"),
@@ -449,3 +455,23 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
     file.write_text('{"question": "Why?", "answers": [], "ctxs": []}\n')
     with pytest.raises(UserError, match=r"dep6\.jsonl, row 0: not in HELMET's layout \(answers"):
         helmet_samples(tmp_path, tasks=["kilt_nq"])
+    file.write_text('{"question": ["Why?"]}\n')
+    with pytest.raises(UserError, match=r"dep6\.jsonl: not in HELMET's layout \(unhashable"):
+        helmet_samples(tmp_path, tasks=["kilt_nq"])
+    keys = folder / "json_kv" / "test_k105_dep6.jsonl"
+    row = json.loads(keys.read_text().partition("\n")[0])
+    keys.write_text(json.dumps({**row, "answer": ""}))
+    with pytest.raises(UserError, match=r"k105_dep6\.jsonl, row 0: .*the answer is empty"):
+        helmet_samples(tmp_path, tasks=["json_kv"])
+    keys.write_text(json.dumps({**row, "question": "Which?" * 8192}))
+    (sample,) = helmet_samples(tmp_path, tasks=["json_kv"])
+    with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,"):
+        sample.turns()
+
+
+def test_a_prompt_beyond_the_positions_is_refused() -> None:
+    model = small_model()
+    most = model.config.max_position_embeddings
+    long = Question(0, np.zeros(most - 3, np.int32), [])
+    with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
+        next(generate(model, None, [long], 4, 1))

@@ -119,6 +119,9 @@ def test_relative_paths_start_where_they_were_written(
         ("prepare=3", "prepare: expected keys below it, found 3"),
         ("search=null", "search: is required and missing"),
         ("prepare.sources=[]", "prepare.sources: expected at least 1 item(s)"),
+        ("train.budgets=[]", "train.budgets: expected at least 1 item(s)"),
+        ("train.budgets=[.2,.2]", "train.budgets: names 0.2 twice"),
+        ("search.windows=" + str([*range(1, 17)]), "search.windows: expected at most 15 items"),
         ("search.buckets=[0,0.25]", "search.swa_ratio: 0.5 cannot be reached"),
         ("search.head_granularity=3", "search.head_granularity: 4 KV heads per layer are no mult"),
         ("search.buckets=[0.5,0.25]", "search.buckets: the values must rise"),
@@ -137,6 +140,10 @@ def test_relative_paths_start_where_they_were_written(
         ("evaluate.needle=null", "evaluate: names nothing to evaluate"),
         ("evaluate.needle.lengths=[64]", "evaluate.needle.max_new_tokens: 128 leaves no room"),
         ("evaluate.needle.lengths=[4k]", "evaluate.needle.lengths: 4,096 is more than the model's"),
+        (
+            "evaluate.harness={tasks: [longbench_hotpotqa], max_length: 1000}",
+            "max_length with a LongBench answer: 1,032 is more than the model's 1,024 positions",
+        ),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
@@ -186,6 +193,7 @@ def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
     assert "\n" not in case.fault("evaluate=[]")
     assert "\n" not in case.fault("evaluate.needle=[]")
     assert "\n" not in case.fault("prepare.calibration=[]")
+    assert "\n" not in case.fault("evaluate.budgets=[0.2,1.5]")
 
 
 def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
@@ -467,7 +475,7 @@ def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # gpqa stands in files without a suffix alone, as the tag that others include.
-    known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 1k}"
+    known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 512}"
     assert main(["validate", str(case.file), known]) == 0
     assert main(["validate", str(case.file), "evaluate.harness={tasks: [gsm8k, gsm9k]}"]) == 2
     assert "lm-eval knows no task gsm9k; did you mean gsm8k? `lm-eval ls" in capsys.readouterr().err

@@ -401,6 +401,15 @@ def test_a_search_by_swaps_has_its_points_and_none_for_what_was_given_up(tmp_pat
     data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
     [best] = [rows for rows in data.values() if rows and "run" in rows[0]]
     assert {row["y"] for row in best} == {0.5} and len({row["run"] for row in best}) == 3
+    # Phases end half-way between two evaluations, and so do sub-problems within a phase.
+    [bands] = [rows for rows in data.values() if rows and "shade" in rows[0]]
+    ends = [(row["x"], row["x2"]) for row in bands]
+    assert ends == [(0.5, 2.5), (2.5, 3.5), (3.5, 6.5), (6.5, 7.5)]
+    points = [{**points[3], "step": step, "subproblem": one} for step, one in enumerate("aabbbc")]
+    report_fixture.write_json(path, json.loads(path.read_text()) | {"trace": points})
+    search = load_results(inputs).search
+    data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
+    assert [{"x": 1.5}, {"x": 4.5}] in data.values()
 
 
 def test_summary_has_the_headline_numbers(results: Results, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
 
 from bosch.commands import PROGRAM
+from bosch.errors import UserError
 from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
@@ -17,6 +19,7 @@ from pipeline.recipe.load import ROOT
 from stages.fields import Count, Counts, Ratios, Section
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.train.stage import TrainConfig
 
 COMMAND = RecipeCommand(
     "compare the search's methods on a recipe's model, see docs/notes/study.md", input_files=False
@@ -47,11 +50,15 @@ class StudyOptions(Section):
         description="JSON lines of input_ids and answer_length to study instead of the recipe's "
         "tasks; the last ones are held out, each seed draws its calibration set from the others",
     )
+    with_training: bool = Field(
+        False, description="headbench: train each hybrid by the recipe's section train, too"
+    )
     output: str | None = Field(None, description="folder of results (default: runs/<recipe>/study)")
     docs: bool = Field(False, description="copy page and plots to docs/notes/study as well")
 
 
 _ONE_WINDOW = "bosch"  # a method that knows one window
+_TRAINS = "headbench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +78,25 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     # Studies compare masks of one window: the widest that the recipe names.
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
+    if options.with_training:
+        _check_training(loaded, arguments.study)
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
     command = shlex.join([PROGRAM, *arguments.arguments])
     # By name, as stages are: torch is loaded after the options are checked.
     page = importlib.import_module("pipeline.commands.study.page")
     studied_model = importlib.import_module("pipeline.commands.study.studied_model")
     study = importlib.import_module(f"pipeline.commands.study.{arguments.study}").study
-    result = study(studied_model.StudiedModel(recipe, options, folder))
+    result = study(studied_model.StudiedModel(replace(loaded, recipe=recipe), options, folder))
     docs = _DOCS / loaded.recipe.name if options.docs else None
     file = page.publish(result, folder, command, docs)
     print(f"study: {typed_path(file)}")
     return 0
+
+
+def _check_training(loaded: LoadedRecipe, study: str) -> None:
+    if study != _TRAINS:
+        raise UserError(f"--with-training: {_TRAINS} is the study that trains, not {study}")
+    if loaded.recipe.get(TrainConfig) is None:
+        raise UserError("--with-training: the recipe has no section train")
+    if loaded.world.nodes > 1:
+        raise UserError("--with-training works on one node only; NNODES asks for several")

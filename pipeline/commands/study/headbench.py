@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -12,6 +12,7 @@ from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test, holm
 from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
+from bosch.progress import progress
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_text
@@ -24,18 +25,21 @@ from stages.pages.charts import Picture, ranking
 from stages.pages.tables import Cell, Table
 from stages.report.charts import LOOK, POINTS, ranked
 from stages.search.stage import SearchConfig
+from stages.train.stage import TrainConfig
 
 # Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. Such windows without
 # training are what arXiv 2608.28444 asks linear attention to be compared with.
 _SINKS = 4
 # Context at which the cache in vLLM is stated.
 _SERVED = 32 * 1024
+_UNTRAINED, _TRAINED = "untrained", "trained"
 
 
 @dataclass(frozen=True)
 class Row:
     """One selector at one ratio: held-out exact match [S, E], shares of the original's cache.
 
+    `masks` are the seeds' masks, one where all seeds have it, with the `windows` of sliding heads.
     `cache` is that of `generate` at the longest held-out example, `served` that of vLLM on one GPU
     at 32k tokens (None: not served), the mean over seeds; `passes` the work of the search.
     """
@@ -46,13 +50,18 @@ class Row:
     ratio: float
     budget: int | None
     scores: Results
+    masks: Sequence[HeadMask]
+    windows: Windows
     cache: float
     served: float | None
     passes: float
+    trained: Results | None = None
 
-    @property
-    def mean(self) -> float:
-        return float(self.scores.mean())
+    def of(self, kind: str) -> Results:
+        """The scores of the untrained or the trained hybrids."""
+        scores = self.scores if kind == _UNTRAINED else self.trained
+        assert scores is not None
+        return scores
 
 
 def study(model: StudiedModel) -> StudyResult:
@@ -69,15 +78,18 @@ def study(model: StudiedModel) -> StudyResult:
     )
     rows = [_row(model, point) for point in points]
     rows += [_uniform(model, ratio, sinks) for ratio in options.ratios for sinks in (0, _SINKS)]
-    rows.sort(key=lambda row: (row.ratio, -row.mean))
-    records = [record for ratio in options.ratios for record in _records(rows, ratio)]
+    rows.sort(key=lambda row: (row.ratio, -row.scores.mean()))
+    kinds = [_UNTRAINED]
+    if options.with_training:
+        rows, kinds = _trained(model, rows), [_UNTRAINED, _TRAINED]
+    records = [record for ratio in options.ratios for record in _records(rows, ratio, kinds)]
     data = {
         "seeds": options.seeds,
         "held_out_examples": len(model.held_out_set),
         "rows": records,
     }
-    tables = [_table(ratio, records) for ratio in options.ratios]
-    pictures = [_picture(ratio, rows) for ratio in options.ratios]
+    tables = [_table(ratio, records, kinds) for ratio in options.ratios]
+    pictures = [_picture(ratio, rows, kind) for ratio in options.ratios for kind in kinds]
     return StudyResult(
         "headbench", "HeadBench", _text(model, kappa), data, tables, {"scores": pictures}, records
     )
@@ -85,7 +97,7 @@ def study(model: StudiedModel) -> StudyResult:
 
 def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
     own = METHODS[method]
-    menu = _menu(model) if own.kind == "profile" or own.several_windows else None
+    menu = _menu(model) if own.several_windows else None
     return Setting(method, ratio, kappa if own.searches else None, menu=menu)
 
 
@@ -109,6 +121,7 @@ def _row(model: StudiedModel, point: Measured) -> Row:
     served = [share for _, share in sizes if share is not None]
     return Row(
         own.method, method.label, method.about, own.ratio, own.budget, point.results["score"],
+        [run.mask for run in point.runs], windows,
         fmean(share for share, _ in sizes),
         fmean(served) if len(served) == len(sizes) else None,
         point.cost("full_forward_equivalents"),
@@ -126,7 +139,7 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
     return Row(
         f"uniform_{most_sinks}_sinks", f"Uniform, W = {window.size}, {sinks} sinks",
         "every head slides alike", ratio, None, np.tile(scores, (model.options.seeds, 1)),
-        *_cache(model, mask, window), 0.0,
+        [mask], window, *_cache(model, mask, window), 0.0,
     )  # fmt: skip
 
 
@@ -145,81 +158,119 @@ def _cache(model: StudiedModel, mask: HeadMask, windows: Windows) -> tuple[float
     return share, None if served.refusal else served.hybrid / served.original
 
 
-def _records(rows: Sequence[Row], ratio: float) -> list[dict[str, object]]:
-    """The rows of a ratio, the best first, each with its paired test against that (Holm)."""
+def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
+    """The rows with what their hybrids score after training; equal masks are trained once."""
+    found = []
+    count = sum(len({*row.masks}) for row in rows)
+    with progress(count, "trainings", "trainings") as bar:
+        for row in rows:
+            results = {}
+            for mask in dict.fromkeys(row.masks):
+                results[mask] = model.trained(mask, row.windows)[:, 0]
+                bar.update()
+            scores = np.stack([results[mask] for mask in row.masks])
+            found.append(replace(row, trained=np.broadcast_to(scores, row.scores.shape)))
+    return found
+
+
+def _records(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, object]]:
+    """The rows of a ratio, the best untrained first."""
     own = [row for row in rows if row.ratio == ratio]
-    best = own[0]
-    tests = [crossed_test(row.scores, best.scores) for row in own[1:]]
-    corrected = [None, *holm([test.p_value for test in tests])]
-    records: list[dict[str, object]] = []
-    for row, test, p_value in zip(own, [None, *tests], corrected, strict=True):
-        estimate = crossed_mean(row.scores, is_score=True)
-        records.append(
-            {
-                "method": row.method, "label": row.label, "about": row.about, "swa_ratio": ratio,
-                "budget_per_layer": row.budget, "seeds": len(row.scores),
-                "examples": row.scores.shape[1], "score": estimate.mean, "low": estimate.low,
-                "high": estimate.high, "difference": None if test is None else test.mean,
-                "p_holm": p_value, "cache_generate": row.cache, "cache_vllm": row.served,
-                "full_passes": row.passes,
-                "score_of_each_seed": row.scores.mean(axis=1).tolist(),
-            }
-        )  # fmt: skip
+    records: list[dict[str, object]] = [
+        {
+            "method": row.method, "label": row.label, "about": row.about, "swa_ratio": ratio,
+            "budget_per_layer": row.budget, "seeds": len(row.scores),
+            "examples": row.scores.shape[1], "cache_generate": row.cache,
+            "cache_vllm": row.served, "full_passes": row.passes,
+        }
+        for row in own
+    ]  # fmt: skip
+    for kind in kinds:
+        prefix = "" if kind == _UNTRAINED else f"{kind}_"
+        for record, columns in zip(records, _tested([row.of(kind) for row in own]), strict=True):
+            record.update({f"{prefix}{name}": value for name, value in columns.items()})
     return records
 
 
-def _table(ratio: float, records: Sequence[dict[str, object]]) -> Table:
-    header = (
-        "selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}",
-        "held-out score", "less the best", "p, Holm",
-    )  # fmt: skip
-    own = [record for record in records if record["swa_ratio"] == ratio]
-    near = [one["p_holm"] is None or float(str(one["p_holm"])) >= 0.05 for one in own]
-    rows = []
-    for record, is_near in zip(own, near, strict=True):
-        rank = 0 if not is_near else 1 if sum(near) == 1 else 2
-        rows.append(
-            [
-                str(record["label"]), str(record["about"]),
-                _text_of(record["budget_per_layer"], "d"),
-                _text_of(record["full_passes"], ".1f"), _text_of(record["cache_generate"], ".1%"),
-                _text_of(record["cache_vllm"], ".1%"),
-                Cell(_interval(record), rank),
-                _text_of(record["difference"], "+.3f"), _text_of(record["p_holm"], ".3f"),
-            ]
+def _tested(scores: Sequence[Results]) -> list[dict[str, object]]:
+    """Mean and interval of each selector, and its paired test against the best one (Holm)."""
+    best = max(range(len(scores)), key=lambda number: scores[number].mean())
+    others = [number for number in range(len(scores)) if number != best]
+    tests = {number: crossed_test(scores[number], scores[best]) for number in others}
+    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
+    columns: list[dict[str, object]] = []
+    for number, one in enumerate(scores):
+        estimate, test = crossed_mean(one, is_score=True), tests.get(number)
+        columns.append(
+            {
+                "score": estimate.mean, "low": estimate.low, "high": estimate.high,
+                "difference": None if test is None else test.mean,
+                "p_holm": corrected.get(number), "score_of_each_seed": one.mean(axis=1).tolist(),
+            }
         )  # fmt: skip
+    return columns
+
+
+def _table(ratio: float, records: Sequence[dict[str, object]], kinds: Sequence[str]) -> Table:
+    header = ["selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}"]
+    own = [record for record in records if record["swa_ratio"] == ratio]
+    rows: list[list[str | Cell]] = [
+        [
+            str(record["label"]), str(record["about"]), _text_of(record["budget_per_layer"], "d"),
+            _text_of(record["full_passes"], ".1f"), _text_of(record["cache_generate"], ".1%"),
+            _text_of(record["cache_vllm"], ".1%"),
+        ]
+        for record in own
+    ]  # fmt: skip
+    for kind in kinds:
+        prefix = "" if kind == _UNTRAINED else f"{kind}_"
+        header += [
+            "held-out score" if kind == _UNTRAINED else "after training", "less the best", "p, Holm"
+        ]  # fmt: skip
+        p_values = [record[f"{prefix}p_holm"] for record in own]
+        near = [value is None or float(str(value)) >= 0.05 for value in p_values]
+        for row, record, is_near in zip(rows, own, near, strict=True):
+            rank = 0 if not is_near else 1 if sum(near) == 1 else 2
+            estimate = Estimate(*(record[f"{prefix}{one}"] for one in ("score", "low", "high")))  # type: ignore[arg-type]
+            row += [
+                Cell(interval_text(estimate), rank),
+                _text_of(record[f"{prefix}difference"], "+.3f"),
+                _text_of(record[f"{prefix}p_holm"], ".3f"),
+            ]
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
-
-
-def _interval(record: dict[str, object]) -> str:
-    return interval_text(Estimate(record["score"], record["low"], record["high"]))  # type: ignore[arg-type]
 
 
 def _text_of(value: object, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _picture(ratio: float, rows: Sequence[Row]) -> Picture:
+def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     """The selectors' scores, the lowest first."""
     bars = []
-    for row in reversed([row for row in rows if row.ratio == ratio]):
-        found = crossed_mean(row.scores, is_score=True)
+    own = [row for row in rows if row.ratio == ratio]
+    for row in sorted(own, key=lambda row: float(row.of(kind).mean())):
+        found = crossed_mean(row.of(kind), is_score=True)
         low = found.mean if found.low is None else found.low
         high = found.mean if found.high is None else found.high
-        bars.append(ranked(row.label, "untrained", 100 * found.mean, 100 * low, 100 * high))
+        bars.append(ranked(row.label, kind, 100 * found.mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)
-    return Picture(f"headbench-{ratio:g}", chart, f"{text}.", f"ρ = {ratio:g}", is_half=True)
+    title = f"ρ = {ratio:g}, {kind}"
+    return Picture(f"headbench-{ratio:g}-{kind}", chart, f"{text}.", title, is_half=True)
 
 
 def _text(model: StudiedModel, kappa: int) -> str:
     recipe, options = model.recipe, model.options
     layers, heads = model.shape
+    trained = "Untrained hybrids. "
+    if options.with_training:
+        tokens = recipe[TrainConfig].total_tokens
+        trained = f"Each hybrid is scored untrained, and trained for {tokens:,} tokens. "
     return (
         f"`{model_label(recipe.model.path)}`, {layers} layers of {heads} KV heads, "
         f"W = {recipe[SearchConfig].window.size}, {model.about_examples}. {options.seeds} seeds, "
-        f"each with its own calibration set; searches have κ = {kappa}. Untrained hybrids. All "
+        f"each with its own calibration set; searches have κ = {kappa}. {trained}All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
         "windows, with and without sinks, and masks of several windows hold no more there. The "

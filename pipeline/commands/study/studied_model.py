@@ -5,6 +5,7 @@ S seeds, E held-out examples.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -23,11 +24,12 @@ import torch
 
 from bosch.budget import swa_budget
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import text_config
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
+from bosch.objective.answers import model_results
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
@@ -43,12 +45,16 @@ from data_prep.tasks.needles import SeedSpace
 from data_prep.text import haystack_words
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.command import StudyOptions
+from pipeline.run.launch import Launcher, launch
+from pipeline.run.runner import Choice, Runner
 from stages.finished import FinishedWork, Record
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import Recipe
+from stages.recipe import LoadedRecipe
 from stages.search.processes import reuse_bytes
 from stages.search.stage import STAGE as SEARCH
 from stages.search.stage import SearchConfig
+from stages.train.stage import STAGE as TRAIN
+from stages.train.stage import TrainConfig, checkpoint_folders
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +120,10 @@ def _windows_key(menu: tuple[Window, ...]) -> Record:
     return {"window_size": sizes[0] if len(sizes) == 1 else sizes, "sinks": menu[0].sinks}
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def digest_of(key: Record) -> str:
     """Short digest of a key, for names of files."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -125,12 +135,20 @@ class StudiedModel:
     Raises UserError when model, tokenizer or haystack are missing or damaged.
     """
 
-    def __init__(self, recipe: Recipe, options: StudyOptions, folder: Path) -> None:
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        options: StudyOptions,
+        folder: Path,
+        launcher: Launcher = launch,
+    ) -> None:
+        recipe = loaded.recipe
         if recipe[SearchConfig].sink is not None:
             raise UserError(
                 "search.sink: studies compare searches without a sink bias; leave the field out"
             )
-        self.recipe, self.options, self.folder = recipe, options, folder
+        self.loaded, self.recipe, self.options, self.folder = loaded, recipe, options, folder
+        self.launcher = launcher
         folder.mkdir(parents=True, exist_ok=True)
         self.finished = FinishedWork(folder / "results.jsonl")
         if len(self.finished):
@@ -141,8 +159,7 @@ class StudiedModel:
     @cached_property
     def model(self) -> Any:
         model = self.recipe.model
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = load_model(model.path, device=device, **model.loading)
+        loaded = load_model(model.path, device=_device(), **model.loading)
         prepare_for_search(loaded, self.recipe.runtime.attention)
         return loaded
 
@@ -309,6 +326,68 @@ class StudiedModel:
 
         record = self.finished.once(key, compute)
         return np.array([record["exact"], record["log_likelihood"]]).T
+
+    def trained(self, mask: HeadMask, window: Windows | None = None) -> Results:
+        """As `held_out`, of the hybrid that the recipe's own stages make of the mask and train.
+
+        What the store holds is not trained again; stages have the memory to themselves. Raises
+        UserError and RunError as the stages do.
+        """
+        runner = Runner(self._with_mask(mask, window), Choice(until=TRAIN.name), self.launcher)
+        runner.hasher.save()
+        train = next(node for node in runner.nodes if node.name == TRAIN.name)
+        examples, key = self.held_out_set, str(train.key)
+
+        def compute() -> Record:
+            self.release()
+            runner.run()
+            folders = checkpoint_folders(runner.store.published(TRAIN.name, key))
+            loading = {**self.recipe.model.loading, "revision": None}
+            hybrid = load_model([*folders.values()][-1], device=_device(), **loading)
+            size = self.recipe.runtime.eval_batch_size
+            results = model_results(hybrid, examples, size).T.tolist()
+            return {"exact": results[0], "log_likelihood": results[1]}
+
+        record = self.finished.once(
+            {"kind": "trained", "train": key, "examples": examples.fingerprint}, compute
+        )
+        return np.array([record["exact"], record["log_likelihood"]]).T
+
+    def _with_mask(self, mask: HeadMask, windows: Windows | None) -> LoadedRecipe:
+        """The recipe with this mask in place of a search, up to its training."""
+        search, train = self.recipe[SearchConfig], self.recipe[TrainConfig]
+        menu = search.menu if windows is None else window_menu(windows)
+        file = HeadMaskFile.of(
+            mask, menu, model=model_label(self.recipe.model.path), method="given",
+            swa_ratio=mask.swa_ratio,
+        )  # fmt: skip
+        name = digest_of({"mask": mask.key, **_windows_key(menu)})
+        path = self.folder / "masks" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        file.save(path)
+        sizes = [window.size for window in menu[::-1]]
+        several = len(menu) > 1
+        changes = {
+            "method": "given", "mask": str(path.resolve()), "swa_ratio": mask.swa_ratio,
+            "budget": None, "points": None, "head_granularity": 1, "sinks": menu[0].sinks,
+            "windows": sizes if several else None, "window_size": None if several else sizes[0],
+        }  # fmt: skip
+        sections = {
+            "name": f"{self.recipe.name}/study/trained/{name}",
+            "search": search.model_copy(update=changes),
+            "train": train.model_copy(update={"budgets": None}),
+            "rival": None,
+            "evaluate": None,
+        }
+        return replace(self.loaded, recipe=self.recipe.model_copy(update=sections))
+
+    def release(self) -> None:
+        """Give the model's memory back; it is loaded again where it is needed."""
+        self._objectives.clear()
+        self.__dict__.pop("model", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _run_search(
         self,
