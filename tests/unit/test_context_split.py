@@ -14,7 +14,6 @@ from bosch.model.families import split_fault
 from bosch.window import Window
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.train.footprint import exchanged_bytes
 from tests.pipeline_case import Case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,16 +50,6 @@ def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
     assert split.traffic(Window(1024)) == 6 * 1023  # none before the first, one beside its own
     with pytest.raises(ValueError, match="100 tokens cannot be cut into 8 chunks"):
         ContextSplit(100, 4)
-
-
-def test_the_layer_that_is_sent_most_counts_by_hand() -> None:
-    # Chunks of 6. From chunk 3, W = 4 reaches 3 tokens back: 6 + 9 tokens on the first process,
-    # 9 + 9 on the second. A full head has all 24, and gradients of three such rows.
-    split, window = ContextSplit(24, 2), Window(4)
-    shape: Any = SimpleNamespace(kinds=SimpleNamespace(head_dim=8))
-    found = exchanged_bytes(shape, [{None: 1, window: 3}, {window: 4}], split, 5, 2)
-    each = 2 * 2 * 8 * 5
-    assert found == (each * (24 + 3 * 18), each * (3 * 24 + 3 * 18))
 
 
 @pytest.mark.parametrize(

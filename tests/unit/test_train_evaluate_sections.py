@@ -163,10 +163,10 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "evaluate.harness.optional: mmlu is not among",
         ["evaluate.harness={tasks: [gsm8k], optional: [gsm8k]}"],
     ),
-    "LongBench beyond the positions": (
-        ["evaluate.harness={tasks: [longbench], max_length: 1025}"],
-        "evaluate.harness.max_length: 1,025",
-        ["evaluate.harness={tasks: [gsm8k], max_length: 1025}"],
+    "LongBench and an answer of 512 beyond the positions": (
+        ["evaluate.harness={tasks: [longbench], max_length: 513}"],
+        "evaluate.harness.max_length with a LongBench answer: 1,025",
+        ["evaluate.harness={tasks: [longbench], max_length: 512}"],
     ),
 }  # fmt: skip
 
