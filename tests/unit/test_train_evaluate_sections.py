@@ -77,11 +77,6 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora does not run under",
         ["train.lora={}", "runtime.sharding=fsdp"],
     ),
-    "8 bits in DeepSpeed": (
-        ["train.optimizer=adamw_8bit", "runtime.sharding=deepspeed"],
-        "adamw_8bit does not run under runtime.sharding = deepspeed",
-        ["train.optimizer=adamw", "runtime.sharding=deepspeed"],
-    ),
     "budgets of one mask": (
         ["train.budgets=all"], "train.budgets: ", [*FRONT, "train.budgets=all"],
     ),
