@@ -287,7 +287,7 @@ def _paired_parts(a: Values, b: Values) -> tuple[float, list[tuple[float, int]]]
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"{a.shape[1]} and {b.shape[1]} examples: not the same set")
     by_example = (a.mean(axis=0) - b.mean(axis=0))[None]
-    parts = [*_axis_variances(by_example), *_axis_variances(a)[:1], *_axis_variances(b)[:1]]
+    parts = [_axis_variances(by_example)[1], _axis_variances(a)[0], _axis_variances(b)[0]]
     return float(by_example.mean()), parts
 
 

@@ -151,6 +151,15 @@ def test_pairing_removes_what_is_hard_for_both() -> None:
     assert crossed_difference(second, first).mean == pytest.approx(-paired.mean)
 
 
+@pytest.mark.parametrize("count", [5, 12, 40, 300])
+def test_differences_of_losses_are_as_wide_as_losses(count: int) -> None:
+    """Of one seed on each side, with Student's t for values as skewed as losses."""
+    losses = np.random.default_rng(count).lognormal(size=(1, count))
+    base = np.zeros_like(losses)
+    assert crossed_difference(losses, base) == pytest.approx(student(losses[0]))
+    assert crossed_mean(losses) == pytest.approx(student(losses[0]))
+
+
 def test_what_is_no_result_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         crossed_mean([0.0, float("nan")])

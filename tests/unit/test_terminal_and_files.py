@@ -22,6 +22,7 @@ from bosch import progress
 from bosch.errors import LostRankError, RunError
 from bosch.files import (
     JsonLimits,
+    open_regular,
     parse_json,
     read_json,
     remove_old_temporaries,
@@ -333,6 +334,20 @@ def test_escapes_from_a_strangers_file_do_not_reach_the_terminal(case: Case) -> 
     assert done.returncode == 2
     assert "\x1b" not in done.stdout + done.stderr
     assert "\\x1b]0;title\\x07bert" in done.stderr
+
+
+def test_a_pipe_that_takes_a_files_place_is_refused_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the file and its opening."""
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    regular, before = os.stat(tmp_path / "file"), sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "stat", lambda path: regular)
+    with pytest.raises(OSError, match="pipe"):
+        open_regular(tmp_path / "pipe")
+    monkeypatch.undo()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:

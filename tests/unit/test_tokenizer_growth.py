@@ -31,6 +31,11 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
         sequence(charsmap("ﷺ" * 18), replace({"Regex": " {2,}"}, "▁")),  # XLM-R
         sequence({"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")),  # Llama 2
         sequence({"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}),  # CLIP
+        # The most that is taken, 256 times.
+        sequence(*[replace({"String": "e"}, "ee")] * 8),
+        replace({"Regex": "(?=e)"}, "e" * 255),
+        sequence(*[{"type": "ByteLevel"}] * 4),
+        charsmap("x" * 256),
     ],
 )
 def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
@@ -43,6 +48,7 @@ def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
     [
         (sequence(*[replace({"String": "e"}, "ee")] * 9), "512 times longer"),
         (replace({"Regex": "(?=e)"}, "e" * 300), "301 times longer"),
+        (replace({"String": "ab"}, "e" * 514), "257 times longer"),
         (replace({"String": ""}, "e" * 300), "301 times longer"),
         ({"type": "Prepend", "prepend": "a" * 1000}, "1,001 times longer"),
         (sequence(*[{"type": "ByteLevel"}] * 5), "1,024 times longer"),
