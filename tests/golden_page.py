@@ -1,20 +1,24 @@
-"""What stands on a page, line by line, and the report's golden page.
+"""What stands on a page, line by line, and in its charts; the golden report and comparison.
 
     python -m tests.golden_page
 
-writes the golden page anew; look at its diff.
+writes the golden pages anew; look at their diff.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 from stages.report import run as report
 from tests import report_fixture
 
 GOLDEN = Path(__file__).with_name("golden_report.txt")
+COMPARED = Path(__file__).with_name("golden_comparison.txt")
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 _HIDDEN = {"script", "style", "svg", "head", "select"}
 _LINES = {"h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figure", "footer"}
@@ -83,12 +87,78 @@ def outline(page: str) -> Outline:
     return parsed
 
 
+_MANY = 8  # rows of a chart; of more the first and the last are written, and sums
+
+
+def charts(page: str) -> Iterator[str]:
+    """The page's charts: marks, what each shows along which axis, and their rows."""
+    for kind, text in outline(page).scripts:
+        if kind == "application/json":
+            chart = json.loads(text)
+            yield f"chart {chart['height']} high"
+            yield from _marks(chart)
+            for rows in chart["datasets"].values():
+                yield from (f"  - {line}" for line in _rows(rows))
+
+
+def _marks(chart: Mapping[str, Any]) -> Iterator[str]:
+    for layer in chart.get("layer", ()):
+        yield from _marks(layer)
+    if "mark" in chart:
+        yield f"  {chart['mark']['type']} {_text(_encoded(chart['encoding']))}"
+    yield from (f"    {_text(one)}" for one in chart.get("transform", ()))
+
+
+def _encoded(encoding: Mapping[str, Any]) -> dict[str, Any]:
+    """What a mark shows: fields, values and scales, without how its axis and legend look."""
+    parts: dict[str, Any] = {}
+    for channel, own in encoding.items():
+        kept = {name: value for name, value in own.items() if name not in ("legend", "type")}
+        if (axis := kept.pop("axis", None)) is not None:
+            kept |= {name: axis[name] for name in ("labelExpr", "values") if name in axis}
+        if "param" in kept.get("condition", {}):
+            kept["condition"] = {**kept["condition"], "param": "picked"}  # its number is the page's
+        parts[channel] = kept["field"] if kept.keys() == {"field"} else kept
+    return parts
+
+
+def _rows(rows: list[dict[str, Any]]) -> Iterator[str]:
+    if len(rows) <= _MANY:
+        yield from map(_text, rows)
+        return
+    yield _text(rows[0])
+    yield _text(rows[-1])
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    yield f"{len(rows)} rows: " + _text(
+        {
+            name: sum(column)
+            if all(isinstance(one, int | float) for one in column)
+            else len({*map(str, column)})
+            for name, column in columns.items()
+        }
+    )
+
+
+def _text(value: Any) -> str:
+    """JSON with six digits of each number."""
+    rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
+    return json.dumps(rounded, ensure_ascii=False).replace('"', "")
+
+
+def golden(page: str) -> str:
+    """What the golden page says of a page."""
+    return "\n".join([outline(page).text, "", *charts(page), ""])
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         inputs = report_fixture.publish(Path(folder))
         report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
         page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
-    GOLDEN.write_text(outline(page).text + "\n", encoding="utf-8")
+        from tests.unit.test_compare import Case, compared  # which imports this module
+
+        COMPARED.write_text(compared(Case(Path(folder) / "case")), encoding="utf-8")
+    GOLDEN.write_text(golden(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

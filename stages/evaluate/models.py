@@ -165,7 +165,7 @@ def _suites(
                 corpus=corpus,
                 calibration=calibration,
                 folder=(config.shared or own) / "samples",
-                card=Path(config.model.path, "README.md") if needle.yarn else None,
+                card=Path(config.model.path, "README.md"),
                 **common,
             )
         )

@@ -32,7 +32,7 @@ class NeedleSuite(Suite):
     corpus: Corpus
     calibration: CalibrationNeedles | None
     folder: Path
-    card: Path | None = None  # of the original model
+    card: Path  # of the original model
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,9 +50,10 @@ class NeedleSuite(Suite):
                 )  # fmt: skip
                 factor = self.section.yarn_factor(length)
                 identity = {**folder.identity, "yarn": factor}
-                original = self.section.yarn_original_length or original_positions({}, self.card)
-                if factor is not None and original is not None:
-                    identity["yarn_original_length"] = original
+                if factor is not None:
+                    stated = self.section.yarn_original_length
+                    if original := stated or original_positions({}, self.card):
+                        identity["yarn_original_length"] = original
                 if self.chat is not None:
                     identity["chat"] = self.chat.digest
                 digest = digest_of(identity)

@@ -61,7 +61,7 @@ def kept_attention_bytes(heads: int, width: int, tokens: int, element_bytes: int
 
 
 def loss_bytes(
-    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool
 ) -> int:
     """The chunked loss: a chunk's logits and two copies, gradients of states and of the head.
 
@@ -75,7 +75,7 @@ def loss_bytes(
 
 
 def liger_loss_bytes(
-    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool
 ) -> int:
     """Liger's fused loss: a chunk's logits, gradients of states and of the head.
 
@@ -91,7 +91,7 @@ def liger_loss_bytes(
 
 
 def distillation_bytes(
-    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool = True
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool
 ) -> int:
     """The loss with a teacher: as `loss_bytes`, with its states and both models' logits.
 

@@ -235,3 +235,27 @@ def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
         (base / name).unlink()
     with pytest.raises(UserError, match="no tokenizer"):
         _run(base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "difference"),
+    [
+        ([[1.0, 1.0, 3.0, 1.0]], [[1.0, 1.0, 1.0, 1.0]], 2.0),
+        ([[2.0, 0.0]], [[4.0, 4.0]], 1.0),  # 4 over a root mean square of 4
+        ([[0.5, 0.0]], [[0.0, 0.0]], 0.5),
+    ],
+)
+def test_logits_may_differ_by_the_tolerance_and_no_more(
+    actual: list[Any], expected: list[Any], difference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a share of the expected ones' root mean square, where that is not 0."""
+    own, other = torch.tensor([actual]), torch.tensor([expected])
+    monkeypatch.setitem(materialize._TOLERANCE, "float32", difference)
+    found = materialize._compare(own, other, "float32")
+    assert found == {
+        "largest_difference": difference, "precision": "float32", "tokens": len(actual),
+    }  # fmt: skip
+    monkeypatch.setitem(materialize._TOLERANCE, "float32", 0.999 * difference)
+    for wrong in (own, own * float("nan")):
+        with pytest.raises(RunError, match="the saved model differs from the searched one by"):
+            materialize._compare(wrong, other, "float32")

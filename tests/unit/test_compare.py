@@ -37,6 +37,7 @@ from stages.pages.charts import Picture
 from stages.recipe import World
 from stages.stage import Stage
 from tests.compare_stages import hybrid_score
+from tests.golden_page import COMPARED, golden
 from tests.pipeline_case import ROOT, Case, fake_table
 
 PAPER = [
@@ -89,6 +90,18 @@ def comparison(case: Case, *arguments: str, launches: Launches | None = None) ->
     loaded = load_recipe(case.file, env={}, stages=table())
     options = read_options(compare.CompareOptions, parser.parse_args(arguments), "compare")
     return compare.run_comparison(loaded, options, launches or Launches())
+
+
+def compared(case: Case) -> str:
+    """What stands on the page of three methods at two ratios by two seeds, with training."""
+    arguments = ("--methods", "bosch,bme,bosch_plus", "--ratios", "0.25,0.5", "--seeds", "1,2")
+    folder = comparison(case, *arguments, "--with-training").folder
+    return golden((folder / "compare.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_the_golden_one(case: Case) -> None:
+    """tests/golden_page.py writes the file anew."""
+    assert compared(case).splitlines() == COMPARED.read_text(encoding="utf-8").splitlines()
 
 
 def test_every_method_of_the_paper_has_its_place() -> None:

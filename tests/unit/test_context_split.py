@@ -14,7 +14,7 @@ from bosch.model.families import split_fault
 from bosch.window import Window
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.train.footprint import exchanged_bytes
+from stages.exchange import pass_values, whole_chunks
 from tests.pipeline_case import Case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,16 +51,6 @@ def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
     assert split.traffic(Window(1024)) == 6 * 1023  # none before the first, one beside its own
     with pytest.raises(ValueError, match="100 tokens cannot be cut into 8 chunks"):
         ContextSplit(100, 4)
-
-
-def test_the_layer_that_is_sent_most_counts_by_hand() -> None:
-    # Chunks of 6. From chunk 3, W = 4 reaches 3 tokens back: 6 + 9 tokens on the first process,
-    # 9 + 9 on the second. A full head has all 24, and gradients of three such rows.
-    split, window = ContextSplit(24, 2), Window(4)
-    shape: Any = SimpleNamespace(kinds=SimpleNamespace(head_dim=8))
-    found = exchanged_bytes(shape, [{None: 1, window: 3}, {window: 4}], split, 5, 2)
-    each = 2 * 2 * 8 * 5
-    assert found == (each * (24 + 3 * 18), each * (3 * 24 + 3 * 18))
 
 
 @pytest.mark.parametrize(
@@ -135,3 +125,26 @@ def test_a_plan_says_what_is_sent_and_what_would_fit() -> None:
     text = plan("runtime.context_parallel=8")
     assert "16,384 tokens of a sequence on each of 8 processes, which send 110 GiB each" in text
     assert "26% of what the original's heads would" in text and ": fits" in text
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "whole"), [(24, 2, 24), (25, 2, 28), (23, 3, 24), (1, 4, 8), (32, 4, 32)]
+)
+def test_a_sequence_is_padded_to_whole_chunks(length: int, ranks: int, whole: int) -> None:
+    assert whole_chunks(length, ranks) == ContextSplit(whole, ranks)
+
+
+def test_what_a_pass_sends_is_that_of_its_heads_by_hand() -> None:
+    """Of 24 tokens on two processes a full head is sent 12 twice, W = 4 three before two chunks."""
+    split, window = ContextSplit(24, 2), Window(4)
+    traffic = {
+        None: 24,
+        window: 3 * 2,
+    }  # chunk 1 follows 0, 3 follows 2; 2 follows 1 on its own process
+    assert {one: split.traffic(one) for one in traffic} == traffic
+    kinds = SimpleNamespace(head_dim=8, own_head_dim=16, own_heads=3, windows={})
+    shape: Any = SimpleNamespace(kinds=kinds)
+    rows = [{None: 1, window: 2}, {window: 3}]
+    assert pass_values(shape, rows, split) == 2 * 8 * (24 + 5 * 6)
+    kinds.windows = {1: 4, 5: 4}  # two layers that slide by themselves
+    assert pass_values(shape, rows, split) == 2 * 8 * (24 + 5 * 6) + 2 * (2 * 16 * 3 * 6)

@@ -22,7 +22,7 @@ from pipeline.run.runner import Choice, Runner
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.score_tables import score_tables
 from stages.evaluate.scores import SelectedScores, write_samples
-from stages.evaluate.tables import metric_scores, suite_table
+from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
 from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
@@ -431,19 +431,3 @@ def test_a_path_that_leads_nowhere_is_no_model(
     monkeypatch.chdir(case.folder)
     with pytest.raises(UserError, match=r"not a model directory|there is no user|no path"):
         run(case, model=[place])
-
-
-def test_metrics_are_those_of_one_model_in_one_suite() -> None:
-    columns = "checkpoint", "suite", "task", "length", "scores"
-    rows = [
-        ("original", "harness", "arc", 0, {"acc": 1.0, "acc_norm": 0.0}),
-        ("hybrid", "harness", "arc", 0, {"acc": 0.25, "acc_norm": 0.5}),
-        ("hybrid", "needle", "arc", 0, {"acc": 0.75}),
-        ("hybrid", "harness", "arc", 0, {"acc": 0.0}),
-        ("hybrid", "harness", "arc", 4096, {"acc": 1.0}),
-    ]
-    records = [dict(zip(columns, row, strict=True)) for row in rows]
-    assert metric_scores(records, "hybrid", "harness") == {
-        ("arc", 0): {"acc": [0.25, 0.0], "acc_norm": [0.5]},
-        ("arc", 4096): {"acc": [1.0]},
-    }

@@ -157,6 +157,25 @@ def test_a_token_passes_through_the_width_of_its_experts(
     assert DecoderShape.of(small_config(family, **sizes)).active_width == width
 
 
+def test_sizes_of_layers_that_differ_are_those_of_the_largest() -> None:
+    """Of four layers two are dense, whose MLP is larger than four experts and their router."""
+    sizes = {"intermediate_size": 80, "moe_intermediate_size": 16, "mlp_only_layers": [0, 2]}
+    config = small_config("qwen3_moe", num_hidden_layers=4, **sizes)
+    shape, hidden = DecoderShape.of(config), config.hidden_size
+    model = AutoModelForCausalLM.from_config(config)
+    dense, sparse = (
+        sum(weight.numel() for weight in model.model.layers[index].parameters()) for index in (0, 1)
+    )
+    assert dense - sparse == 3 * 80 * hidden - (4 * 3 * 16 + 4) * hidden
+    assert (shape.layer_parameters, shape.active_width) == (dense, 80)
+    assert shape.expert_parameters == 2 * 4 * 3 * 16 * hidden and shape.experts == 4
+    assert shape.tables == shape.parameters - 2 * (dense + sparse)
+    assert shape.largest_weight == 4 * 2 * 16 * hidden  # gates and maps up of all experts
+    assert shape.active_parameters == shape.parameters - 2 * 2 * 3 * 16 * hidden - (
+        shape.tables - shape.table  # what is looked up, and norms
+    ) - sum(p.numel() for n, p in model.model.layers.named_parameters() if p.ndim == 1)
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)

@@ -20,6 +20,7 @@ from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
+from bosch.search.front import _Search
 from bosch.search.front_moves import Moves
 from bosch.search.methods import METHODS, front_budget
 from bosch.search.runs import find_mask
@@ -94,6 +95,39 @@ def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
         if scan[0] <= most:
             assert (stepped == allotted(worth, moves.costs, budget)).all()
     assert tried > 40
+
+
+@pytest.mark.parametrize(
+    ("budgets", "counts"),
+    [
+        # Eight units of 10 slots when full and 2 when not: 16 for all, and 8 more for each.
+        ([40, 47, 48, 55, 56], [4, 4, 5]),
+        ([20, 30], []),
+        ([48, 56, 64, 72, 80], [4, 5, 6, 7]),  # the scarcest four alone
+    ],
+)
+def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
+    budgets: list[int], counts: list[int]
+) -> None:
+    search: Any = object.__new__(_Search)
+    search.costs, search.least, search.budgets = np.array([10.0, 5.0, 2.0]), 16, budgets
+    assert search._drawn == counts
+
+
+@pytest.mark.parametrize(
+    ("gradients", "units", "gates"),
+    # Of 55 %, at least 4, at most a quarter of the units and 64; else none.
+    [(100, 64, 16), (20, 64, 11), (8, 64, 4), (6, 64, 0), (100, 8, 4), (900, 1000, 64)],
+)
+def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
+    search: Any = object.__new__(_Search)
+    search.costs, search.least, search.budgets = np.array([10.0, 2.0]), 16, [56]
+    search.everything, search.worth = np.zeros(units), SimpleNamespace(fixed=None)
+    assert search._gates_to_learn(gradients) == gates
+    search.worth.fixed = np.zeros(units)
+    assert search._gates_to_learn(gradients) == 0
+    search.worth.fixed, search.budgets = None, [20]
+    assert search._gates_to_learn(gradients) == 0
 
 
 def test_layouts_of_one_order_are_known() -> None:

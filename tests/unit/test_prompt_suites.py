@@ -421,6 +421,29 @@ def test_helmets_score_is_that_an_answer_is_contained(
     assert helmet.score(output, ("The 3 tapirs", "3 of them"), one_line) == score
 
 
+def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
+    """The names of its archive; k is the count of passages or pairs."""
+    section = HelmetEvaluation(
+        data_dir=str(tmp_path), lengths=[8192, 16384, 32768, 65536, 131072], samples=10
+    )
+    passages, named = ["50", "105", "220", "440", "1000"], dict[str, list[str]]()
+    for sentence in section.missing_files(tmp_path):
+        if match := re.search(r"has no (\S+?)k(\d+)(\S+) of HELMET", sentence):
+            named.setdefault(f"{match[1]}k*{match[3]}", []).append(match[2])
+    assert {name: sorted(counts, key=int) for name, counts in named.items()} == {
+        "kilt/nq-dev-multikilt_1000_k*_dep6.jsonl": passages,
+        "kilt/triviaqa-dev-multikilt_1000_k*_dep6.jsonl": passages,
+        "kilt/hotpotqa-dev-multikilt_1000_k*_dep3.jsonl": passages,
+        "kilt/popqa_test_1000_k*_dep6.jsonl": ["3", *passages],
+        "json_kv/test_k*_dep6.jsonl": ["105", "220", "440", "900", "1800"],
+        "kilt/nq-train-multikilt_1000_k*_dep6.jsonl": ["3"],
+        "kilt/triviaqa-train-multikilt_1000_k*_dep6.jsonl": ["3"],
+        "kilt/hotpotqa-train-multikilt_1000_k*_dep3.jsonl": ["3"],
+    }
+    # Six depths of three tasks, three of one, and one for JSON.
+    assert section.most_samples == 10 * (6 + 6 + 3 + 6 + 1)
+
+
 def test_helmets_data_is_checked(tmp_path: Path) -> None:
     folder = helmet_case.write_case(tmp_path / "helmet")
     section = HelmetEvaluation(data_dir=str(folder), lengths=[8192, 16384])

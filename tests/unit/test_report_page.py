@@ -36,7 +36,7 @@ from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import verdict
 from stages.search.charts import PHASES, trace
 from tests import report_fixture
-from tests.golden_page import GOLDEN, outline
+from tests.golden_page import GOLDEN, golden, outline
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
 
 
 def test_the_page_is_the_golden_one(page: str) -> None:
-    """What stands on the page, in its order; tests/golden_page.py writes the file anew."""
-    assert outline(page).text.splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
+    """What stands on the page and in its charts; tests/golden_page.py writes the file anew."""
+    assert golden(page).splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
 def test_page_is_well_formed_and_loads_nothing(page: str) -> None:

@@ -147,6 +147,29 @@ def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
         assert text.endswith(left.tail)
 
 
+def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data):
+    """Their task's data file where there is one (of cwe is none here), and no other task's."""
+    other = write_data(tmp_path / "other", questions=40)
+    corpora = [_corpus(data), _corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
+    options = [(1024, 8, 5), (1025, 8, 5), (1024, 9, 5), (1024, 8, 6)]
+
+    def folders(task):
+        changed = [(*options[0], corpora[0]), *((*one, corpora[0]) for one in options[1:])]
+        changed += [(*options[0], corpus) for corpus in corpora[1:]]
+        return [SampleFolder(tmp_path, task, *one, tokenizer) for one in changed]
+
+    for task, places in (("qa_1", 7), ("qa_2", 7), ("niah_single_2", 5), ("cwe", 5)):
+        made = folders(task)
+        assert len({folder.path for folder in made}) == places, task
+        assert {folder.path.name.partition("-")[0] for folder in made} == {task}
+    qa = SampleFolder(tmp_path, "qa_1", 1024, 8, 5, corpora[0], tokenizer)
+    assert qa.identity["data"] == hashlib.sha256((data / "squad.json").read_bytes()).hexdigest()
+    assert (
+        SampleFolder(tmp_path, "qa_1", 9, 8, 5, _corpus(tmp_path), tokenizer).identity["data"]
+        is None
+    )
+
+
 @pytest.mark.parametrize("file", ["samples.jsonl", "ids.bin", "ids.bin zeroed"])
 def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
     folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)

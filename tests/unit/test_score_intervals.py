@@ -132,6 +132,7 @@ def test_seeds_vary_too() -> None:
     assert min(coverage.of_seeds(0.5, 8, 12, 400, is_skewed=True)) >= LEAST
 
 
+@np.errstate(all="raise")
 def test_equal_scores_leave_room_for_the_next_example() -> None:
     ones = np.ones((3, 48))
     assert crossed_mean(ones, is_score=True) == share(1.0, 48)

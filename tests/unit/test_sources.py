@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +11,6 @@ import pytest
 
 from bosch.errors import UserError
 from data_prep.documents import records, sources
-from data_prep.documents.retrieval import retrieval_document
 from data_prep.documents.source_files import check_source
 from data_prep.documents.sources import Source, list_parts, read_part
 from data_prep.text import TextFile
@@ -304,23 +302,6 @@ def test_zstd_is_read_as_a_file_and_as_a_dataset(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(lines(TEXTS)))
     for kind in ("jsonl", "huggingface"):
         assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
-
-
-@pytest.mark.parametrize("kind", range(4))
-def test_a_retrieval_document_has_about_the_length_that_is_asked_for(kind):
-    prose = [f"word{number}" for number in range(5000)]
-    weights = [float(number == kind) for number in range(4)]
-    for seed in range(20):
-        document = retrieval_document(Random(seed), 4000, prose, weights)
-        assert 0.98 <= sum(len(segment.text) for segment in document) / 4000 <= 1.06
-        earlier = ""
-        for segment in document:  # an answer stands earlier, as such or line by line
-            assert not segment.is_answer or set(segment.text.split()) <= set(_words(earlier))
-            earlier += segment.text
-
-
-def _words(text):
-    return text.replace(".", " ").replace(";", " ").replace("|", " ").replace(",", " ").split()
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt"])

@@ -127,7 +127,7 @@ def test_a_plan_counts_what_ligers_loss_holds() -> None:
     """Of 32k tokens of Qwen3-14B: 2,048 at a time; sums, a chunk's gradient and its copy."""
     head = 151_936 * 5120 * (4 + 2 + 4)
     expected = 2048 * 151_936 * 2 + 32_768 * 5120 * 2 + head
-    assert liger_loss_bytes(32_768, 5120, 151_936, 2) == expected
+    assert liger_loss_bytes(32_768, 5120, 151_936, 2, True) == expected
     shape = DecoderShape.of(small_model().config)
     plain, fused = (
         training_memory(
@@ -140,7 +140,7 @@ def test_a_plan_counts_what_ligers_loss_holds() -> None:
         ).loss
         for liger in (False, True)
     )
-    assert fused == liger_loss_bytes(64, shape.hidden, shape.vocabulary, 2) != plain
+    assert fused == liger_loss_bytes(64, shape.hidden, shape.vocabulary, 2, True) != plain
 
 
 @pytest.mark.parametrize("options", [{}, {"liger": True}, {"teacher": "original"}])

@@ -1,0 +1,343 @@
+"""From answers to a suite's table: values that are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bosch.analysis.intervals import compare, mean_score, share
+from bosch.errors import RunError
+from bosch.files import file_hashes
+from stages.context import ModelConfig
+from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Subtask, TaskGroup
+from stages.evaluate.models import _tables
+from stages.evaluate.scores import SAMPLES, Scores, read_samples
+from stages.evaluate.suite import Suite
+from stages.evaluate.tables import (
+    against,
+    metric_scores,
+    not_shares,
+    subtask_scores,
+    suite_records,
+    suite_table,
+)
+
+ACC, NORM = "acc,none", "acc_norm,none"
+
+
+def records(model: str, suite: str, task: str, length: int, *scores: Any) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl: numbers, or values of metrics whose first is the score."""
+    head = {"checkpoint": model, "suite": suite, "task": task, "length": length}
+    return [
+        {**head, "score": next(iter(one.values())), "scores": one}
+        if isinstance(one, dict)
+        else {**head, "score": one}
+        for one in scores
+    ]
+
+
+LINES = [
+    *records("original", "harness", "a", 0, {ACC: 1.0, NORM: 0.0}, {ACC: 0.0, NORM: 1.0}),
+    *records("hybrid", "harness", "a", 0, {ACC: 0.25}),
+    *records("original", "needle", "a", 512, 1.0, 0.5),
+    *records("original", "needle", "a", 1024, 0.0),
+    *records("original", "harness", "b", 0, {NORM: 0.5}),
+]
+
+
+def test_lines_are_of_one_model_and_one_suite() -> None:
+    """Each other line has the same model, suite or task."""
+    assert subtask_scores(LINES, "original", "harness") == {("a", 0): [1.0, 0.0], ("b", 0): [0.5]}
+    assert subtask_scores(LINES, "original", "needle") == {("a", 512): [1.0, 0.5], ("a", 1024): [0]}
+    assert subtask_scores(LINES, "hybrid", "needle") == {}
+    assert metric_scores(LINES, "original", "harness") == {
+        ("a", 0): {ACC: [1.0, 0.0], NORM: [0.0, 1.0]}, ("b", 0): {NORM: [0.5]},
+    }  # fmt: skip
+    assert metric_scores(LINES, "hybrid", "harness") == {("a", 0): {ACC: [0.25]}}
+    assert metric_scores(LINES, "original", "needle") == {("a", 512): {}, ("a", 1024): {}}
+
+
+@pytest.mark.parametrize(
+    ("contexts", "expected"),
+    [
+        # Means 1, 0 and 3/4, which weigh 4, 2 and 4 questions: 0.7 of all, and 7/12 of the means.
+        (
+            [[1.0] * 4, [0.0] * 2, [1.0, 1.0, 1.0, 0.0]],
+            [1.0, 1 - 1.0 * 0.3 / (5 / 12), 1 - 0.25 * 0.3 / (5 / 12)],
+        ),
+        # Means 1 and 0, of which the second weighs three times as much: 1/4 instead of 1/2.
+        ([[1.0], [0.0] * 3], [0.5, 0.0]),
+        ([[0.0], [0.0] * 3], [0.0, 0.0]),
+        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0]),  # as many each
+        ([[30.0], [10.0, 20.0]], [30.0, 15.0]),  # no shares: nothing to scale
+    ],
+)
+def test_a_document_of_several_questions_is_one_sample(
+    contexts: list[list[float]], expected: list[float]
+) -> None:
+    lines = [
+        {**line, "document": f"text {number}"}
+        for number, scores in enumerate(contexts)
+        for line in records("a", "s", "t", 0, *scores)
+    ]
+    [found] = subtask_scores(lines, "a", "s").values()
+    assert found == pytest.approx(expected)
+
+
+def test_which_tasks_have_scores_that_are_no_shares() -> None:
+    every = {("good", 0): [0.0, 1.0], ("high", 0): [0.5, 1.5], ("low", 4): [-0.1, 1.0]}
+    assert not_shares(every).keys() == {"high", "low"}
+
+
+FOUR, THREE, HALF = [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_table_of_known_scores() -> None:
+    table = suite_table({("a", 512): FOUR, ("a", 1024): HALF, ("b", 512): THREE})
+    # Standard errors: s^2 = 1/4 over 4 values, 1/3 over 4, 3/10 over 6.
+    errors = [100 * math.sqrt(value) for value in (0.25 / 4, 1 / 12, 0.05)]
+    scores = {("a", "512"): 75.0, ("a", "1024"): 50.0, ("b", "512"): 50.0}
+    counts = {("a", "512"): 4, ("a", "1024"): 4, ("b", "512"): 6}
+    for (place, score), error in zip(scores.items(), errors, strict=True):
+        row = table[place[0]][place[1]]
+        low, high = share(score / 100, counts[place])[1:]
+        assert (row["score"], row["samples"]) == (score, counts[place])
+        assert (row["low"], row["high"]) == pytest.approx((100 * low, 100 * high))
+        assert row["standard_error"] == pytest.approx(error)
+        assert "against_original" not in row
+    assert table["average"] == pytest.approx(175 / 3)
+    whole = mean_score([0.75, 0.5, 0.5], [4, 4, 6])
+    assert (table["low"], table["high"]) == pytest.approx((100 * whole.low, 100 * whole.high))
+    assert table["standard_error"] == pytest.approx(math.hypot(*errors) / 3)
+    assert list(table["by_length"]) == ["512", "1024"]
+    assert [one["score"] for one in table["by_length"].values()] == [62.5, 50.0]
+    assert "groups" not in table and "score" not in table
+    assert suite_table({("a", 0): [1.0]})["standard_error"] == 0.0
+
+
+def test_a_table_beside_the_originals() -> None:
+    original = {("a", 512): [1.0] * 4, ("b", 512): [1.0] * 3}
+    table = suite_table({("a", 512): FOUR, ("b", 512): THREE}, original)
+    own = table["a"]["512"]["against_original"]
+    assert own == against([(FOUR, [1.0] * 4)])
+    assert (own["difference"], own["ratio"], own["samples"]) == (-25.0, 75.0, 4)
+    # Of b the original has answered others: there is no comparison of it, nor of the average.
+    assert "against_original" not in table["b"]["512"] and "against_original" not in table
+    whole = suite_table(
+        {("a", 512): FOUR, ("a", 1024): HALF}, {("a", 512): HALF, ("a", 1024): FOUR}
+    )
+    assert whole["against_original"]["difference"] == 0.0
+    assert whole["against_original"]["samples"] == 8
+    assert whole["by_length"]["512"]["against_original"]["difference"] == 25.0
+    assert "against_original" not in suite_table({("a", 512): FOUR}, {("b", 512): FOUR})
+
+
+def test_a_comparison_is_in_points() -> None:
+    parts = [([0.0] * 10, [1.0] * 10), ([0.5] * 10, [1.0] * 10)]
+    result = compare([own for own, _ in parts], [base for _, base in parts])
+    assert result.ratio is not None and result.visible_loss is not None
+    assert against(parts) == {
+        "p_value": result.p_value, "samples": 20, "visible_loss": 100 * result.visible_loss,
+        "difference": -75.0, "difference_low": 100 * result.difference.low,
+        "difference_high": 100 * result.difference.high,
+        "ratio": 25.0, "ratio_low": 100 * result.ratio.low, "ratio_high": 100 * result.ratio.high,
+    }  # fmt: skip
+    assert against([([0.0], [0.0])]).keys() == {
+        "p_value", "samples", "visible_loss", "difference", "difference_low", "difference_high",
+    }  # fmt: skip
+
+
+# Of three tasks: 2, 4 and 2 documents; c's second metric is no share, and d has no answers.
+METRICS = {
+    ("a", 0): {ACC: [1.0, 0.0], NORM: [1.0, 1.0]},
+    ("b", 0): {ACC: [1.0, 1.0, 1.0, 0.0]},
+    ("c", 0): {"f1,none": [0.5, 0.5], "f1,strict": [7.0, 8.0], "other,none": [1.0, 1.0]},
+}
+PARTS = {("a", 0): [1.0, 0.0], ("b", 0): [1.0, 1.0, 1.0, 0.0], ("c", 0): [0.5, 0.5]}
+TASKS = ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("rules", "score", "tasks", "metrics"),
+    [
+        ((), 100 * (0.5 + 0.75 + 0.5) / 3, ["a", "b", "c"], None),
+        ((MetricRule("acc", None, True),), 100 * 4 / 6, ["a", "b"], {ACC: 100 * 4 / 6}),
+        ((MetricRule("acc", None, False),), 62.5, ["a", "b"], {ACC: 62.5}),
+        ((MetricRule("acc_norm", ("none", "x"), True),), 100.0, ["a"], {NORM: 100.0}),
+        # Under all filters that some task has, less what is no share.
+        ((MetricRule("f1", None, False),), 50.0, ["c"], {"f1,none": 50.0}),
+        (
+            (MetricRule("f1", ("strict",), True), MetricRule("acc_norm", None, False),
+             MetricRule("acc", None, True)),
+            100.0, ["a"], {NORM: 100.0, ACC: 100 * 4 / 6},
+        ),
+    ],
+)  # fmt: skip
+def test_a_group_sums_up_by_its_rules(
+    rules: tuple[MetricRule, ...], score: float, tasks: list[str], metrics: dict[str, float] | None
+) -> None:
+    group = TaskGroup(TASKS, rules)
+    table = suite_table(PARTS, None, {"group": group}, METRICS)
+    row = table["groups"]["group"]
+    assert (row["score"], row["tasks"], row["of"]) == (pytest.approx(score), tasks, 4)
+    if metrics is None:
+        assert "metrics" not in row
+    else:
+        assert {name: one["score"] for name, one in row["metrics"].items()} == pytest.approx(
+            metrics
+        )
+    # A group that the recipe does not name leaves the average as it is.
+    assert table["average"] == suite_table(PARTS)["average"]
+
+
+def test_a_named_group_counts_as_one_of_the_subtasks() -> None:
+    """Where its score is over documents: beside c it is one of two, over tasks it stays apart."""
+    by_size, by_task = MetricRule("acc", None, True), MetricRule("acc", None, False)
+    for rules, expected in (
+        ((by_size,), (400 / 6 + 50) / 2),
+        ((by_task, by_size), 100 * 1.75 / 3),
+        ((MetricRule("absent", None, True), by_size), (400 / 6 + 50) / 2),
+        ((), 100 * 1.75 / 3),
+    ):
+        groups = {"group": TaskGroup(("a", "b"), rules, is_asked=True)}
+        table = suite_table(PARTS, None, groups, METRICS)
+        assert table["average"] == pytest.approx(expected)
+        assert table["by_length"]["0"]["score"] == pytest.approx(expected)
+        assert table["a"]["0"]["score"] == 50.0
+
+
+def test_groups_without_a_score_have_no_row() -> None:
+    groups = {
+        "none of its tasks": TaskGroup(("d",)),
+        "no metric": TaskGroup(TASKS, (MetricRule("absent", None, True),)),
+        "no share": TaskGroup(("c",), (MetricRule("f1", ("strict",), True),), is_asked=True),
+    }
+    table = suite_table(PARTS, None, groups, METRICS)
+    assert table["groups"] == {} and table["average"] == pytest.approx(100 * 1.75 / 3)
+
+
+def test_a_group_is_compared_where_the_original_has_all_of_its_tasks() -> None:
+    rule, base = MetricRule("acc", None, True), {("a", 0): {ACC: [1.0, 1.0]}}
+    whole = {**base, ("b", 0): {ACC: [1.0] * 4}}
+    for original, difference in ((base, None), (whole, -100 * 2 / 6), ({}, None)):
+        groups = {"group": TaskGroup(("a", "b"), (rule,))}
+        table = suite_table(PARTS, PARTS, groups, METRICS, original)
+        found = table["groups"]["group"].get("against_original", {}).get("difference")
+        assert found == (None if difference is None else pytest.approx(difference))
+
+
+@dataclass(kw_only=True)
+class Answered(Suite):
+    """A suite whose answers are there."""
+
+    tasks: dict[str, int]
+
+    @property
+    def subtasks(self) -> list[Subtask]:
+        return [Subtask(task, 0) for task in self.tasks]
+
+    def samples(self, subtask: Subtask) -> int:
+        return self.tasks[subtask.task]
+
+    def document(self, subtask: Subtask, index: int) -> str | None:
+        return "text" if subtask.task == "read" else None
+
+    def prepare(self) -> None: ...
+
+    def run(self, *_: Any) -> None: ...
+
+
+def model(name: str) -> Evaluated:
+    return Evaluated(name, ModelConfig(path=f"/models/{name}"))
+
+
+def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **more: Any) -> Suite:
+    """A suite with answers of each model to each task, in two journals and in no order."""
+    for name, tasks in scores.items():
+        for task, values in tasks.items():
+            lines = [
+                {"index": index, "score": value, "scores": {ACC: value}}
+                for index, value in enumerate(values)
+            ]
+            for rank, own in enumerate((lines[1:][::-1], lines[:1])):
+                writer = AnswerFolder(folder.own, None, rank)
+                writer.journal(model(name), Subtask(task, 0)).append(*own)
+    counts = {task: len(values) for tasks in scores.values() for task, values in tasks.items()}
+    common: Any = {"section": None, "tokenizer": None, "rank": 0, "world": 1, "batch_size": 1}
+    return Answered(name="harness", answers=folder, tasks=counts, **common, **more)
+
+
+def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> None:
+    folder = AnswerFolder(tmp_path, None, 0)
+    suite = answered(folder, {"original": {"a": [1.0, 0.0, 0.5], "read": [1.0]}})
+    assert [
+        (line["checkpoint"], line["suite"], line["task"], line["length"], line["index"],
+         line["score"], line.get("document"))
+        for line in suite_records(suite, model("original"), folder)
+    ] == [
+        ("original", "harness", "a", 0, 0, 1.0, None),
+        ("original", "harness", "a", 0, 1, 0.0, None),
+        ("original", "harness", "a", 0, 2, 0.5, None),
+        ("original", "harness", "read", 0, 0, 1.0, "text"),
+    ]  # fmt: skip
+    with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
+        list(suite_records(suite, model("hybrid"), folder))
+
+
+def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
+    """A task whose scores are no shares has none, and says so; nor has a group without metric."""
+    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    scores = {
+        "original": {"a": [1.0, 1.0], "odd": [7.0], "read": [1.0, 0.0]},
+        "hybrid": {"a": [1.0, 0.0], "odd": [8.0], "read": [1.0, 1.0]},
+    }
+    group, rule = ("a", "odd"), MetricRule("acc", None, True)
+    suite = answered(
+        folder, scores, missing={"absent": "no file"},
+        groups={
+            "both": TaskGroup(group, (rule,), is_asked=True),
+            "other": TaskGroup(group, (MetricRule("f1", None, True),), is_asked=True),
+            "silent": TaskGroup(group, (MetricRule("f1", None, True),)),
+        },
+    )  # fmt: skip
+    empty = answered(folder, {name: {"odd": own["odd"]} for name, own in scores.items()})
+    empty.name = "needle"
+    models = [model(name) for name in scores]
+    tables = _tables(models, [suite, empty], folder, tmp_path, None)
+    lines = list(read_samples(tmp_path))
+    assert [line["checkpoint"] for line in lines] == ["original"] * 6 + ["hybrid"] * 6
+    original, hybrid = (tables["checkpoints"][name] for name in scores)
+    assert original.keys() == hybrid.keys() == {"harness"}  # nothing of needle is a share
+    assert hybrid["harness"]["a"]["0"]["against_original"]["difference"] == -50.0
+    assert "against_original" not in original["harness"]
+    assert hybrid["harness"]["groups"]["both"]["against_original"]["difference"] == -50.0
+    assert hybrid["harness"]["read"]["0"]["samples"] == 1 and "odd" not in hybrid["harness"]
+    assert tables["missing"] == {
+        "harness": {
+            "absent": "no file", "odd": "its score is no share of 1 per document",
+            "other": "none of its tasks has its metric as a share of 1",
+        },
+        "needle": {"odd": "its score is no share of 1 per document"},
+    }  # fmt: skip
+    assert "positions" not in tables
+
+    # The same against scores of another folder, which come first.
+    Scores.model_validate(
+        {
+            **tables,
+            "checkpoints": {"original": original},
+            "sha256": file_hashes(tmp_path, [SAMPLES]),
+        }
+    ).write(tmp_path)
+    (tmp_path / "later").mkdir()
+    fresh = answered(folder, {"hybrid": {"a": [1.0, 0.0], "read": [1.0, 1.0]}})
+    again = _tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
+    assert list(again["checkpoints"]) == ["original", "hybrid"] and "missing" not in again
+    found = again["checkpoints"]["hybrid"]["harness"]
+    assert found["a"] == hybrid["harness"]["a"] and "against_original" in found
+    alone = _tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
+    assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]

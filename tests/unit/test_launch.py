@@ -1,0 +1,185 @@
+"""How a stage's processes are started, what is left of them, and which reason a failure gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
+from bosch.files import write_json
+from pipeline.recipe.load import ROOT
+from pipeline.run import launch as launcher
+from pipeline.run.failures import DISK_FULL_STATUS, LOST_RANK_STATUS
+from pipeline.run.launch import launch, torchrun_options
+from stages.recipe import World
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (World(processes_per_node=3), ["--nproc-per-node=3", "--standalone", "--nnodes=1"]),
+        (
+            World(2, 1, 4, "one", 29500),
+            ["--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=one",
+             "--master-port=29500"],
+        ),
+    ],
+)  # fmt: skip
+def test_options_of_torchrun(world: World, options: list[str]) -> None:
+    found = torchrun_options(world)
+    assert [one for one in found if one != "--max-restarts=0"] == options
+    assert "--max-restarts=0" in found
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "expected"),
+    [
+        (World(), {}, {
+            "BOSCH_WORK_DIR": "/w", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": None, "TOKENIZERS_PARALLELISM": "false",
+            "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1", "WORLD_SIZE": None,
+        }),
+        (World(2, 0, 1), {"WORLD_SIZE": "7"}, {"BOSCH_WORK_DIR": "/w", "WORLD_SIZE": None}),
+        (World(2, 1, 4, gpus=4), {"PYTHONPATH": "/a::/b"}, {
+            "BOSCH_WORK_DIR": "/w node 1", "OMP_NUM_THREADS": "2", "DS_ACCELERATOR": None,
+            "PYTHONPATH": f"{ROOT}:/a:/b",
+        }),
+        (World(processes_per_node=16), {}, {"OMP_NUM_THREADS": "1"}),
+        (World(processes_per_node=2), {"OMP_NUM_THREADS": "5", "TQDM_DISABLE": "0"}, {
+            "OMP_NUM_THREADS": "5", "TQDM_DISABLE": "0",
+        }),
+    ],
+)  # fmt: skip
+def test_variables_of_a_stages_processes(
+    world: World, given: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS", "TQDM_DISABLE", "DS_ACCELERATOR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "cpu_cores", lambda: 8)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
+    env = launcher._environment(world, "/w")
+    assert {name: env.get(name) for name in expected} == expected
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    assert launcher._environment(World(), "/w").get("TQDM_DISABLE") == given.get("TQDM_DISABLE")
+
+
+WORKER = """
+import json, os, pathlib, subprocess, sys, time
+control = pathlib.Path(sys.argv[2]).parent
+order = json.loads((control / "order.json").read_text())
+assert order["stage"] == "search" and not (control / "stale").exists()
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(control.parent / "left").write_text(str(left.pid))
+(control / "summary.json").write_text(json.dumps({"done": 1}))
+sys.exit(int(order["status"]))
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in place of the stage's, which leaves a process of its own behind."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(launcher, "PROCESS", (str(tmp_path / "worker.py"),))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work.control-0").mkdir()
+    (tmp_path / "work.control-0" / "stale").touch()
+    return tmp_path
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process does anything: one that was killed may not have been waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_no_process_and_no_folder_is_left_of_a_stage(worker: Path, status: int) -> None:
+    order = {"stage": "search", "work_dir": str(worker / "work"), "status": status}
+    if status:
+        with pytest.raises(RunError, match=r"^search: its process ended with status 3 without a"):
+            launch(order, World())
+    else:
+        assert launch(order, World()) == {"done": 1}
+    end = time.monotonic() + 60
+    while is_running(int((worker / "left").read_text())) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(int((worker / "left").read_text()))
+    assert not (worker / "work.control-0").exists() and (worker / "work").exists()
+
+
+def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal that it may heed, then by one that it cannot."""
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: popen(*a, stdout=subprocess.PIPE, **k))
+    for code, status in (
+        ("print(1, flush=True); import time; time.sleep(600)", -signal.SIGTERM),
+        (f"{stubborn} time.sleep(600)", -signal.SIGKILL),
+    ):
+        env = {**os.environ, "BOSCH_WORK_DIR": f"/none/{os.getpid()}"}
+        with launcher._children_end([sys.executable, "-c", code], env) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+        assert child.returncode == status
+
+
+LOST = {"kind": "unexpected", "message": "unexpected DistBackendError: gone"}
+USER, RUN = {"kind": "user", "message": "a: b"}, {"kind": "run", "message": "search: full"}
+DAMAGED = {"kind": "damaged", "message": "no end"}
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "processes", "kind", "said"),
+    [
+        ({"failure.0": LOST, "failure.1": RUN}, 1, 2, RunError, "search: full"),
+        ({"failure.0": RUN, "failure.1": USER}, 1, 2, UserError, "search: a: b"),
+        ({"failure.0": RUN, "failure.1": DAMAGED}, 1, 2, DamagedWorkError, "search: no end"),
+        ({"failure.0": LOST}, 1, 2, RunError, "search: unexpected DistBackendError: gone"),
+        ({"failure.0": LOST}, -9, 2, LostRankError, "process 0 was ended (signal 9, SIGKILL)"),
+        ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
+        ({}, DISK_FULL_STATUS, 1, RunError, "disk"),
+        ({"lost-rank.1": {"message": "rank 0 hangs"}}, LOST_RANK_STATUS, 2, LostRankError,
+         "search: rank 0 hangs; the same command goes on"),
+        ({"lost-rank.1": {"message": "rank 0 hangs"}}, 1, 2, RunError, "ended with status 1"),
+        ({"frozen-rank.1": {"message": "rank 0 froze"}}, -9, 2, LostRankError, "rank 0 froze"),
+        ({"ended": {"rank": 3}}, 1, 4, RunError,
+         "process 3 ended with status 1 without a reason in "),
+        ({}, 1, 1, RunError, "its process ended with status 1 without a reason in "),
+        ({}, 64, 1, RunError, "ended with status 64"),
+        ({}, 128 + 15, 1, LostRankError, "was ended (signal 15, SIGTERM) by a person"),
+        ({}, -11, 1, LostRankError, "(signal 11, SIGSEGV): a fault of a library or a device;"),
+        ({}, -6, 2, LostRankError, "or NCCL gave up on one that hangs"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failure(
+    files: dict[str, Any], status: int, processes: int, kind: type[Exception], said: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    for name, content in files.items():
+        write_json(tmp_path / f"{name}.json", content)
+    order = {"stage": "search", "work_dir": str(tmp_path)}
+    world = World(processes_per_node=processes)
+    error = launcher._failure(tmp_path, status, order, world, False)
+    assert type(error) is kind and said in str(error)
+
+
+def test_a_process_that_was_killed_as_memory_ran_out(tmp_path: Path) -> None:
+    order = {"stage": "search", "work_dir": str(tmp_path)}
+    for status, ran_out in ((-9, True), (128 + 9, True), (-15, False), (1, False)):
+        error = launcher._failure(tmp_path, status, order, World(), True)
+        assert ("because memory ran out" in str(error)) == ran_out
+        assert "memory" not in str(launcher._failure(tmp_path, status, order, World(), False))

@@ -1,0 +1,123 @@
+"""RULER as a suite: what its answers depend on, who makes which samples, and how they score."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bosch.errors import RunError
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.ruler import Corpus
+from stages.context import ModelConfig
+from stages.evaluate import needle_suite
+from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.needle_suite import NeedleSuite
+from stages.evaluate.stage import NeedleEvaluation
+from tests.ruler_case import TOKENIZER, essay_text
+
+TASKS = ["niah_single_2", "niah_multikey_1"]
+MODEL = Evaluated("original", ModelConfig(path="model"))
+STOP = SimpleNamespace(update=lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
+
+
+@pytest.fixture
+def suite(tokenizer: Any, tmp_path: Path) -> Any:
+    def of(rank: int = 0, chat: Any = None, calibration: Any = None, **section: Any) -> NeedleSuite:
+        given = {"tasks": TASKS, "lengths": [600, 900], "samples": 3, **section}
+        return NeedleSuite(
+            name="needle", section=NeedleEvaluation(**given), corpus=Corpus(essay_text().split()),
+            calibration=calibration, folder=tmp_path / "samples", card=tmp_path / "README.md",
+            tokenizer=tokenizer, answers=AnswerFolder(tmp_path / "answers", None, rank), rank=rank,
+            world=2, batch_size=2, chat=chat,
+        )  # fmt: skip
+
+    return of
+
+
+def digests(suite: NeedleSuite) -> dict[tuple[str, int], str]:
+    return {(one.task, one.length): one.digest for one in suite.subtasks}
+
+
+def test_answers_are_told_apart_by_what_they_depend_on(suite: Any, tmp_path: Path) -> None:
+    plain = digests(suite())
+    assert list(plain) == [(task, length) for length in (600, 900) for task in TASKS]
+    assert len(set(plain.values())) == 4 and digests(suite()) == plain
+    stretched = digests(suite(yarn={900: 2}))
+    changed = {place for place, digest in stretched.items() if plain[place] != digest}
+    assert changed == {place for place in plain if place[1] == 900}
+    stated = digests(suite(yarn={900: 2}, yarn_original_length=32768))
+    (tmp_path / "README.md").write_text('"original_max_position_embeddings": 32768')
+    carded = digests(suite(yarn={900: 2}))
+    assert carded == stated and {p for p in carded if carded[p] != stretched[p]} == changed
+    assert digests(suite(yarn={900: 2}, yarn_original_length=4096)) != carded
+    assert digests(suite()) == plain  # the card says nothing where nothing is stretched
+    chat = digests(suite(chat=SimpleNamespace(digest="template")))
+    assert all(chat[place] != plain[place] for place in plain)
+
+
+def test_a_task_without_its_data_is_missing_where_it_may_be(suite: Any) -> None:
+    few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
+    assert {one.task for one in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
+
+
+def test_samples_are_made_in_turn_and_answered_by_their_rank(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes every other subtask and answers the even samples; scores are shares."""
+    stretches: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def yarn(loaded: Any, *settings: Any) -> Any:
+        stretches.append(settings)
+        yield
+
+    monkeypatch.setattr(needle_suite, "yarn", yarn)
+    asked: list[tuple[list[int], int]] = []
+
+    def generated(loaded: Any, questions: Any, new_tokens: int) -> Any:
+        asked.append(([question.index for question in questions], new_tokens))
+        yield [(question, " ".join(question.answers[:1])) for question in questions[:1]]
+        yield [(question, "nothing") for question in questions[1:]]
+
+    suites = [suite(rank, yarn={900: 2.0}, max_new_tokens=7) for rank in (0, 1)]
+    for made, one in zip((2, 4), suites, strict=True):
+        one.prepare()
+        assert len(list((tmp_path / "samples").glob("*/ids.bin"))) == made
+    for one in suites:
+        monkeypatch.setattr(one, "generated", generated)
+        assert one.open_samples(MODEL) == 4 * (2, 1)[one.rank]
+        one.run(MODEL, None, STOP)
+        assert one.open_samples(MODEL) == 0
+        one.run(MODEL, None, STOP)  # nothing is asked twice
+    assert asked == [([0, 2], 7)] * 4 + [([1], 7)] * 4
+    card = tmp_path / "README.md"
+    assert stretches == [(None, None, card)] * 2 + [(2.0, None, card)] * 2 + [
+        (None, None, card), (None, None, card), (2.0, None, card), (2.0, None, card),
+    ]  # fmt: skip
+    for subtask in suites[0].subtasks:
+        answers = suites[0].answers.read(MODEL, subtask)
+        assert {index: one["score"] for index, one in answers.items()} == {0: 1.0, 1: 1.0, 2: 0.0}
+        assert answers[2]["output"] == "nothing" and len(answers[2]["answers"]) == 1
+
+
+def test_a_sample_of_the_calibration_set_is_refused(suite: Any) -> None:
+    seen: list[int] = []
+
+    def check(sample: Any) -> None:
+        seen.append(sample.index)
+        raise RunError("shares a needle")
+
+    one = suite(calibration=SimpleNamespace(check=check), tasks=TASKS[:1], lengths=[600])
+    one.prepare()
+    with pytest.raises(RunError, match="shares a needle"):
+        one.run(MODEL, None, STOP)
+    assert seen == [0]

@@ -1,0 +1,249 @@
+"""What a recipe's search may ask for: each refusal beside the nearest thing that is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bosch.errors import UserError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.families import DecoderLayers
+from bosch.window import Window
+from pipeline.recipe.load import load_recipe
+from stages.search.budget import Budget, Price, keep_fault, sliding_ratio
+from stages.search.stage import SearchConfig
+from tests.pipeline_case import Case
+
+FRONT = "search.method=front"
+TWO, NODES = {"NPROC_PER_NODE": "2"}, {"NNODES": "2", "MASTER_PORT": "1", "MASTER_ADDR": "one"}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """4 layers of 4 KV heads of 8 numbers, 4 calibration examples of 256 tokens, W = 32."""
+    case = Case(tmp_path_factory.mktemp("search") / "case")
+    case.content["prepare"]["sequence_length"] = 512
+    case.content["train"] |= {"total_tokens": 4096, "batch_tokens": 2048}
+    case.save()
+    return case
+
+
+# Overrides that are refused, what is said, and the nearest overrides that are taken.
+REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
+    "no mask": (["search.method=given"], "search.mask: method given takes", []),
+    "a bias and sinks": (
+        ["search.sink=bias", "search.sinks=1"], "search.sinks asks for 1; set one of the two",
+        ["search.sink=bias", "search.sinks=0"],
+    ),
+    "a bias in a front": (
+        [FRONT, "search.sink=bias"], "search.sink: a front has no sink bias", [FRONT],
+    ),
+    "windows of one method": (
+        ["search.windows=[16,32]"], "search.windows: method bosch knows one window",
+        ["search.windows=[16]"],
+    ),
+    "a window of all": (
+        ["search.window_size=256"],
+        "search.window_size: 256 is not shorter than prepare.calibration.length = 256",
+        ["search.window_size=255"],
+    ),
+    "a window and sinks of all": (
+        [FRONT, "search.windows=[16,253]", "search.sinks=3"],
+        "search.windows: 253 with 3 sinks is not shorter",
+        [FRONT, "search.windows=[16,252]", "search.sinks=3"],
+    ),
+    "keep by one mask": (
+        ["search.budget={keep: 0.01}"], "search.budget.keep: method bosch finds one mask",
+        [FRONT, "search.budget={keep: 0.01}"],
+    ),
+    "keep by few": (
+        [FRONT, "search.budget={keep: 0.06}"], "search.budget.keep: 1 held-out examples",
+        [FRONT, "search.budget={keep: 0.05}"],
+    ),
+    "points of one mask": (
+        ["search.points=[0.5]"], "search.points: method bosch finds one mask; leave them out",
+        [FRONT, "search.points=[0.5]"],
+    ),
+    # A window of 32 holds 31 of 256 tokens.
+    "a point below all sliding": (
+        [FRONT, "search.points=[0.12,0.5]"], "0.12 of the KV cache at 256 tokens is no point",
+        [FRONT, "search.points=[0.122,0.99]"],
+    ),
+    "a point of all": ([FRONT, "search.points=[1]"], "search.points: 1 of the KV cache", []),
+    "a ratio above the buckets": (
+        ["search.swa_ratio=0.6", "search.buckets=[0,0.5]"],
+        "search.swa_ratio: 0.6 cannot be reached: with search.buckets [0.0, 0.5] a layer's ratio "
+        "is at most 0.5",
+        ["search.swa_ratio=0.5", "search.buckets=[0,0.5]"],
+    ),
+    "a ratio below the buckets": (
+        ["search.swa_ratio=0.4", "search.buckets=[0.5,1]"], "a layer's ratio is at least 0.5",
+        ["search.swa_ratio=0.4", "search.buckets=[0.5,1]", "search.method=rand"],
+    ),
+    # Fourteen of sixteen heads must slide.
+    "bytes above the buckets": (
+        ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.75]"],
+        "search.budget: 0.875 cannot be reached",
+        ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.875]"],
+    ),
+    "bytes below all sliding": (
+        ["search.budget={kv_cache: 0.12 @ 256}"], "search.budget.kv_cache: ",
+        ["search.budget={kv_cache: 0.1211 @ 256}"],
+    ),
+    "a budget at few tokens": (
+        ["search.budget={kv_cache: 0.9 @ 31}"],
+        "search.window_size: 32 is no cheaper than a full head at the 31 tokens of search.budget",
+        ["search.budget={kv_cache: 0.99 @ 32}"],
+    ),
+    "ranks of generate": (
+        ["search.budget={ratio: 0.5, ranks: 2}"], "search.budget.ranks: counts with",
+        ["search.budget={ratio: 0.5, ranks: 2, engine: vllm}"],
+    ),
+    "sinks in vLLM": (
+        ["search.budget={ratio: 0.5, engine: vllm}", "search.sinks=1"],
+        "vllm serves no sliding heads with sinks (search.sinks = 1)",
+        ["search.budget={ratio: 0.5, engine: vllm}"],
+    ),
+    "ranks that share no heads": (
+        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: ",
+        ["search.budget={ratio: 0.5, engine: vllm, ranks: 4}"],
+    ),
+    "groups that are no divisor": (
+        ["search.head_granularity=3"], "search.head_granularity: 4 KV heads per layer",
+        ["search.head_granularity=4"],
+    ),
+    "a ratio of half a group": (
+        ["search.swa_ratio=0.4", "search.head_granularity=4"],
+        "search.swa_ratio: 0.4 means 7 sliding heads of 16", ["search.swa_ratio=0.4"],
+    ),
+    "float32 in flash": (
+        ["runtime.attention=flash", "model.dtype=float32"], "model.dtype asks for float32",
+        ["runtime.attention=flash", "model.dtype=bfloat16"],
+    ),
+    "sinks in flash": (
+        ["runtime.attention=flash", "search.sinks=2"], "search.sinks asks for 2",
+        ["runtime.attention=flash", "search.sink=bias"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
+    refused, said, taken = REFUSED[name]
+    fault = case.fault(*refused)
+    assert said in fault and "\n" not in fault
+    load_recipe(case.file, taken, env={})
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        (["tensor"], {}, "tensor needs several processes"),
+        (["tensor"], TWO, None),
+        (["tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
+        (["data"], {**TWO, **NODES}, None),
+        (["context"], {}, "context needs several processes"),
+        (["context"], TWO, None),
+        (["context", "search.method=dcam"], TWO, "dcam reads the examples in one process"),
+        (["context", "search.method=rand"], TWO, None),
+        (["data", "search.method=dcam"], TWO, None),
+        (["context", "search.sink=bias"], TWO, "search.sink is estimated on whole examples"),
+        (["tensor", "search.sink=bias"], TWO, None),
+    ],
+    ids=str,
+)
+def test_processes_share_a_search_where_they_can(
+    options: list[str], env: dict[str, str], said: str | None, case: Case
+) -> None:
+    way, *more = options
+    overrides = [f"runtime.search_parallel={way}", *more]
+    if said is None:
+        load_recipe(case.file, overrides, env=env)
+    else:
+        assert said in case.fault(*overrides, **env)
+
+
+@pytest.mark.parametrize(
+    ("keep", "examples", "said"),
+    [
+        (0.05, 4, None),
+        (0.051, 4, "at most that 0.05 of a perfect score"),
+        (0.01, 3, "0 held-out examples"),
+        (0.2, 8, None),  # the square root of a twentieth is 0.22
+        (0.23, 8, "choose that or less, or 12 examples"),
+        (0.95, 235, "or 236 examples"),
+        (0.95, 236, None),
+        (1.0, 10**6, "no number of them shows that all is; choose less than 1"),
+    ],
+)
+def test_a_share_that_held_out_examples_can_show(
+    keep: float, examples: int, said: str | None
+) -> None:
+    fault = keep_fault(keep, examples)
+    assert fault is None if said is None else fault is not None and said in fault
+
+
+KINDS = DecoderLayers(
+    4, (0, 1, 3), heads=4, head_dim=8, windows={2: 20}, own_heads=2, own_head_dim=4
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "most", "text"),
+    [
+        # Three full layers of 4 heads hold 100 tokens of 2 x 8 numbers, one of 2 heads 19 of 2 x 4.
+        ({"ratio": 0.5}, 4 * (1200 * 16 + 38 * 8), "50.0%, generate"),
+        ({"kv_cache": "0.25 @ 100"}, 1200 * 16 + 38 * 8, "100 tokens"),
+        ({"bytes": "8KiB @ 100"}, 8192, "at 100 tokens"),
+        ({"keep": 0.9, "cache_dtype": "float8"}, 1200 * 16 + 38 * 8, "of the original's 19"),
+        ({"ratio": 0.5, "cache_dtype": "bfloat16"}, 2 * (1200 * 16 + 38 * 8), "generate"),
+    ],
+)
+def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: str) -> None:
+    price = Price(Budget(**values), KINDS, "float32", 100)
+    assert price.most == most
+    assert text in price.text(price.original // 2)
+
+
+def test_the_fewest_heads_that_a_budget_needs() -> None:
+    """A head of W = 11 saves 90 of 100 tokens; twelve heads and the layer's own are 1,219."""
+    for share, granularity, sliding in ((1.0, 1, 0), (0.93, 1, 1), (0.925, 1, 2), (0.93, 2, 2)):
+        price = Price(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
+        assert sliding_ratio(price, Window(11), granularity) == sliding / 12
+    assert sliding_ratio(Price(Budget(ratio=0.3), KINDS, "float32", 100), Window(11), 1) == 0.3
+    price = Price(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
+    with pytest.raises(UserError, match=r"all heads with a window of 11 hold at 100 tokens"):
+        sliding_ratio(price, Window(11), 1)
+
+
+def test_a_section_by_another_method_and_its_settings() -> None:
+    front = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], sinks=2, points=[0.5])
+    one = front.by_method("bosch")
+    assert (one.windows, one.window_size, one.points) == (None, 32, None)
+    assert one.menu == (Window(32, 2),) and one.menu_field == "search.window_size"
+    given = front.by_method("given")
+    assert (given.windows, given.points, given.menu_field) == ([8, 32], None, "search.windows")
+    assert front.by_method("front") == front and front.window == Window(32, 2)
+    assert front.settings(3).seed == 3 and front.settings(3).swa_ratio == 0.5
+    own = SearchConfig(swa_ratio=0.5, seed=0, buckets=[0, 1]).settings(3, 0.25)
+    assert (own.seed, own.swa_ratio, own.buckets) == (0, 0.25, (0, 1))
+
+
+def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
+    mask = HeadMask.from_swa_kv_heads([[0], [0, 1, 2], []], 4)
+    path = tmp_path / "mask.json"
+    file = HeadMaskFile.of(mask, Window(11), model="m", method="given", swa_ratio=1 / 3)
+    file.save(path)
+    search = SearchConfig(
+        method="given", budget=Budget(kv_cache="0.5 @ 100"), window_size=11, mask=str(path)
+    )
+    assert search.ratio_for(KINDS, "float32") == pytest.approx(4 / 12)
+    assert search.kv_heads(KINDS, "float32") == [
+        {None: 3, Window(11): 1}, {None: 1, Window(11): 3}, {None: 4, Window(11): 0},
+    ]  # fmt: skip
+    for kinds in (DecoderLayers(3, (0, 1, 2), 8, 8), DecoderLayers(4, (0, 1, 2, 3), 4, 8)):
+        with pytest.raises(UserError, match="is no mask for"):
+            search.kv_heads(kinds, "float32")
+    even = SearchConfig(swa_ratio=0.5, window_size=11).kv_heads(KINDS, "float32")
+    assert even == [{None: 2, Window(11): 2}] * 3

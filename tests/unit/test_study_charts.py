@@ -1,0 +1,151 @@
+"""Charts of studies and measurements: the points that are drawn, worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bosch.analysis.intervals import Estimate
+from bosch.analysis.optimality import Standing
+from bosch.heads import HeadMask
+from bosch.objective.evaluation_log import Evaluation
+from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
+from stages.measure.results import figures
+from stages.pages.charts import Picture
+
+
+def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
+    """The rows of a picture's datasets."""
+    datasets: dict[str, list[dict[str, Any]]] = picture.chart.to_dict(validate=False)["datasets"]
+    return list(datasets.values())
+
+
+def axes(picture: Picture) -> list[str]:
+    """Titles, scales and directions of the first mark's axes."""
+    layer = picture.chart.to_dict(validate=False)["layer"][0]
+    encodings = [layer["encoding"][name] for name in ("x", "y")]
+    return [
+        f"{one['title']} {one['scale']['type']} {one['scale'].get('domain', '')}"
+        f"{' reversed' if one['scale'].get('reverse') else ''}"
+        for one in encodings
+    ]
+
+
+def test_a_landscape_has_all_masks_in_order_and_the_methods_on_it() -> None:
+    masks = [HeadMask.from_swa_kv_heads([[head]], 3) for head in range(3)]
+    evaluations = [Evaluation(0.5, nats) for nats in (-2.0, -0.5, 0.0)]
+    standing = Standing(0.5, -0.5, 1, 0.0, 2, 0.5, 1, 1)
+    [picture] = landscapes(
+        {0.25: (dict(zip(masks, evaluations, strict=True)), {"rand": [standing]})}
+    )
+    rows, curve = drawn(picture)
+    assert curve == [{"x": 1, "y": 1e-4}, {"x": 2, "y": 0.5}, {"x": 3, "y": 2.0}]
+    assert rows == [{"series": "rand", "x": 2, "y": 0.5, "tip": "rand: rank 2, -0.5 nats"}]
+    assert (picture.name, picture.heading) == ("landscape-0.25", "ρ = 0.25, 3 masks")
+    assert axes(picture) == ["rank by log-likelihood log ", "− log-likelihood (nats) log  reversed"]
+
+
+def measured(
+    method: str, ratio: float, budget: int | None, passes: float, score: Estimate, nats: Estimate
+) -> Any:
+    return SimpleNamespace(
+        setting=SimpleNamespace(method=method, ratio=ratio, budget=budget),
+        mean={"score": score, "log_likelihood": nats}.__getitem__,
+        cost={"full_forward_equivalents": passes}.__getitem__,
+    )
+
+
+def test_cost_curves_have_each_setting_once_for_each_measure_and_ratio() -> None:
+    points = [
+        measured("bosch", 0.5, 4, 10.0, Estimate(0.8, 0.7, 0.9), Estimate(-0.5, -0.6, -0.4)),
+        measured("rand", 0.5, None, 1.0, Estimate(0.2, None, None), Estimate(0.0, None, None)),
+        measured("rand", 0.75, None, 1.0, Estimate(0.1, 0.0, 0.2), Estimate(-3.0, -4.0, -2.0)),
+    ]
+    pictures = cost_curves(points, [0.5, 0.75])
+    names = ["score-0.5", "score-0.75", "log_likelihood-0.5", "log_likelihood-0.75"]
+    assert [one.name for one in pictures] == names
+    bosch, rand = drawn(pictures[0])[0]
+    assert bosch == {
+        "series": "bosch", "x": 10.0, "y": 0.8, "low": 0.7, "high": 0.9,
+        "tip": "bosch, κ = 4: 0.8, 10 full passes",
+    }  # fmt: skip
+    assert (rand["y"], rand["low"], rand["high"]) == (0.2, 0.2, 0.2)
+    assert rand["tip"] == "rand: 0.2, 1 full passes"
+    likely, missing = drawn(pictures[2])[0]
+    assert (likely["y"], likely["low"], likely["high"], missing["y"]) == (0.5, 0.6, 0.4, 1e-4)
+    assert [len(drawn(one)[0]) for one in pictures] == [2, 1, 2, 1]
+    assert axes(pictures[0])[1] == "held-out score linear [-0.03, 1.03]"
+    assert axes(pictures[2]) == [
+        "full passes (log) log ", "− held-out log-likelihood (nats) log  reversed",
+    ]  # fmt: skip
+    assert pictures[1].description == ("held-out score at ρ = 0.75: rand: 0.1, 1 full passes.")
+
+
+def test_stability_shows_agreement_of_different_sets_and_scores_by_size() -> None:
+    rank = {"swa_ratio": 0.5, "measure": "log_likelihood", "budget_per_layer": 4, "mean": 0.25}
+    ranks = [
+        {**rank, "same_calibration_set": False},
+        {**rank, "same_calibration_set": True},
+        {**rank, "same_calibration_set": False, "mean": None},
+    ]
+    size = {"method": "bosch", "swa_ratio": 0.75, "examples": 8, "held_out_score": {"mean": 0.5}}
+    agreement, score = stability_curves(ranks, [size])
+    assert drawn(agreement)[0] == [
+        {"series": "ρ = 0.5, log-likelihood", "x": 4, "y": 0.25, "tip": "0.25"}
+    ]
+    assert drawn(score)[0] == [{"series": "bosch, ρ = 0.75", "x": 8, "y": 0.5, "tip": "0.500"}]
+    assert agreement.heading == "mean Spearman ρ between seeds by evaluations per layer"
+    assert [one.name for one in stability_curves([], [size])] == ["size"]
+
+
+def test_a_map_of_distances_has_a_row_for_each_method() -> None:
+    [picture] = jaccard_maps({0.5: np.array([[0.0, 0.25], [0.75, 0.0]])}, ["a", "b"])
+    assert drawn(picture)[0] == [
+        {"x": "a", "y": "a", "value": 0.0}, {"x": "b", "y": "a", "value": 0.25},
+        {"x": "a", "y": "b", "value": 0.75}, {"x": "b", "y": "b", "value": 0.0},
+    ]  # fmt: skip
+    assert picture.description == "Jaccard distances at ρ = 0.5, from 0.00 to 0.75."
+
+
+def point(model: str, length: int, ratio: float | None, window: int | None, speed: float) -> Any:
+    return {
+        "model": model, "length": length, "swa_ratio": ratio, "window_size": window,
+        "out_of_memory": speed == 0, "prefill_tokens_per_second": speed,
+        "decode_tokens_per_second": 2 * speed, "memory_p90_bytes": 1e9 * speed,
+    }  # fmt: skip
+
+
+def test_figures_of_measurements_have_a_panel_a_setting_and_a_line_a_model() -> None:
+    points = [
+        point("original", 1024, None, None, 10.0),
+        point("original", 2048, None, None, 0),
+        *(point("hybrid", 1024, ratio, window, speed) for ratio, window, speed in (
+            (0.75, 64, 30.0), (0.5, 64, 20.0), (0.5, 1024, 15.0))),
+    ]  # fmt: skip
+    found = figures(points)
+    assert {name: len(pictures) for name, pictures in found.items()} == {
+        "figure_5_ratios": 6, "figure_6_windows": 6,
+    }  # fmt: skip
+    first = found["figure_5_ratios"]
+    assert [one.heading for one in first[::3]] == [
+        "prefill, tokens/s, W = 64", "prefill, tokens/s, W = 1,024",
+    ]  # fmt: skip
+    series = [(row["series"], row["x"], row["y"]) for row in drawn(first[0])[0]]
+    assert series == [("original", 1024, 10.0), ("ρ = 0.75", 1024, 30.0), ("ρ = 0.5", 1024, 20.0)]
+    assert drawn(first[0])[1] == [
+        {"series": "original", "x": 2048, "tip": "original, 2k: out of memory"}
+    ]
+    assert [row["y"] for row in drawn(first[1])[0]] == [20.0, 60.0, 40.0]
+    assert [row["y"] for row in drawn(first[2])[0]] == [10.0, 30.0, 20.0]
+    assert len(drawn(first[3])[0]) == 2
+    by_window = found["figure_6_windows"]
+    assert by_window[0].heading == "prefill, tokens/s, ρ = 0.5"
+    assert [row["series"] for row in drawn(by_window[0])[0]] == ["original", "W = 64", "W = 1,024"]
+    assert by_window[3].description == (
+        "prefill, tokens/s, ρ = 0.75: original, 1k: 10; W = 64, 1k: 30; "
+        "original, 2k: out of memory."
+    )
+    scale = first[0].chart.to_dict(validate=False)["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == ["original", "ρ = 0.5", "ρ = 0.75"]

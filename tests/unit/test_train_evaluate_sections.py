@@ -1,0 +1,276 @@
+"""What a recipe's training and evaluation may ask for: each refusal beside what is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.recipe.load import load_recipe, missing_inputs
+from stages.context import Runtime
+from stages.evaluate.stage import EvaluateConfig, missing_ruler_file, suite_title
+from stages.train.stage import TrainConfig, batch_faults, checkpoint_name, checkpoint_tokens
+from tests.pipeline_case import Case
+
+TWO = {"NPROC_PER_NODE": "2"}
+FRONT = ["search.method=front", "prepare.calibration.examples=8"]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """4,096 prepared tokens in sequences of 128, batches of 512; 1,024 positions."""
+    return Case(tmp_path_factory.mktemp("sections") / "case")
+
+
+# Overrides that are refused, what is said, and the nearest overrides that are taken.
+REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
+    "a window of a sequence": (
+        ["search.window_size=128"], "128 is not shorter than prepare.sequence_length = 128",
+        ["search.window_size=127"],
+    ),
+    "a sequence beyond the positions": (
+        ["prepare.sequence_length=2k", "train.batch_tokens=2k"], "prepare.sequence_length: 2,048",
+        ["prepare.sequence_length=1k", "train.batch_tokens=2k"],
+    ),
+    "fewer tokens than are read": (
+        ["train.total_tokens=4608"], "prepare.train_tokens: 4,096 is less than the 4,608 tokens",
+        ["train.total_tokens=4607"],
+    ),
+    "less than a batch": (
+        ["train.total_tokens=511", "train.checkpoint_tokens=[]"],
+        "train.total_tokens: 511 is less than one batch",
+        ["train.total_tokens=512", "train.checkpoint_tokens=[]"],
+    ),
+    "sequences kept from training": (
+        ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=17"],
+        "need prepare.train_tokens = 4,224, and it is 4,096",
+        ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=16"],
+    ),
+    "a checkpoint behind the end": (
+        ["train.checkpoint_tokens=[2049]"], "train.checkpoint_tokens: ends at 2,049",
+        ["train.checkpoint_tokens=[2048]"],
+    ),
+    "checkpoints of one step": (
+        ["train.checkpoint_tokens=[513,1024]"], "513 and 1,024 are reached by the same step",
+        ["train.checkpoint_tokens=[512,513]"],
+    ),
+    "skipped steps in DeepSpeed": (
+        ["train.bad_steps=skip", "runtime.sharding=deepspeed"], "skip cannot leave a step out",
+        ["train.bad_steps=skip", "runtime.sharding=fsdp"],
+    ),
+    "more averaged than there are": (
+        ["train.averaged_checkpoints=3"], "3 are to be averaged, and",
+        ["train.averaged_checkpoints=2"],
+    ),
+    "a weight of no teacher": (
+        ["train.teacher_weight=0.5"], "teacher_weight and teacher_tokens need a teacher",
+        ["train.teacher_weight=0.5", "train.teacher=original"],
+    ),
+    "tokens of no teacher": (
+        ["train.teacher_tokens=0.5"], "need a teacher; set original", ["train.teacher_tokens=1.0"],
+    ),
+    "a teacher in DeepSpeed": (
+        ["train.teacher=original", "runtime.sharding=deepspeed"],
+        "train.teacher = original does not run under", ["runtime.sharding=deepspeed"],
+    ),
+    "adapters in DeepSpeed": (
+        ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora does not run under",
+        ["train.lora={}", "runtime.sharding=fsdp"],
+    ),
+    "budgets of one mask": (
+        ["train.budgets=all"], "train.budgets: ", [*FRONT, "train.budgets=all"],
+    ),
+    "inputs of layers that are kept": (
+        ["runtime.offload_activations=true", "runtime.checkpointing=none"],
+        "runtime.checkpointing = none; set full, attention or auto",
+        ["runtime.offload_activations=true", "runtime.checkpointing=auto"],
+    ),
+    "outputs that a backend does not give": (
+        ["runtime.attention=flex", "runtime.checkpointing=attention"],
+        "runtime.checkpointing = attention keeps its outputs",
+        ["runtime.attention=flex", "runtime.checkpointing=full"],
+    ),
+    "float32 in flash": (
+        ["runtime.attention=flash", "train.mixed_precision='no'"],
+        "train.mixed_precision = no trains in float32",
+        ["runtime.attention=flash", "train.mixed_precision=bf16"],
+    ),
+    "a split sequence in DeepSpeed": (
+        ["runtime.context_parallel=2", "runtime.sharding=deepspeed"],
+        "runtime.context_parallel: it does not run under", ["runtime.context_parallel=2"],
+    ),
+    "a split sequence, compiled": (
+        ["runtime.context_parallel=2", "runtime.compile=true"], "are not compiled",
+        ["runtime.compile=true"],
+    ),
+    "a split sequence in a backend": (
+        ["runtime.context_parallel=2", "runtime.attention=varlen"],
+        "runtime.context_parallel = 2 splits them", ["runtime.attention=varlen"],
+    ),
+    "budgets that are not there": (
+        ["evaluate.budgets=all"], "evaluate.budgets: ", [*FRONT, "evaluate.budgets=all"],
+    ),
+    "another window of several": (
+        [*FRONT, "search.windows=[16,32]", "evaluate.windows=[8]"],
+        "evaluate.windows: a mask with windows of 16 and 32 has no one window",
+        [*FRONT, "search.windows=[32]", "evaluate.windows=[8]"],
+    ),
+    "no room for a prompt": (
+        ["evaluate.needle.max_new_tokens=512"], "max_new_tokens: 512 leaves no room",
+        ["evaluate.needle.max_new_tokens=511"],
+    ),
+    "a length beyond the positions": (
+        ["evaluate.needle.lengths=[1025]"],
+        "evaluate.needle.lengths: 1,025 is more than the model's 1,024 positions; set "
+        "evaluate.needle.yarn, like {1025: 2}",
+        ["evaluate.needle.lengths=[1024]"],
+    ),
+    "a stretch that is too short": (
+        ["evaluate.needle={lengths: [2049], yarn: {2049: 2}}"],
+        "evaluate.needle.yarn: 2,049 is more than 2 times the 1,024 that YaRN stretches; set "
+        "evaluate.needle.yarn, like {2049: 3}",
+        ["evaluate.needle={lengths: [2048], yarn: {2048: 2}}"],
+    ),
+    "a stretch of fewer positions": (
+        ["evaluate.needle={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}"],
+        "1,100 is more than 2 times the 512 that YaRN stretches",
+        ["evaluate.needle={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}"],
+    ),
+    "a stretch of another length": (
+        ["evaluate.needle.yarn={600: 2}"], "600 is not among evaluate.needle.lengths",
+        ["evaluate.needle.yarn={512: 2}"],
+    ),
+    "positions beyond the model's": (
+        ["evaluate.positions.length=1025"], "evaluate.positions.length: 1,025",
+        ["evaluate.positions.length=1024"],
+    ),
+    "no task": (
+        ["evaluate.harness={}"], "evaluate.harness.tasks: names no task",
+        ["evaluate.harness={tasks: [gsm8k]}"],
+    ),
+    "settings of no task": (
+        ["evaluate.harness={tasks: [gsm8k], settings: {mmlu: {}}}"],
+        "evaluate.harness.settings: mmlu is not among",
+        ["evaluate.harness={tasks: [gsm8k], settings: {gsm8k: {}}}"],
+    ),
+    "an optional task that is none": (
+        ["evaluate.harness={tasks: [gsm8k], optional: [mmlu]}"],
+        "evaluate.harness.optional: mmlu is not among",
+        ["evaluate.harness={tasks: [gsm8k], optional: [gsm8k]}"],
+    ),
+    "LongBench and an answer of 512 beyond the positions": (
+        ["evaluate.harness={tasks: [longbench], max_length: 513}"],
+        "evaluate.harness.max_length with a LongBench answer: 1,025",
+        ["evaluate.harness={tasks: [longbench], max_length: 512}"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_section_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
+    refused, said, taken = REFUSED[name]
+    fault = case.fault(*refused)
+    assert said in fault and "\n" not in fault
+    load_recipe(case.file, taken, env={})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "length", "processes", "said"),
+    [
+        ({}, 128, 4, None),
+        ({}, 128, 3, "a batch of 4 sequences cannot be divided into micro batches of 1"),
+        ({"micro_batch_size": 2}, 128, 2, None),
+        ({"micro_batch_size": 2}, 128, 4, "micro batches of 2"),
+        ({"context_parallel": 2}, 128, 8, None),
+        ({"context_parallel": 2}, 128, 16, "(runtime.processes), 2 for each sequence"),
+        ({"context_parallel": 2, "micro_batch_size": 4}, 128, 2, None),
+        ({"context_parallel": 3}, 128, 4, "3 does not divide the 4 process(es)"),
+        ({"context_parallel": 4}, 8, 4, None),
+        ({"context_parallel": 8}, 8, 8, "sequence_length = 8 is no multiple of 16"),
+        ({}, 512, 1, None),
+        ({}, 1024, 1, "train.batch_tokens: 512 is no multiple of"),
+    ],
+)
+def test_a_batch_splits_over_processes_or_says_why(
+    runtime: dict[str, object], length: int, processes: int, said: str | None
+) -> None:
+    train = TrainConfig(batch_tokens=512, total_tokens=2048)
+    faults = list(batch_faults(train, Runtime(**runtime), length, processes))
+    assert len(faults) == (said is not None)
+    assert said is None or said in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("total", "checkpoints", "steps"),
+    [
+        (1000, [250, 251, 700], {250: 3, 251: 3, 700: 7, 1000: 10}),
+        (1050, [1000], {1000: 10}),  # the last half of a step is not done
+        (1050, [900, 1050], {900: 9, 1050: 10}),
+        (1050, [], {1050: 10}),
+        (50, [], {50: 1}),
+    ],
+)
+def test_steps_of_checkpoints(total: int, checkpoints: list[int], steps: dict[int, int]) -> None:
+    train = TrainConfig(batch_tokens=100, total_tokens=total, checkpoint_tokens=checkpoints)
+    assert train.checkpoint_steps == steps and train.optimizer_steps == total // 100
+
+
+def test_names_of_checkpoints() -> None:
+    assert checkpoint_tokens(checkpoint_name(1000)) == 1000
+    for name in ("tokens-", "tokens-1x", "hybrid", "x-tokens-1"):
+        assert checkpoint_tokens(name) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "task", "said"),
+    [
+        (None, "qa_1", "none is named"),
+        ([], "qa_1", "qa_1 needs a folder with squad.json, as RULER downloads it; "),
+        (["squad.json"], "qa_1", None),
+        (["squad.json"], "qa_2", "qa_2 needs a folder with hotpotqa.json"),
+        ([], "cwe", None),
+        (None, "vt", None),
+    ],
+)
+def test_files_that_a_task_needs(
+    files: list[str] | None, task: str, said: str | None, tmp_path: Path
+) -> None:
+    for name in files or ():
+        (tmp_path / name).touch()
+    fault = missing_ruler_file(task, None if files is None else str(tmp_path))
+    assert fault is None if said is None else fault is not None and said in fault
+
+
+def test_what_an_evaluation_lacks(case: Case) -> None:
+    """Data of a task that is no option, and a template of the tokenizer."""
+    needle = "evaluate.needle.tasks=[vt,qa_2]"
+    for overrides, said in (
+        ([needle], ["evaluate.needle.data_dir: qa_2 needs"]),
+        ([needle, "evaluate.needle.optional=[qa_2]"], []),
+        (["evaluate.chat_template=true"], ["evaluate.chat_template: the tokenizer in"]),
+        ([], []),
+        (["evaluate=null"], []),
+    ):
+        loaded = load_recipe(case.file, overrides, env={}, input_files=False)
+        found = [fault for fault in missing_inputs(loaded) if fault.startswith("evaluate.")]
+        assert len(found) == len(said)
+        assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+
+
+def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> None:
+    changes = ["evaluate.presets=[short]", "evaluate.harness.tasks=[gsm8k,aime24]"]
+    evaluate = load_recipe(case.file, changes, env={}).recipe[EvaluateConfig]
+    assert evaluate.harness is not None
+    assert evaluate.harness.tasks == [
+        "gsm8k",
+        "aime24",
+        "mmlu",
+        "ai2_arc",
+        "hellaswag",
+        "winogrande",
+    ]
+    assert evaluate.harness.optional == ["mmlu", "ai2_arc", "hellaswag", "winogrande"]
+    titles = ["needle", "harness", "positions", "nolima", "mrcr", "helmet", "other"]
+    assert [suite_title(name) for name in titles] == [
+        "Needle", "Other tasks", "positions", "NoLiMa", "MRCR", "HELMET", "other",
+    ]  # fmt: skip

@@ -1,0 +1,252 @@
+"""The bytes that training is said to hold, against sums that are written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bosch.context_split import ContextSplit
+from bosch.model.families import DecoderLayers
+from bosch.objective.decoder_shape import DecoderShape
+from bosch.window import Window
+from stages.context import Runtime
+from stages.train.footprint import exchanged_bytes, step_traffic, training_memory
+from stages.train.memory import (
+    chunk_tokens,
+    distillation_bytes,
+    distillation_chunk_tokens,
+    gathered_bytes,
+    kept_attention_bytes,
+    layer_input_bytes,
+    liger_loss_bytes,
+    load_host_bytes,
+    loss_bytes,
+    optimizer_bytes,
+    restart_disk_bytes,
+    restart_host_bytes,
+)
+from stages.train.stage import TrainConfig
+
+# Two layers of 1,500 parameters, two tables of 100 x 10, and a norm.
+SHAPE = DecoderShape(
+    layers=2, hidden=10, vocabulary=100, tied=False,
+    kinds=DecoderLayers(2, (0, 1), heads=2, head_dim=4),
+    query_size=16, own_query_size=0, experts=0, experts_per_token=0, active_width=20,
+    parameters=5010, active_parameters=4000, layer_parameters=1500, attention_parameters=800,
+    expert_parameters=0, largest_weight=1000, tables=2010, linear_sides=300, attention_sides=200,
+)  # fmt: skip
+TOKENS = 8
+
+
+def held(
+    train: dict[str, Any], runtime: dict[str, Any], shape: DecoderShape = SHAPE, **more: Any
+) -> Any:
+    options = {"processes": 1, "tokens": TOKENS, "accumulation": 1, **more}
+    return training_memory(
+        shape, TrainConfig(**train), Runtime(**{"checkpointing": "none", **runtime}), **options
+    )
+
+
+FSDP = {"sharding": "fsdp", "checkpointing": "full"}
+EXPERTS = replace(SHAPE, experts=4, experts_per_token=2, expert_parameters=1000)
+# What differs from bf16 on one process without sharding and recomputation: options, and bytes.
+HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, float]]] = {
+    "one process": ({}, {}, {}, {
+        "parameters": 4 * 5010, "gradients": 4 * 5010, "optimizer": 8 * 5010, "teacher": 0,
+        # Of a layer and token: norms 26 x 10, heads 12 x 16 + 10 x 8, MLP 4 x 2 x 20.
+        "layer inputs": 2 * 8 * (260 + 272 + 160), "whole weights": 2 * 5010,
+        "a layer's backward": 8 * (2 * 2 * 20 + 2 * 4 * 10),
+        "attention workspace": 8 * 2 * 2 * (16 + 2 * 8), "exchanged keys": 0,
+        "loss and logits": 3 * 8 * 100 * 4 + 8 * 10 * 2 + 100 * 10 * (4 + 2),
+        "tables' gradients": 0, "peak": 81_212 + 20_040 + 1280 + 1024,
+    }),
+    "float32": ({"mixed_precision": "no"}, {}, {}, {
+        "whole weights": 0, "layer inputs": 2 * 8 * ((8 + 16) * 10 + 20 * 16 + 16 * 8 + 16 * 20),
+        "attention workspace": 2048, "loss and logits": 9600 + 320 + 8000,
+        "a layer's backward": 8 * (160 + 80),
+    }),
+    "several processes": ({}, {}, {"processes": 4}, {
+        "parameters": 4 * 5010, "gradients": 4 * 5010, "whole weights": 2 * 5010 + 4 * 5010,
+    }),
+    "accumulated": ({"optimizer": "adamw_8bit"}, {}, {"accumulation": 2, "tokens": 800}, {
+        "optimizer": 2 * 5010 * (1 + 1 / 64), "layer inputs": 2 * 800 * 692,
+        "loss and logits": 3 * 800 * 400 + 800 * 20 + 6000,
+        # At the loss, with gradients of the micro-batch before.
+        "peak": 20_040 + 2 * 5010 * (1 + 1 / 64) + 1_107_200 + 10_020 + 982_000 + 20_040,
+    }),
+    "recomputed": ({}, {"checkpointing": "full"}, {}, {
+        "layer inputs": 2 * 8 * 10 * 4, "a layer's backward": 8 * 692 + 1280,
+    }),
+    "attention kept": ({}, {"checkpointing": "attention"}, {}, {
+        "layer inputs": 640 + 8 * (2 * 16 * 2 + 2 * 4 * 4), "a layer's backward": 8 * 692 + 1280,
+    }),
+    "offloaded": ({}, {"checkpointing": "full", "offload_activations": True}, {}, {
+        "layer inputs": 320, "offloaded": 640,
+    }),
+    "fsdp": ({}, FSDP, {"processes": 2, "accumulation": 2}, {
+        "parameters": 2 * 5010, "gradients": 2 * 5010, "optimizer": 4 * 5010,
+        "layer inputs": 2 * 8 * 10 * 2,
+        "whole weights": 2 * (1000 + 2 * 1500) + 2 * 1000,
+        # Saved 16 x 10 + 272 + 160 a token; whole gradients of a layer, and the input table's.
+        "a layer's backward": 8 * 592 + 8 * (80 + 40) + 4 * 1500 + 2 * 1000,
+        "tables' gradients": (2 + 4) * 2010,
+        "peak": 10_020 + 20_040 + 320 + 10_000 + 10_020 + 13_696 + 1024, "ahead": 3000,
+    }),
+    "fsdp, first gradients": ({}, FSDP, {"processes": 2}, {
+        "gradients": 2 * 5010 - 2 * (2 * 1500 + 1000),
+    }),
+    "fsdp, few tokens": ({}, FSDP, {"processes": 2, "tokens": 1}, {
+        "a layer's backward": 2 * 1500 + 4 * 1500 + 2 * 1000,  # its own are more than activations
+    }),
+    "fsdp, tied": ({}, FSDP, {"processes": 2, "shape": replace(SHAPE, tied=True)}, {
+        "gradients": 2 * 5010 - 2 * 2 * 1500, "whole weights": 2 * (1000 + 2 * 1500),
+    }),
+    "fsdp, many tokens": ({}, FSDP, {"processes": 2, "tokens": 800, "accumulation": 2}, {
+        # At the loss, less the layer that is gathered ahead.
+        "peak": 10_020 + 20_040 + 32_000 + 10_000 + 982_000 + 10_020 - 3000,
+    }),
+    "deepspeed": ({}, {"sharding": "deepspeed", "checkpointing": "full"}, {"processes": 2}, {
+        "optimizer": 4 * 5010 + 5010, "ahead": 0,
+    }),
+    "attention alone": ({"freeze": "attention_only"}, {}, {}, {
+        "gradients": 4 * 800, "optimizer": 8 * 800, "whole weights": 2 * 5010,
+        "layer inputs": 2 * 8 * ((8 + 6) * 10 + 272 + 120), "loss and logits": 9600 + 160,
+    }),
+    "adapters": ({"lora": {"rank": 3}}, {}, {}, {
+        "parameters": 4 * (5010 + 900), "gradients": 4 * 900, "whole weights": 2 * (5010 + 900),
+        "layer inputs": 2 * 8 * 692, "loss and logits": 9600 + 160,
+    }),
+    "adapters of attention": ({"lora": {"rank": 3}, "freeze": "attention_only"}, {}, {}, {
+        "parameters": 4 * (5010 + 600), "gradients": 4 * 600, "tables' gradients": 0,
+    }),
+    "adapters, fsdp": ({"lora": {"rank": 3}}, FSDP, {"processes": 2, "tokens": 1}, {
+        # Three tenths of a layer's weights.
+        "gradients": 2 * 900 - 2 * 900, "a layer's backward": 2 * 450 + 4 * 450,
+        "tables' gradients": 0,
+    }),
+    "taught": ({"teacher": "original"}, {}, {}, {
+        "teacher": 2 * 5010, "loss and logits": 6 * 8 * 400 + 3 * 160 + 6000,
+    }),
+    "taught, fsdp": ({"teacher": "original"}, FSDP, {"processes": 2}, {
+        "teacher": 5010 + 2 * 2010,
+    }),
+    "experts": ({}, {}, {"shape": EXPERTS}, {
+        "whole weights": 2 * (5010 - 1000),
+        "layer inputs": 2 * 8 * (260 + 272 + 4 * 4 * 20 + 3 * 4 * 10 * 2),
+        "a layer's backward": 8 * (4 * 2 * 20 + 2 * 4 * 10),
+    }),
+    "experts, adapters": ({"lora": {"rank": 3}}, {}, {"shape": EXPERTS}, {
+        "layer inputs": 2 * 8 * (260 + 272 + 3 * 4 * 20 + 4 * 10 * 2),
+    }),
+    "split": ({}, {"context_parallel": 2}, {"length": 8, "tokens": 16, "processes": 2}, {
+        # Two sequences, two full heads, keys and values of 4 numbers of 2 bytes.
+        "layer inputs": 2 * (8 * 692 + 2 * 16 * 2 * 8),
+        "exchanged keys": 2 * 16 * 2 * 3 * 8, "attention workspace": 1024,
+    }),
+    "split and sliding": (
+        {}, {"context_parallel": 2, "checkpointing": "full"},
+        {"length": 8, "tokens": 8, "processes": 2, "layers": [{None: 0, Window(1): 2}] * 2}, {
+            "layer inputs": 2 * 4 * 40, "exchanged keys": 16 * 2 * 4 + 16 * 2 * 4,
+        },
+    ),
+    "liger": ({"liger": True}, {}, {}, {
+        "layer inputs": 2 * 8 * (12 * 10 + 8 * 16 + 6 * 8 + 6 * 20),
+        # One chunk: 8 tokens over ten times more words than widths, rounded to a power of two.
+        "loss and logits": 1 * 100 * 2 + 160 + 100 * 10 * 10,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_process_holds_is_the_sum_that_is_written_down(name: str) -> None:
+    train, runtime, more, expected = HELD[name]
+    memory = held(train, runtime, **more)
+    found = {
+        **memory.breakdown, "peak": memory.peak, "offloaded": memory.offloaded,
+        "ahead": memory.ahead,
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "ranks", "kept", "added"),
+    [
+        ({None: 1}, 2, 16, 48),
+        # Chunks of 4 and two tokens before each: 4 + 6 on the first process, 6 + 6 on the second.
+        ({Window(3): 1}, 2, 12, 12),
+        ({Window(1): 1}, 2, 8, 8),
+        ({Window(16): 1}, 2, 20, 20),
+        ({None: 1, Window(3): 2}, 2, 16 + 24, 48 + 24),
+        # Chunks of 2: 2 + 4, 4 + 4, 4 + 4, 4 + 4 with two tokens before each but the first.
+        ({Window(3): 1}, 4, 8, 8),
+    ],
+)
+def test_keys_that_a_process_holds_of_a_split_sequence(
+    row: dict[Window | None, int], ranks: int, kept: int, added: int
+) -> None:
+    """Keys and values of 4 numbers of 2 bytes, for 3 sequences, in the layer with most of them."""
+    each, split = 2 * 4 * 2 * 3, ContextSplit(16, ranks)
+    rows = [{Window(1): 1}, row]
+    assert exchanged_bytes(SHAPE, rows, split, 3, 2) == (each * kept, each * added)
+
+
+@pytest.mark.parametrize(
+    ("train", "checkpointing", "expected"),
+    [
+        ({}, "none", 2 * 2 * 2),  # bytes, passes, sequences of 16 in a step of 32
+        ({}, "full", 2 * 3 * 2),
+        ({"mixed_precision": "no"}, "attention", 4 * 3 * 2),
+    ],
+)
+def test_bytes_that_a_step_sends(train: Any, checkpointing: Any, expected: int) -> None:
+    """Of a full head each of two processes is sent 8 tokens, of a window of 3 twice 2, and 2."""
+    options = TrainConfig(**train, batch_tokens=32, total_tokens=64)
+    runtime = Runtime(context_parallel=2, checkpointing=checkpointing)
+    values = 2 * 4 * (16 + 2 * (2 + 2 + 2 - 2))
+    rows = [{None: 1}, {Window(3): 2}]
+    full = 2 * 4 * (16 * 2 * 2)
+    sent = step_traffic(SHAPE, rows, options, runtime, 16)
+    assert sent == expected * values
+    taught = options.model_copy(update={"teacher": "original"})
+    more = step_traffic(SHAPE, rows, taught, runtime, 16) - sent
+    assert more == (4 if train else 2) * 2 * full
+
+
+WORDS = 2**20  # of which 64 tokens are a chunk
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (chunk_tokens(WORDS), 64),
+        (chunk_tokens(2**27), 1),
+        (distillation_chunk_tokens(WORDS), 32),
+        (distillation_chunk_tokens(2**26), 1),
+        (loss_bytes(100, 3, WORDS, 2, True), 3 * 2**28 + 100 * 3 * 2 + WORDS * 3 * 6),
+        (loss_bytes(10, 3, WORDS, 4, False), 3 * 10 * WORDS * 4 + 120),
+        (distillation_bytes(100, 3, WORDS, 2, True), 6 * 2**27 + 3 * 600 + WORDS * 3 * 6),
+        (distillation_bytes(10, 3, WORDS, 4, False), 6 * 10 * WORDS * 4 + 3 * 120),
+        # 1,000 words of 10 numbers: chunks of a hundredth, 25 tokens, and so 32.
+        (liger_loss_bytes(2500, 10, 1000, 2, True), 32 * 1000 * 2 + 2500 * 20 + 10_000 * 10),
+        (liger_loss_bytes(2500, 10, 1000, 4, True), 32 * 1000 * 4 + 2500 * 40 + 10_000 * 8),
+        (liger_loss_bytes(30, 10, 10, 2, False), 30 * 10 * 2 + 30 * 20),
+        (liger_loss_bytes(3200, 10, 1000, 2, False), 32 * 1000 * 2 + 3200 * 20),
+        (gathered_bytes(7, 3, 5, 2), 2 * (15 + 14)),
+        (layer_input_bytes(2, 3, 5, 4), 120),
+        (kept_attention_bytes(6, 40, 3, 2), 3 * (80 + 24)),
+        (optimizer_bytes(512, 2, "adamw"), 2048),
+        (optimizer_bytes(512, 2, "adamw_8bit"), 512 + 8),
+        (restart_disk_bytes(100, 10, "adamw"), 2 * (400 + 80)),
+        (restart_host_bytes(100, 10, "adamw", "none", 8, 4), 480),
+        (restart_host_bytes(100, 10, "adamw", "fsdp", 8, 4), 240),
+        (load_host_bytes(100, 2, 4, "none", 8, False), 3200),
+        (load_host_bytes(100, 2, 4, "none", 8, True), 200),
+        (load_host_bytes(100, 2, 4, "fsdp", 8, False), 200),
+        (load_host_bytes(100, 2, 4, "deepspeed", 8, True), 400),
+        (load_host_bytes(100, 4, 2, "deepspeed", 8, True), 400),
+    ],
+)
+def test_formulas_of_known_bytes(found: float, expected: float) -> None:
+    assert found == expected
