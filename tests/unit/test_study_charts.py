@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from bosch.analysis.intervals import Estimate
+from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test
 from bosch.analysis.optimality import Standing
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
+from bosch.window import Window
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
+from pipeline.commands.study.headbench import Row, _menu, _records, _table
+from pipeline.commands.study.runs import Measured
+from pipeline.commands.study.studied_model import Setting
 from stages.measure.results import figures
 from stages.pages.charts import Picture
+from stages.search.stage import SearchConfig
 
 
 def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
@@ -149,3 +154,49 @@ def test_figures_of_measurements_have_a_panel_a_setting_and_a_line_a_model() -> 
     )
     scale = first[0].chart.to_dict(validate=False)["layer"][0]["encoding"]["color"]["scale"]
     assert scale["domain"] == ["original", "ρ = 0.5", "ρ = 0.75"]
+
+
+def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> None:
+    results = {
+        "score": np.array([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]),
+        "log_likelihood": np.array([[-0.5, -3.0, -0.25], [-1.0, -2.0, -4.5]]),
+    }
+    runs: Any = [SimpleNamespace(costs={"passes": cost}) for cost in (2.0, 5.0)]
+    row = Measured(Setting("bosch", 0.5), runs, results)
+    assert row.mean("score") == crossed_mean(results["score"], is_score=True)
+    assert row.mean("log_likelihood") == crossed_mean(results["log_likelihood"])
+    assert row.mean("log_likelihood").mean == -11.25 / 6
+    assert row.cost("passes") == 3.5
+
+
+def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
+    lengths = {0: 90, 1: 70}
+
+    def study(held_out: int, window: Window) -> Any:
+        return SimpleNamespace(
+            recipe={SearchConfig: SimpleNamespace(window=window)},
+            options=SimpleNamespace(seeds=len(lengths)),
+            held_out_set=SimpleNamespace(max_length=held_out),
+            calibration=lambda seed: SimpleNamespace(max_length=lengths[seed]),
+        )
+
+    # Doubled from a quarter of the recipe's window, the widest first.
+    assert _menu(study(300, Window(32))) == tuple(map(Window, (64, 32, 16, 8)))
+    assert _menu(study(64, Window(32))) == tuple(map(Window, (32, 16, 8)))
+    assert _menu(study(300, Window(32, 6))) == tuple(Window(size, 6) for size in (32, 16, 8))
+
+
+def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
+    scores = [np.tile(row, (2, 1)) for row in ([1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])]
+    trained = [scores[1], scores[0]]
+    rows = [
+        Row(name, name, "", 0.5, None, own, [], Window(8), 0.3, None, 1.0, after)
+        for name, own, after in zip("ab", scores, trained, strict=True)
+    ]
+    first, second = _records(rows, 0.5, ["untrained", "trained"])
+    assert (first["score"], second["score"]) == (0.75, 0.25)
+    assert (first["difference"], second["difference"]) == (None, -0.5)
+    assert (first["trained_difference"], second["trained_difference"]) == (-0.5, None)
+    assert second["p_holm"] == first["trained_p_holm"] == crossed_test(*scores[::-1]).p_value
+    table = _table(0.5, [first, second], ["untrained", "trained"]).markdown()
+    assert "after training" in table and table.count("-0.500") == 2

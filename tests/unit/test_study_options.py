@@ -49,3 +49,16 @@ def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_only_headbench_trains_and_by_the_recipes_own_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(tmp_path)
+    for study, override, sentence in (
+        ("cost", "seed=1", "--with-training: headbench is the study that trains, not cost"),
+        ("headbench", "train=null", "--with-training: the recipe has no section train"),
+    ):
+        assert main(["study", study, str(case.file), override, "--with-training"]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not case.runs.exists()

@@ -168,7 +168,7 @@ class StudiedModel:
         """Identity of the model."""
         return model_fingerprint(self.model)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Layers and KV heads."""
         return mask_shape(self.model.config)
