@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test
+from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean, crossed_test
 from bosch.analysis.optimality import Standing
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
@@ -166,6 +166,12 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
     assert row.mean("score") == crossed_mean(results["score"], is_score=True)
     assert row.mean("log_likelihood") == crossed_mean(results["log_likelihood"])
     assert row.mean("log_likelihood").mean == -11.25 / 6
+    other = Measured(Setting("rand", 0.5), runs, {name: own[:1] for name, own in results.items()})
+    for measure, is_score in (("score", True), ("log_likelihood", False)):
+        sides = results[measure], results[measure][:1]
+        found = row.difference(measure, other)
+        assert found == crossed_difference(*sides, is_score=is_score)
+        assert found != crossed_difference(*sides, is_score=not is_score)
     assert row.cost("passes") == 3.5
 
 
