@@ -2,7 +2,7 @@
 
     python -m tests.golden_page
 
-writes the golden pages anew; look at their diff.
+writes the report anew, `python -m tests.golden_comparison` the comparison; look at their diff.
 """
 
 from __future__ import annotations
@@ -155,9 +155,6 @@ def main() -> None:
         inputs = report_fixture.publish(Path(folder))
         report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
         page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
-        from tests.unit.test_compare import Case, compared  # which imports this module
-
-        COMPARED.write_text(compared(Case(Path(folder) / "case")), encoding="utf-8")
     GOLDEN.write_text(golden(page), encoding="utf-8")
 
 

@@ -69,7 +69,7 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """
     anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
     anchors.check()
-    search = _Search(evaluator, settings)
+    search = FrontSearch(evaluator, settings)
     search.find_values()
     search.start()
     search.improve()
@@ -77,7 +77,7 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     return search.result(anchors)
 
 
-class _Search(Moves):
+class FrontSearch(Moves):
     """The search: its start, one order of units, and the result."""
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class _Search(Moves):
             return
         each = max(self.worth.cost, 1e-9)
         gradients = int(_START_SHARE * self.free / each)
-        for_gates = self._gates_to_learn(gradients)
+        for_gates = self.gates_to_learn(gradients)
         if for_gates:
             gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / each))
         worth, chain = self._descent(gradients)
@@ -211,7 +211,7 @@ class _Search(Moves):
         counts = [int((budget - self.least) / each) for budget in self.budgets]
         return [count for count in counts if count >= _FEWEST_FULL][:_GATE_BUDGETS]
 
-    def _gates_to_learn(self, gradients: int) -> int:
+    def gates_to_learn(self, gradients: int) -> int:
         """How many of the `gradients` gates get; none where these are too few for two starts."""
         most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))

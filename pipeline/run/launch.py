@@ -64,9 +64,9 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         torchrun = [*PROCESS, "pipeline.run.elastic", *torchrun_options(world)]
         torchrun.append(f"--log-dir={control}")
         command = [sys.executable, *(worker if world.size == 1 else torchrun + worker)]
-        env = _environment(world, str(order["work_dir"]))
+        env = stage_environment(world, str(order["work_dir"]))
         killed_before = killed_by_kernel()
-        with _children_end(command, env) as child:
+        with children_end(command, env) as child:
             try:
                 status = child.wait()
             except Terminated:
@@ -83,7 +83,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if status == 0 and isinstance(summary, dict):
             return summary
         memory_ran_out = (killed_by_kernel() or 0) > (killed_before or 0)
-        raise _failure(control, status, order, world, memory_ran_out)
+        raise failure_of(control, status, order, world, memory_ran_out)
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def torchrun_options(world: World) -> list[str]:
     ]
 
 
-def _environment(world: World, work_dir: str) -> dict[str, str]:
+def stage_environment(world: World, work_dir: str) -> dict[str, str]:
     env = {**without_others(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     # Two nodes of a run can be one host: each ends only processes of its own.
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
@@ -137,7 +137,7 @@ def _environment(world: World, work_dir: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command; however the block ends, no process of it is left running."""
     child = subprocess.Popen(command, env=dict(env))
     try:
@@ -174,7 +174,7 @@ def end_leftovers(mark: str) -> int:
     return ended
 
 
-def _failure(
+def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """The reason a stage failed: a rank's own words, else what its exit status tells."""

@@ -109,7 +109,7 @@ def evaluate_models(
         faults = _read_faults(own / _FAULTS, models)
         if state.is_main_process:
             scored = [model for model in models if model.name not in faults]
-            tables |= _tables(scored, suites, folder, work_dir, original)
+            tables |= write_tables(scored, suites, folder, work_dir, original)
             if faults:
                 tables["checkpoints"] |= {name: {} for name in faults}
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: faults}
@@ -271,7 +271,7 @@ def load_evaluated(
     return hybrid
 
 
-def _tables(
+def write_tables(
     models: Sequence[Evaluated],
     suites: Sequence[Suite],
     folder: AnswerFolder,

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _BEYOND = 64
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.
-_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
 
 
 def run(
@@ -110,10 +110,10 @@ def run(
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
     precision = "float32" if exact else section.dtype
-    summary["check"] = _compare(_logits(saved, tokens, exact), expected, precision)
+    summary["check"] = compare_logits(_logits(saved, tokens, exact), expected, precision)
     for slots, logits in expected_of_budgets.items():
         saved.set_kv_budget(slots)
-        check = _compare(_logits(saved, tokens, exact)[:, -_BEYOND:], logits, precision)
+        check = compare_logits(_logits(saved, tokens, exact)[:, -_BEYOND:], logits, precision)
         key = "largest_difference"
         summary["check"][key] = max(summary["check"][key], check[key])
     MaterializeSummary.model_validate(summary).write(work_dir)
@@ -263,13 +263,13 @@ def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
     return logits.float().cpu()
 
 
-def _compare(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
+def compare_logits(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
     scale = float(expected.square().mean().sqrt()) or 1.0
     difference = float((actual - expected).abs().max()) / scale
-    if not difference <= _TOLERANCE[precision]:  # a NaN fails too
+    if not difference <= TOLERANCE[precision]:  # a NaN fails too
         raise RunError(
             f"materialize: the saved model differs from the searched one by {difference:.3g} of "
-            f"the logits' root mean square; {precision} allows {_TOLERANCE[precision]:g}"
+            f"the logits' root mean square; {precision} allows {TOLERANCE[precision]:g}"
         )
     return {
         "largest_difference": difference,

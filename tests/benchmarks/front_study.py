@@ -30,7 +30,7 @@ from bosch.objective.objective import Objective
 from bosch.search import front_moves
 from bosch.search.allotment import Choices
 from bosch.search.evaluator import Evaluator, SlotBudgets
-from bosch.search.front import _Search
+from bosch.search.front import FrontSearch
 from bosch.search.gradient_search import Move
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
@@ -132,7 +132,7 @@ def _leave_out(names: set[str]) -> None:
     if unknown:
         raise SystemExit(f"--without: there is no {', '.join(sorted(unknown))}")
     if "gates" in names:
-        _Search._gates_to_learn = lambda self, gradients: 0  # type: ignore[method-assign]
+        FrontSearch.gates_to_learn = lambda self, gradients: 0  # type: ignore[method-assign]
 
     def move(name: str, propose: Callable[[int], Choices | None]) -> Move:
         return Move(name, (lambda number: None) if name in names else propose)

@@ -250,12 +250,12 @@ def test_logits_may_differ_by_the_tolerance_and_no_more(
 ) -> None:
     """As a share of the expected ones' root mean square, where that is not 0."""
     own, other = torch.tensor([actual]), torch.tensor([expected])
-    monkeypatch.setitem(materialize._TOLERANCE, "float32", difference)
-    found = materialize._compare(own, other, "float32")
+    monkeypatch.setitem(materialize.TOLERANCE, "float32", difference)
+    found = materialize.compare_logits(own, other, "float32")
     assert found == {
         "largest_difference": difference, "precision": "float32", "tokens": len(actual),
     }  # fmt: skip
-    monkeypatch.setitem(materialize._TOLERANCE, "float32", 0.999 * difference)
+    monkeypatch.setitem(materialize.TOLERANCE, "float32", 0.999 * difference)
     for wrong in (own, own * float("nan")):
         with pytest.raises(RunError, match="the saved model differs from the searched one by"):
-            materialize._compare(wrong, other, "float32")
+            materialize.compare_logits(wrong, other, "float32")

@@ -14,7 +14,7 @@ from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Subtask, TaskGroup
-from stages.evaluate.models import _tables
+from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, Scores, read_samples
 from stages.evaluate.suite import Suite
 from stages.evaluate.tables import (
@@ -307,7 +307,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     empty = answered(folder, {name: {"odd": own["odd"]} for name, own in scores.items()})
     empty.name = "needle"
     models = [model(name) for name in scores]
-    tables = _tables(models, [suite, empty], folder, tmp_path, None)
+    tables = write_tables(models, [suite, empty], folder, tmp_path, None)
     lines = list(read_samples(tmp_path))
     assert [line["checkpoint"] for line in lines] == ["original"] * 6 + ["hybrid"] * 6
     original, hybrid = (tables["checkpoints"][name] for name in scores)
@@ -335,9 +335,9 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     ).write(tmp_path)
     (tmp_path / "later").mkdir()
     fresh = answered(folder, {"hybrid": {"a": [1.0, 0.0], "read": [1.0, 1.0]}})
-    again = _tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
+    again = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
     assert list(again["checkpoints"]) == ["original", "hybrid"] and "missing" not in again
     found = again["checkpoints"]["hybrid"]["harness"]
     assert found["a"] == hybrid["harness"]["a"] and "against_original" in found
-    alone = _tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
+    alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]

@@ -20,7 +20,7 @@ from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
-from bosch.search.front import _Search
+from bosch.search.front import FrontSearch
 from bosch.search.front_moves import Moves
 from bosch.search.methods import METHODS, front_budget
 from bosch.search.runs import find_mask
@@ -109,7 +109,7 @@ def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
 def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
     budgets: list[int], counts: list[int]
 ) -> None:
-    search: Any = object.__new__(_Search)
+    search: Any = object.__new__(FrontSearch)
     search.costs, search.least, search.budgets = np.array([10.0, 5.0, 2.0]), 16, budgets
     assert search._drawn == counts
 
@@ -120,14 +120,14 @@ def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
     [(100, 64, 16), (20, 64, 11), (8, 64, 4), (6, 64, 0), (100, 8, 4), (900, 1000, 64)],
 )
 def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
-    search: Any = object.__new__(_Search)
+    search: Any = object.__new__(FrontSearch)
     search.costs, search.least, search.budgets = np.array([10.0, 2.0]), 16, [56]
     search.everything, search.worth = np.zeros(units), SimpleNamespace(fixed=None)
-    assert search._gates_to_learn(gradients) == gates
+    assert search.gates_to_learn(gradients) == gates
     search.worth.fixed = np.zeros(units)
-    assert search._gates_to_learn(gradients) == 0
+    assert search.gates_to_learn(gradients) == 0
     search.worth.fixed, search.budgets = None, [20]
-    assert search._gates_to_learn(gradients) == 0
+    assert search.gates_to_learn(gradients) == 0
 
 
 def test_layouts_of_one_order_are_known() -> None:

@@ -68,10 +68,12 @@ def test_variables_of_a_stages_processes(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launcher, "cpu_cores", lambda: 8)
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
-    env = launcher._environment(world, "/w")
+    env = launcher.stage_environment(world, "/w")
     assert {name: env.get(name) for name in expected} == expected
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    assert launcher._environment(World(), "/w").get("TQDM_DISABLE") == given.get("TQDM_DISABLE")
+    assert launcher.stage_environment(World(), "/w").get("TQDM_DISABLE") == given.get(
+        "TQDM_DISABLE"
+    )
 
 
 WORKER = """
@@ -131,7 +133,7 @@ def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{stubborn} time.sleep(600)", -signal.SIGKILL),
     ):
         env = {**os.environ, "BOSCH_WORK_DIR": f"/none/{os.getpid()}"}
-        with launcher._children_end([sys.executable, "-c", code], env) as child:
+        with launcher.children_end([sys.executable, "-c", code], env) as child:
             assert child.stdout is not None
             child.stdout.readline()
         assert child.returncode == status
@@ -173,13 +175,13 @@ def test_the_reason_of_a_failure(
         write_json(tmp_path / f"{name}.json", content)
     order = {"stage": "search", "work_dir": str(tmp_path)}
     world = World(processes_per_node=processes)
-    error = launcher._failure(tmp_path, status, order, world, False)
+    error = launcher.failure_of(tmp_path, status, order, world, False)
     assert type(error) is kind and said in str(error)
 
 
 def test_a_process_that_was_killed_as_memory_ran_out(tmp_path: Path) -> None:
     order = {"stage": "search", "work_dir": str(tmp_path)}
     for status, ran_out in ((-9, True), (128 + 9, True), (-15, False), (1, False)):
-        error = launcher._failure(tmp_path, status, order, World(), True)
+        error = launcher.failure_of(tmp_path, status, order, World(), True)
         assert ("because memory ran out" in str(error)) == ran_out
-        assert "memory" not in str(launcher._failure(tmp_path, status, order, World(), False))
+        assert "memory" not in str(launcher.failure_of(tmp_path, status, order, World(), False))

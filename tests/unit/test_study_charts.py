@@ -13,7 +13,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.window import Window
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
-from pipeline.commands.study.headbench import Row, _menu, _records, _table
+from pipeline.commands.study.headbench import Row, headbench_menu, records_of, table_of
 from pipeline.commands.study.runs import Measured
 from pipeline.commands.study.studied_model import Setting
 from stages.measure.results import figures
@@ -187,9 +187,11 @@ def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
         )
 
     # Doubled from a quarter of the recipe's window, the widest first.
-    assert _menu(study(300, Window(32))) == tuple(map(Window, (64, 32, 16, 8)))
-    assert _menu(study(64, Window(32))) == tuple(map(Window, (32, 16, 8)))
-    assert _menu(study(300, Window(32, 6))) == tuple(Window(size, 6) for size in (32, 16, 8))
+    assert headbench_menu(study(300, Window(32))) == tuple(map(Window, (64, 32, 16, 8)))
+    assert headbench_menu(study(64, Window(32))) == tuple(map(Window, (32, 16, 8)))
+    assert headbench_menu(study(300, Window(32, 6))) == tuple(
+        Window(size, 6) for size in (32, 16, 8)
+    )
 
 
 def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
@@ -199,10 +201,10 @@ def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
         Row(name, name, "", 0.5, None, own, [], Window(8), 0.3, None, 1.0, after)
         for name, own, after in zip("ab", scores, trained, strict=True)
     ]
-    first, second = _records(rows, 0.5, ["untrained", "trained"])
+    first, second = records_of(rows, 0.5, ["untrained", "trained"])
     assert (first["score"], second["score"]) == (0.75, 0.25)
     assert (first["difference"], second["difference"]) == (None, -0.5)
     assert (first["trained_difference"], second["trained_difference"]) == (-0.5, None)
     assert second["p_holm"] == first["trained_p_holm"] == crossed_test(*scores[::-1]).p_value
-    table = _table(0.5, [first, second], ["untrained", "trained"]).markdown()
+    table = table_of(0.5, [first, second], ["untrained", "trained"]).markdown()
     assert "after training" in table and table.count("-0.500") == 2

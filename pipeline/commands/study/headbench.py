@@ -82,13 +82,13 @@ def study(model: StudiedModel) -> StudyResult:
     kinds = [_UNTRAINED]
     if options.with_training:
         rows, kinds = _trained(model, rows), [_UNTRAINED, _TRAINED]
-    records = [record for ratio in options.ratios for record in _records(rows, ratio, kinds)]
+    records = [record for ratio in options.ratios for record in records_of(rows, ratio, kinds)]
     data = {
         "seeds": options.seeds,
         "held_out_examples": len(model.held_out_set),
         "rows": records,
     }
-    tables = [_table(ratio, records, kinds) for ratio in options.ratios]
+    tables = [table_of(ratio, records, kinds) for ratio in options.ratios]
     pictures = [_picture(ratio, rows, kind) for ratio in options.ratios for kind in kinds]
     return StudyResult(
         "headbench", "HeadBench", _text(model, kappa), data, tables, {"scores": pictures}, records
@@ -97,11 +97,11 @@ def study(model: StudiedModel) -> StudyResult:
 
 def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
     own = METHODS[method]
-    menu = _menu(model) if own.several_windows else None
+    menu = headbench_menu(model) if own.several_windows else None
     return Setting(method, ratio, kappa if own.searches else None, menu=menu)
 
 
-def _menu(model: StudiedModel) -> tuple[Window, ...]:
+def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
     """The windows of methods that choose among several: doubled, from a quarter of the recipe's."""
     window = model.recipe[SearchConfig].window
     menu: list[Window] = []
@@ -173,7 +173,7 @@ def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _records(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, object]]:
+def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, object]]:
     """The rows of a ratio, the best untrained first."""
     own = [row for row in rows if row.ratio == ratio]
     records: list[dict[str, object]] = [
@@ -211,7 +211,7 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, object]]:
     return columns
 
 
-def _table(ratio: float, records: Sequence[dict[str, object]], kinds: Sequence[str]) -> Table:
+def table_of(ratio: float, records: Sequence[dict[str, object]], kinds: Sequence[str]) -> Table:
     header = ["selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}"]
     own = [record for record in records if record["swa_ratio"] == ratio]
     rows: list[list[str | Cell]] = [
@@ -274,8 +274,9 @@ def _text(model: StudiedModel, kappa: int) -> str:
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "
         "windows, with and without sinks, and masks of several windows hold no more there. The "
-        f"former have no seeds; the latter choose among {windows_text(_menu(model))} tokens. "
-        "Brackets: 95 % intervals over seeds and examples. Each selector is tested against the "
+        "former have no seeds; the latter choose among "
+        f"{windows_text(headbench_menu(model))} tokens. Brackets: 95 % intervals over seeds "
+        "and examples. Each selector is tested against the "
         "best of its ratio on the same examples (paired, Holm): bold is one that is shown to be "
         "above all others, else those that are not shown to be below the best are underlined."
     )
