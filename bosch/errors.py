@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# C0 and C1 without tab and line feed: a terminal obeys them. Lone surrogates have no UTF-8.
+# C0 and C1 without tab and line feed: a terminal interprets them. Lone surrogates have no UTF-8.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG_WORD = re.compile(r"\S{501,}")
 _LONG_LINE = re.compile(r"[^\n]{5001,}")
@@ -44,7 +44,7 @@ def _cut(match: re.Match[str]) -> str:
 
 
 def control_character(text: str) -> str | None:
-    """The first character of `text` that a terminal would obey or cannot show, if any."""
+    """The first character of `text` that a terminal would interpret or cannot show, if any."""
     match = _CONTROL.search(text)
     return match[0] if match else None
 

@@ -300,7 +300,7 @@ assert [field.name for field in fields(FrontPoint)] == list(_POINT_TYPES)
 
 
 def _of_content(content: object) -> Front:
-    """The front of a JSON value; raises ValueError where it is none."""
+    """The front in a JSON value; raises ValueError if it holds no valid front."""
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a front")
     number = content.get("format")

@@ -314,7 +314,7 @@ def typed_fields(content: dict[str, Any], types: FieldTypes, where: str = "") ->
 
 
 def _file_of(content: object) -> HeadMaskFile:
-    """The file of a JSON value; raises ValueError where it is none."""
+    """The file in a JSON value; raises ValueError if it holds no valid head mask."""
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a head mask")
     number = content.get("format")

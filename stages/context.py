@@ -155,7 +155,7 @@ class Runtime(Section):
         360,
         gt=0,
         description=(
-            "Longest wait of a process for work that others, which show signs of life, do by "
+            "Longest wait of a process for work that others, which send heartbeats, do by "
             "themselves: loading, saving, samples of the evaluation."
         ),
     )
@@ -163,7 +163,7 @@ class Runtime(Section):
         15,
         gt=0,
         description=(
-            "Longest time in which a process of a stage shows no sign of life, whatever it does, "
+            "Longest time in which a process of a stage sends no heartbeat, whatever it does, "
             "and longest wait for the others in a step of training or a pass of the search, which "
             "all of them do; after it, one that is frozen or hangs counts as lost."
         ),

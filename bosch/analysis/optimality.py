@@ -57,7 +57,7 @@ def standing(mask: HeadMask, landscape: Mapping[HeadMask, Evaluation]) -> Standi
     Raises ValueError when `mask` is not among them.
     """
     if mask not in landscape:
-        raise ValueError(f"{mask!r} is none of the {len(landscape)} masks on budget")
+        raise ValueError(f"{mask!r} is not one of the {len(landscape)} masks on budget")
     own = landscape[mask]
     scores = np.array([e.score for e in landscape.values()])
     likelihoods = np.array([e.log_likelihood for e in landscape.values()])

@@ -65,12 +65,12 @@ def fastest_backend(
     dropout: float = 0.0,
     logits: Collection[str] = (),
     chunks: bool = False,
-    kept: bool = False,
+    saved_outputs: bool = False,
 ) -> str:
     """Name of the backend that computes whole sequences fastest here, exactly as the others do.
 
-    `chunks`: it must compute parts of sequences too. `kept`: its outputs are kept when the rest of
-    a layer is recomputed.
+    `chunks`: it must compute parts of sequences too. `saved_outputs`: its outputs can be saved
+    while the rest of a layer is recomputed.
 
     On a GPU: flash-attn, torch's varlen attention, flex, whichever of them is there and has the
     dtype that attention is computed in, sinks, dropout and the model's logits
@@ -80,7 +80,7 @@ def fastest_backend(
         "sinks": sinks > 0,
         "dropout": dropout > 0,
         "chunks": chunks,
-        "kept": kept,
+        "saved_outputs": saved_outputs,
         "float32": dtype not in HALF_DTYPES,
     }
     needed = {*logits, *(ability for ability, is_needed in requests.items() if is_needed)}

@@ -22,7 +22,7 @@ _LACKS = {
     "head_logits": "has no extra logit per head",
     "cache": "computes no passes with a KV cache",
     "chunks": "computes whole sequences alone",
-    "kept": "has no kernel of its own whose outputs could be kept",
+    "saved_outputs": "has no kernel of its own whose outputs could be saved",
     "cpu": "runs on a GPU alone",
 }
 

@@ -5,5 +5,6 @@ from __future__ import annotations
 from bosch.backends import BackendEntry, register
 
 register(
-    "eager", BackendEntry("bosch.attention.eager:eager_attention", "softmax", 0, lacks=("kept",))
+    "eager",
+    BackendEntry("bosch.attention.eager:eager_attention", "softmax", 0, lacks=("saved_outputs",)),
 )

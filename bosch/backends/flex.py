@@ -13,6 +13,6 @@ register(
         ("flex_attention",),
         has_gpu,
         "a GPU",
-        lacks=("dropout", "softcap", "cache", "kept", "cpu"),
+        lacks=("dropout", "softcap", "cache", "saved_outputs", "cpu"),
     ),
 )

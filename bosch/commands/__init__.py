@@ -47,7 +47,7 @@ class Command:
 
 
 def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None:
-    """The module of a command; None where there is none of that name."""
+    """The module of a command; None for an unknown name."""
     for package in packages:
         if name in command_help([package]):
             own = next(one for one in pkgutil.iter_modules(package.__path__) if one.name == name)

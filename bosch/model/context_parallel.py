@@ -172,9 +172,9 @@ class ContextParallel:
         All processes get all of them, without gradients.
         """
         mine, places = self.own_columns(columns)
-        found = own.new_zeros(len(columns), own.shape[2])
-        found[mine] = own[rows[mine], places[mine]].detach()
-        return self.messages.all_gather(found).sum(0)  # of each token one is not 0
+        values = own.new_zeros(len(columns), own.shape[2])
+        values[mine] = own[rows[mine], places[mine]].detach()
+        return self.messages.all_gather(values).sum(0)  # of each token one is not 0
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
         """As `compute_attention`, of the whole sequences in this process's own tokens.

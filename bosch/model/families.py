@@ -210,11 +210,11 @@ class DecoderLayers:
     """What each of `count` decoder layers is, as the model's configuration says.
 
     `full`: the layers with full attention. The units of a head mask are their `heads` KV heads:
-    row r of a mask is layer `full[r]`. `windows`: tokens that each layer which slides by itself
-    sees, the query's own included. `states`: how many states of fixed size each layer of linear
-    attention, convolution or the like holds, beside attention in some families. All other layers
-    hold nothing. `head_dim` is that of a full layer; `own_heads` and `own_head_dim` are those of
-    the layers that slide by themselves.
+    row r of a mask is layer `full[r]`. `windows`: tokens that each layer which slides in the base
+    model sees, the query's own included. `states`: how many states of fixed size each layer of
+    linear attention, convolution or the like holds, beside attention in some families. All other
+    layers hold nothing. `head_dim` is that of a full layer; `own_heads` and `own_head_dim` are
+    those of the layers that slide in the base model.
     """
 
     count: int

@@ -52,7 +52,7 @@ def permute_heads(
         moved = [row[head] for head in heads]
         if sorted(heads) != list(range(len(row))) or moved != sorted(row):
             raise UserError(
-                f"the order of heads of layer {layer}, {heads}, is none of its mask, "
+                f"the order of heads of layer {layer}, {heads}, does not fit its mask, "
                 "which has full heads first, then those of each window from the widest down"
             )
         orders[f"{names[id(module)]}."] = heads

@@ -49,7 +49,7 @@ class DecoderShape:
     tied: bool
     kinds: DecoderLayers
     query_size: int  # width of all query heads together
-    own_query_size: int  # the same in a layer that slides by itself
+    own_query_size: int  # the same in a layer that slides in the base model
     experts: int
     experts_per_token: int
     active_width: int

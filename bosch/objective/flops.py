@@ -117,7 +117,7 @@ class Flops:
         return self.layers[layer].linear * batch.positions + own
 
     def _own_attention(self, layer: int, batch: Batch) -> int:
-        """Attention of a layer that slides by itself."""
+        """Attention of a layer that slides in the base model."""
         rows, length = batch.input_ids.shape
         return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
 

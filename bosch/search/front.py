@@ -173,7 +173,7 @@ class FrontSearch(Moves):
         shares = max(1, min(SHARES, affordable // max(1, len(levels))))
         every = max(1, math.ceil(len(levels) / affordable))
         choices, chain = self.everything, [self.everything]
-        found: list[tuple[Values, Choices]] = []
+        of_budgets: list[tuple[Values, Choices]] = []
         running = RunningWorth(choices.size * self.kinds)
         worth: Values = np.zeros((*self.shape, self.kinds))
         for number, level in enumerate(levels):
@@ -184,9 +184,9 @@ class FrontSearch(Moves):
             choices = self._of_window(self.kinds - 1, worth, level, order, choices)
             chain.append(choices)
             if level in self.budgets:
-                found.append((worth.copy(), choices))
-        found.reverse()
-        return [values for values, _ in found], [one for _, one in found]
+                of_budgets.append((worth.copy(), choices))
+        of_budgets.reverse()
+        return [values for values, _ in of_budgets], [one for _, one in of_budgets]
 
     def _of_window(
         self,
@@ -232,8 +232,10 @@ class FrontSearch(Moves):
         for step in range(gradients):
             turn, number = divmod(step, len(counts))
             kind = self.kinds - 1 - turn % (self.kinds - 1)
-            wanted = gates[..., 0] - gates[..., kind] + _NOISE * self._rng.gumbel(size=self.shape)
-            choices = np.where(largest(wanted.reshape(-1), counts[number]), 0, kind)
+            advantage = (
+                gates[..., 0] - gates[..., kind] + _NOISE * self._rng.gumbel(size=self.shape)
+            )
+            choices = np.where(largest(advantage.reshape(-1), counts[number]), 0, kind)
             gates = gates + _STEP * scaled(self.worth.with_another(choices.reshape(self.shape)))
         return gates
 

@@ -112,11 +112,13 @@ class State:
                 f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "
                 f"{len(inside)} points of the front"
             )
-            kept = {self.chosen} & {*inside}
-            others = [one for one in inside if one not in kept]
-            count = affordable - len(kept)
-            kept |= {others[i] for i in np.linspace(0, len(others) - 1, count).round().astype(int)}
-            inside = sorted(kept)
+            chosen_points = {self.chosen} & {*inside}
+            others = [one for one in inside if one not in chosen_points]
+            count = affordable - len(chosen_points)
+            chosen_points |= {
+                others[i] for i in np.linspace(0, len(others) - 1, count).round().astype(int)
+            }
+            inside = sorted(chosen_points)
         self.budgets = inside
         self.unmeasured = {*range(len(inside))}
         self.evaluator.on_budget = self._is_chosen

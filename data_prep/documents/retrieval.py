@@ -129,8 +129,8 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     what: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
     questions = max(1, min(rng.randint(1, 12), characters // 500))
     instructed = instruction(what) + "\n"
-    asked = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
-    room = characters - len(instructed) - questions * asked
+    question_size = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
+    room = characters - len(instructed) - questions * question_size
     haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
     spec = TaskSpec(haystack, "words", what, 1)
     needles: dict[str, str] = {}

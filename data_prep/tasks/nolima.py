@@ -125,8 +125,8 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
     """
     experiments = load_user_json(path, "get the set again")
     try:
-        found = (test for one in experiments for test in _tests(one, default_template))
-        tests = list(islice(found, _MOST_TESTS + 1))
+        every = (test for one in experiments for test in _tests(one, default_template))
+        tests = list(islice(every, _MOST_TESTS + 1))
         if len(tests) > _MOST_TESTS:
             raise ValueError(f"more than {_MOST_TESTS:,} questions")
         return tests
@@ -215,7 +215,7 @@ def samples_of(
 
     The draws are numpy's legacy generator's, seeded by test and book, as upstream takes them.
     """
-    found = []
+    samples = []
     for book in range(books):
         for test in tests:
             rng = np.random.RandomState(test.seed + book)
@@ -226,8 +226,8 @@ def samples_of(
                 distractor_depth = 0.0
                 if test.distractor is not None:
                     distractor_depth = _distractor_depth(rng, depth, length)
-                found.append(NolimaSample(test, book, depth, character, distractor_depth))
-    return found
+                samples.append(NolimaSample(test, book, depth, character, distractor_depth))
+    return samples
 
 
 def _distractor_depth(rng: np.random.RandomState, depth: float, length: int) -> float:

@@ -97,9 +97,9 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
         except ValueError as error:
             faults.append(f"--model {path}: {error}")
             continue
-        found = _directory_faults(loaded, folder)
-        faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in found]
-        if not found:
+        own_faults = _directory_faults(loaded, folder)
+        faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in own_faults]
+        if not own_faults:
             folders.append(folder)
     names = [folder.name for folder in folders]
     unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}

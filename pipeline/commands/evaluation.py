@@ -158,9 +158,9 @@ class Evaluation:
 
     def _select(self, document: Mapping[str, Any], work: Path) -> bool:
         """Take scores and answers from an evaluation of more models, if there is one."""
-        wanted = document["models"].items()
+        identities = document["models"].items()
         for folder, original, models in self._finished(document):
-            scores = _whole(folder) if wanted <= models.items() else None
+            scores = _whole(folder) if identities <= models.items() else None
             names = [ORIGINAL, *document["models"]]
             if scores is None or not scores.checkpoints.keys() >= set(names):
                 continue

@@ -17,7 +17,7 @@ OUTPUT_FULL = "the standard output cannot be written to: no space is left where 
 # fault of its own: the same command goes on.
 LOST_RANK_STATUS = 76
 LOST_RANK = "lost-rank"  # begins the name of the file in which it says which
-FROZEN_RANK = "frozen-rank"  # the same, where the other one still exists but shows no sign of life
+FROZEN_RANK = "frozen-rank"  # the same, where the other one still exists but sends no heartbeat
 ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
 # sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
 REQUEUE_STATUS = 75

@@ -83,6 +83,6 @@ class Watcher:
             )
         last = f" (its last run failed: {ended})" if ended else ""
         return LostRankError(
-            f"the first node gave no sign of life in {SILENT_SECONDS / 60:g} minutes{last}; "
+            f"the first node sent no heartbeat in {SILENT_SECONDS / 60:g} minutes{last}; "
             f"{_GOES_ON}, on one shared output_root"
         )

@@ -1,7 +1,7 @@
-"""Signs of life of a stage's processes: one that is frozen is noticed whatever it was doing.
+"""Heartbeats of a stage's processes: one that is frozen is noticed whatever it was doing.
 
 A collective's own timeout bounds only the steps that all processes do together. While one of them
-loads, saves or makes samples the others wait for as long as honest work may take.
+loads, saves or makes samples, the others wait for as long as such work may take.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from bosch.errors import StoppedError
 from bosch.this_process import name_processes
 
-_CHECKS = 10  # in a row without a sign of life, at least
+_CHECKS = 10  # at least, without a heartbeat, before a process counts as lost
 _LONGEST_SECONDS = 30.0  # between two checks
-_ENDED = 1 << 40  # added to the count of a process that has done its work
-_TELL_SECONDS = 5.0
+_ENDED = 1 << 40  # added to the count of a process that has finished
+_END_SECONDS = 5.0  # longest wait for the store to take that
 
 
 @contextlib.contextmanager
-def signs_of_life(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, show that this process is alive, and watch the others of the stage.
+def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, send heartbeats and watch those of the stage's other processes.
 
-    `lost` is called with a sentence, on a thread, when one has given no sign for `minutes`. Needs
-    torchrun's variables, and does nothing for a single process.
+    `lost` is called with an error message, on a thread, when a process has sent none for `minutes`.
+    Needs torchrun's variables, and does nothing for a single process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
@@ -38,7 +38,7 @@ def signs_of_life(minutes: float, lost: Callable[[str], None]) -> Iterator[None]
     except StoppedError:
         heartbeat.end()
         raise
-    # A process that fails goes silent instead: where its end does not reach the others, this does.
+    # A process that fails goes silent: the others notice that even if its exit status is lost.
     heartbeat.end()
 
 
@@ -63,9 +63,9 @@ class Heartbeat:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
-        """Tell the others that this process has done its work."""
+        """Let the others know that this process has finished."""
         self._ending.set()
-        self._exchange.join(_TELL_SECONDS)
+        self._exchange.join(_END_SECONDS)
 
     def _exchange_counts(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone; `_watch` sees it silent
@@ -102,14 +102,14 @@ class Heartbeat:
             elif max(self._counts) >= _ENDED:
                 return  # the store leaves with the first node, whose work is done
             self._lost(
-                f"{who} has given no sign of life for {self._minutes:g} minutes "
+                f"{who} has sent no heartbeat for {self._minutes:g} minutes "
                 "(runtime.collective_timeout_minutes)"
             )
             return
 
 
 def _launcher_store() -> Any:
-    """A connection of its own: others wait in theirs."""
+    """A new connection: a shared one is blocked while another thread waits in it."""
     import torch.distributed as dist
 
     return dist.TCPStore(  # type: ignore[attr-defined]

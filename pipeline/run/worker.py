@@ -33,7 +33,7 @@ from pipeline.run.failures import (
     describe,
     is_disk_full,
 )
-from pipeline.run.heartbeat import signs_of_life
+from pipeline.run.heartbeat import heartbeats
 from stages.context import StageConfig
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _run_order() -> int:
         log.configure(order["log_level"], log_file, rank)
         try:
             minutes = _section(order["runtime"]).collective_timeout_minutes
-            with signs_of_life(minutes, partial(_end_without_partner, control, rank)):
+            with heartbeats(minutes, partial(_end_without_partner, control, rank)):
                 summary = execute(order)
         finally:
             # torchrun stops all ranks when one has failed, also one that is telling how it ended.

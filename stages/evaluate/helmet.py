@@ -21,14 +21,14 @@ def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[Prompt
 
     Raises UserError when a file is not in the public layout.
     """
-    found = []
+    prompts = []
     for name in section.tasks:
         task = HELMET_TASKS[name]
         for length in section.lengths:
             file = Path(section.data_dir, task.file.format(k=task.counts[length]))
             read = _key_values if task.examples is None else _questions
             for sample in read(section, task, file, seed):
-                found.append(
+                prompts.append(
                     PromptSample(
                         task=name,
                         length=length,
@@ -41,7 +41,7 @@ def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[Prompt
                         document=sample.document,
                     )
                 )
-    return found
+    return prompts
 
 
 def _questions(
@@ -54,8 +54,8 @@ def _questions(
         raise UserError(f"{file}: not in HELMET's layout ({error} as id or question)") from None
 
     def make(row: Any) -> HelmetSample | None:
-        asked = helmet.key_of(row) in chosen
-        return helmet.rag_sample(task, row, examples) if asked else None
+        is_drawn = helmet.key_of(row) in chosen
+        return helmet.rag_sample(task, row, examples) if is_drawn else None
 
     yield from filter(None, _rows(task, file, make))
 
@@ -70,15 +70,15 @@ def _key_values(
 
 def _rows(task: HelmetTask, file: Path, make: Callable[[Any], Any]) -> list[Any]:
     """What is made of each row that the task has."""
-    found = []
+    rows = []
     for number, row in enumerate(read_rows(file, ())):
         try:
             if helmet.keep(task, row):
-                found.append(make(row))
+                rows.append(make(row))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(f"{file}, row {number}: not in HELMET's layout ({reason})") from None
-    return found
+    return rows
 
 
 def _turns(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> Turns:

@@ -291,8 +291,8 @@ def write_tables(
     known = Scores.read(original).content if original is not None else {}
     checkpoints = dict(known.get("checkpoints", {}))
     positions = dict(known.get("positions", {}))
-    among = any(model.name == ORIGINAL for model in models)
-    base = original if original is not None else work_dir if among else None
+    has_original = any(model.name == ORIGINAL for model in models)
+    base = original if original is not None else work_dir if has_original else None
     for model in models:
         checkpoints[model.name] = {}
         compared = base if model.name != ORIGINAL else None

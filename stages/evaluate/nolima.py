@@ -24,14 +24,14 @@ def samples(section: NolimaEvaluation, tokenizer: Any, seed: int) -> list[Prompt
     template = read_utf8(own).removesuffix("\n") if own.is_file() else None
     tests = nolima.needle_tests(folder / section.needle_set, template)
     books = [nolima.Book(path, tokenizer) for path in section.books(folder)]
-    found = []
+    prompts = []
     for length in section.lengths:
         every = nolima.samples_of(tests, len(books), section.depths, length)
         rng = np.random.default_rng([seed, length])
         chosen = rng.permutation(len(every))[: section.samples]
         for index in sorted(chosen.tolist()):
             sample = every[index]
-            found.append(
+            prompts.append(
                 PromptSample(
                     task=sample.test.kind,
                     length=length,
@@ -41,7 +41,7 @@ def samples(section: NolimaEvaluation, tokenizer: Any, seed: int) -> list[Prompt
                     score=partial(nolima.score, answers=sample.answers),
                 )
             )
-    return found
+    return prompts
 
 
 def _turns(sample: nolima.NolimaSample, book: nolima.Book, length: int) -> Turns:

@@ -73,8 +73,8 @@ class PromptEvaluation(Section):
 
     def files(self, folder: Path) -> list[str]:
         """Names of the folder's files that are read."""
-        found = [path for path in files_below(folder) if path.suffix in self.read]
-        return sorted(path.relative_to(folder).as_posix() for path in found)
+        paths = [path for path in files_below(folder) if path.suffix in self.read]
+        return sorted(path.relative_to(folder).as_posix() for path in paths)
 
     @property
     def data_files(self) -> list[Path]:

@@ -50,8 +50,8 @@ def rivals(
         make_folder(folder)
         paths = [folder / f"{method}.json" for method in config.section.rivals]
         if not all(path.exists() for path in paths):
-            found = rival_masks(config, config.section.rivals, searched, prepared, state.device)
-            for file, path in zip(found, paths, strict=True):
+            files = rival_masks(config, config.section.rivals, searched, prepared, state.device)
+            for file, path in zip(files, paths, strict=True):
                 file.save(path)
         masks[0] = [HeadMaskFile.load(path) for path in paths]
     if state.num_processes > 1:

@@ -410,11 +410,11 @@ def _harness(loaded: LoadedRecipe, harness: HarnessEvaluation) -> Iterator[str]:
         if name not in harness.tasks:
             field = "settings" if name in harness.settings else "optional"
             yield f"evaluate.harness.{field}: {name} is not among evaluate.harness.tasks"
-    asked = {one for name in harness.tasks if (one := task_of(name))}
+    longbench_tasks = {one for name in harness.tasks if (one := task_of(name))}
     if not {"longbench", "longbench_e"}.isdisjoint(harness.tasks):
-        asked = set(LONGBENCH)
-    if asked:
-        tokens = harness.max_length + max(LONGBENCH[one].new_tokens for one in asked)
+        longbench_tasks = set(LONGBENCH)
+    if longbench_tasks:
+        tokens = harness.max_length + max(LONGBENCH[one].new_tokens for one in longbench_tasks)
         yield from position_faults(
             loaded, "evaluate.harness.max_length with a LongBench answer", tokens
         )

@@ -64,7 +64,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
         getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
     )  # fmt: skip
     expected = rows * size.dynamic(length)
-    # transformers' own cache keeps slices of larger tensors where a layer slides by itself.
+    # transformers' own cache keeps slices of larger tensors in layers that slide in the base model.
     exact = measured.implementation == NAME or not layers.windows
     if exact and figures["kv_cache_bytes"] != expected:
         raise RunError(

@@ -58,13 +58,13 @@ def choose(results: Results) -> Choice | None:
     for name in models[: models.index(best)]:
         if losses[name][0] > losses[best][1]:
             continue
-        found = intervals.compare(list(subtasks[name].values()), first).difference
-        if 100 * found.low > -MARGIN:
-            ends = f"{signed(100 * found.low, 1)}, {signed(100 * found.high, 1)}"
+        difference = intervals.compare(list(subtasks[name].values()), first).difference
+        if 100 * difference.low > -MARGIN:
+            ends = f"{signed(100 * difference.low, 1)}, {signed(100 * difference.high, 1)}"
             return Choice(
                 name,
                 f"the earliest shown to be within {MARGIN:g} points of the best, the {second}: "
-                f"{signed(100 * found.mean, 1)} [{ends}]",
+                f"{signed(100 * difference.mean, 1)} [{ends}]",
             )
     earlier = models.index(best) > 0
     ties = sum(mean == means[best] for mean in means.values())
@@ -113,11 +113,11 @@ def _over_rivals(results: Results) -> Iterator[str]:
     for rival in results.rivals:
         trained = named_rival(rival.name)
         model = HYBRID if trained is None else checkpoint_name(trained[1])
-        found = overall(results, model, rival.name)
-        if found is not None:
+        outcome = overall(results, model, rival.name)
+        if outcome is not None:
             when = "before training" if trained is None else f"after {trained[1]:,} tokens of both"
             yield (
-                f"The search's heads score {_points(found[1])} against those of "
+                f"The search's heads score {_points(outcome[1])} against those of "
                 f"{METHODS[rival.method].label} {when}."
             )
 

@@ -241,14 +241,14 @@ def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]
 
 def other_suites(results: Results) -> dict[str, list[Table]]:
     """Tables of the models in each suite that has no section of its own, by its title."""
-    found: dict[str, list[Table]] = {}
+    tables: dict[str, list[Table]] = {}
     models = results.scores.checkpoints if results.scores is not None else {}
     for name, suites in models.items():
         for suite, scores in suites.items():
             if suite not in ("needle", HARNESS):
                 table = score_table(NeedleScores(name, scores), suite)
-                found.setdefault(suite_title(suite), []).append(table)
-    return found
+                tables.setdefault(suite_title(suite), []).append(table)
+    return tables
 
 
 def score_table(scores: NeedleScores, name: str = "needle") -> Table:
@@ -396,10 +396,10 @@ def served_table(results: Results) -> Table | str:
     file, rows = results.search.mask, []
     title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
     for engine in (LARGE_GPU, CPU):
-        found = served_bytes(results.cache, file, engine, served_tokens(results.positions))
-        if isinstance(found, str):
-            return f"{title}: {found}"
-        for served in found:
+        plans = served_bytes(results.cache, file, engine, served_tokens(results.positions))
+        if isinstance(plans, str):
+            return f"{title}: {plans}"
+        for served in plans:
             if engine is LARGE_GPU or served.ranks == 1:
                 sizes = [
                     format_bytes(served.original),

@@ -149,17 +149,17 @@ def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores | None
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
     """Scores of the samples of all models, of the tasks that have a score."""
-    found: dict[str, dict[tuple[str, str, int], dict[int, float]]] = {}
+    by_model: dict[str, dict[tuple[str, str, int], dict[int, float]]] = {}
     tables = scores.checkpoints if scores is not None else {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]
         table = tables.get(record["checkpoint"], {}).get(suite)
         if table is not None and length in table.tasks.get(task, {}):
-            cell = found.setdefault(record["checkpoint"], {}).setdefault(place, {})
+            cell = by_model.setdefault(record["checkpoint"], {}).setdefault(place, {})
             cell[record["index"]] = record["score"]
     return {
         name: {at: [by[index] for index in sorted(by)] for at, by in cells.items()}
-        for name, cells in found.items()
+        for name, cells in by_model.items()
     }
 
 

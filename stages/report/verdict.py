@@ -103,11 +103,11 @@ def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[s
     ratio, low, high = against.ratio, against.ratio_low, against.ratio_high
     if ratio is None or low is None or high is None or high - low > _WIDEST_RATIO:
         points = Difference.of_scores("", against)
-        kept = f"scores {points.text} points against the original"
+        outcome = f"scores {points.text} points against the original"
     else:
-        kept = f"keeps {ratio:.1f} % [{low:.1f}, {high:.1f}] of the original's score"
+        outcome = f"keeps {ratio:.1f} % [{low:.1f}, {high:.1f}] of the original's score"
     return [
-        f"At {format_length(length)} the {name} hybrid {kept} with {share:.2f} of its KV cache"
+        f"At {format_length(length)} the {name} hybrid {outcome} with {share:.2f} of its KV cache"
         f"{_what_shows(against)}."
     ]
 

@@ -70,9 +70,9 @@ def _kept(front: Front, keep: float) -> int:
             f"{HELD_OUT_EVERY} is held out), or name a size"
         )
     lows = [point.held_out_low or 0.0 for point in front.points[:-1]]
-    found = next((index for index, low in enumerate(lows) if low >= keep * original), None)
-    if found is not None:
-        return found
+    smallest = next((index for index, low in enumerate(lows) if low >= keep * original), None)
+    if smallest is not None:
+        return smallest
     best = max(range(len(lows)), key=lambda index: (lows[index], -index))
     point = front.points[best]
     raise UserError(

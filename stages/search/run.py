@@ -200,11 +200,11 @@ def _sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> S
     if section.sink is None:
         return None
     given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None
-    kept = None
+    recorded = None
     if objective.ranks.is_first:
         lines = Journal(work_dir / _SINK_BIAS).read_new_as(lambda entry: entry["values"])
-        kept = lines[-1] if lines else None
-    values: SinkBias | None = given or objective.ranks.from_first(kept)
+        recorded = lines[-1] if lines else None
+    values: SinkBias | None = given or objective.ranks.from_first(recorded)
     if values is None:
         return give_sink_bias(objective)
     set_sink_bias(objective.model, values)

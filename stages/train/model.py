@@ -120,14 +120,14 @@ def _room_for_graphs(config: Any) -> None:
     )
 
 
-def recompute_activations(model: Any, kept: str = "") -> None:
-    """Recompute layers in the backward pass, but for what operations called `kept` gave."""
+def recompute_activations(model: Any, saved: str = "") -> None:
+    """Recompute layers in backward; outputs of operations whose name holds `saved` are saved."""
     options: dict[str, Any] = {"use_reentrant": False}
-    if kept:
+    if saved:
 
         def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_kept = kept in str(operation)
-            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+            is_saved = saved in str(operation)
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     # Its name since transformers 5.23, and before.
@@ -148,7 +148,7 @@ def attention_backend(
         dropout=getattr(config, "attention_dropout", None) or 0.0,
         logits=logit_needs(config),
         chunks=runtime.context_parallel > 1,
-        kept=runtime.checkpointing == "attention",
+        saved_outputs=runtime.checkpointing == "attention",
     )
     logger.info("attention in training: %s", name)
     return name

@@ -390,7 +390,7 @@ def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
             "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
         )
     if way == "attention":
-        requests = {"kept": "runtime.checkpointing = attention keeps its outputs"}
+        requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
         for sentence in lacking(runtime.attention, requests):
             yield f"runtime.attention: {sentence}, or runtime.checkpointing = full"
 

@@ -473,7 +473,7 @@ def test_a_node_ends_when_the_first_has_failed_also_before_it_looked(
     expected = (
         "prepare: the run failed on the first node: search: node 1 is silent"
         if looked_before
-        else "prepare: the first node gave no sign of life in .* .its last run failed: search: node"
+        else "prepare: the first node sent no heartbeat in .* .its last run failed: search: node"
     )
     with pytest.raises(LostRankError, match=expected):
         (follower or on_node(case, 1)).run()
@@ -482,7 +482,7 @@ def test_a_node_ends_when_the_first_has_failed_also_before_it_looked(
 def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
     case: Case, impatient: None
 ) -> None:
-    with pytest.raises(LostRankError, match="the first node gave no sign of life in"):
+    with pytest.raises(LostRankError, match="the first node sent no heartbeat in"):
         on_node(case, 1).run()
 
 
@@ -545,4 +545,4 @@ def test_only_the_process_that_is_frozen_is_named() -> None:
     heartbeat._counts, heartbeat._exchanges = [0, 0, 0], 0
     heartbeat._ending = cast(Any, _Checks(heartbeat))
     heartbeat._watch()
-    assert said[0].startswith("process 1 of this run has given no sign of life for 1 minutes")
+    assert said[0].startswith("process 1 of this run has sent no heartbeat for 1 minutes")

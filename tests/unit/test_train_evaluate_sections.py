@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "outputs that a backend does not give": (
         ["runtime.attention=flex", "runtime.checkpointing=attention"],
-        "runtime.checkpointing = attention keeps its outputs",
+        "runtime.checkpointing = attention saves its outputs",
         ["runtime.attention=flex", "runtime.checkpointing=full"],
     ),
     "float32 in flash": (

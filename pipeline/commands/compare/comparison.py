@@ -203,15 +203,15 @@ class Comparison:
 
     def samples(self, models: Models, method: str, ratio: float, suite: str) -> list[SampleScores]:
         """Scores by sample of all seeds; none where a suite's average is no mean over subtasks."""
-        found = []
+        samples = []
         for result in self.results_of(method, ratio):
             own = result.samples.get((models, suite))
             place = models, suite, ""
             averages = [r.score for r in result.rows if (r.models, r.suite, r.task) == place]
             if own is None or not averages or abs(own.average - averages[0]) > 0.01:
                 return []
-            found.append(own)
-        return found
+            samples.append(own)
+        return samples
 
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
         """Every method against the highest of its ratio, on the same samples, over all seeds.

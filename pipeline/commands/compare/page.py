@@ -268,11 +268,11 @@ def _average_text(
     if len({(one.places, one.counts) for one in samples}) != 1:
         lowest, *_, highest = sorted(row.score for row in rows)
         return f"{mean:.1f} (seeds {lowest:.1f}–{highest:.1f})"
-    found = crossed_mean(
+    interval = crossed_mean(
         np.stack([one.values for one in samples]), is_score=True, counts=samples[0].counts
     )
-    assert found.low is not None and found.high is not None
-    return _with_interval(mean, 100 * found.low, 100 * found.high)
+    assert interval.low is not None and interval.high is not None
+    return _with_interval(mean, 100 * interval.low, 100 * interval.high)
 
 
 def _with_interval(score: float, low: float, high: float) -> str:

@@ -160,7 +160,7 @@ def _cache(model: StudiedModel, mask: HeadMask, windows: Windows) -> tuple[float
 
 def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
     """The rows with what their hybrids score after training; equal masks are trained once."""
-    found = []
+    with_training = []
     count = sum(len({*row.masks}) for row in rows)
     with progress(count, "trainings", "trainings") as bar:
         for row in rows:
@@ -169,8 +169,8 @@ def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
                 results[mask] = model.trained(mask, row.windows)[:, 0]
                 bar.update()
             scores = np.stack([results[mask] for mask in row.masks])
-            found.append(replace(row, trained=np.broadcast_to(scores, row.scores.shape)))
-    return found
+            with_training.append(replace(row, trained=np.broadcast_to(scores, row.scores.shape)))
+    return with_training
 
 
 def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, object]]:
@@ -249,10 +249,10 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     bars = []
     own = [row for row in rows if row.ratio == ratio]
     for row in sorted(own, key=lambda row: float(row.of(kind).mean())):
-        found = crossed_mean(row.of(kind), is_score=True)
-        low = found.mean if found.low is None else found.low
-        high = found.mean if found.high is None else found.high
-        bars.append(ranked(row.label, kind, 100 * found.mean, 100 * low, 100 * high))
+        interval = crossed_mean(row.of(kind), is_score=True)
+        low = interval.mean if interval.low is None else interval.low
+        high = interval.mean if interval.high is None else interval.high
+        bars.append(ranked(row.label, kind, 100 * interval.mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)
