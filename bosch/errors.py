@@ -30,11 +30,11 @@ class LostRankError(RunError):
 
 
 class DamagedWorkError(RunError):
-    """Unfinished work of a stage could not be used and is set aside: it goes on from before it."""
+    """Unfinished work of a stage could not be used and is set aside: it resumes from before it."""
 
 
 class StoppedError(Exception):
-    """A run stopped when it was asked to, its work saved: the same command goes on from there."""
+    """A run stopped when it was asked to, its work saved: the same command resumes from there."""
 
 
 def _cut(match: re.Match[str]) -> str:

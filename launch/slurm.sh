@@ -49,7 +49,7 @@ srun --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
 [ ! -s "$BOSCH_STATUS" ] || status=$(cat "$BOSCH_STATUS")
 rm -f "$BOSCH_STATUS"
 # How often a job may be queued again. 75: training has saved its work; 143: another stage was
-# stopped, which goes on from its records; both at every time limit. 76: a process or node was lost.
+# stopped, which resumes from its records; both at every time limit. 76: a process or node was lost.
 case $status in
     75 | 143) most=${BOSCH_REQUEUES:-100} ;;
     76) most=${BOSCH_REQUEUES:-10} ;;
@@ -59,6 +59,6 @@ if [ "${SLURM_RESTART_COUNT:-0}" -lt "$most" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 else
     echo "error: this job ended with status $status and was queued again ${SLURM_RESTART_COUNT:-0} times;" \
-        "see its log for why, and queue it anew to go on (BOSCH_REQUEUES=N allows N times)" >&2
+        "see its log for why, and queue it again to resume (BOSCH_REQUEUES=N allows N times)" >&2
 fi
 exit "$status"

@@ -91,11 +91,11 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     except RunError as failure:
         return _say(f"error: {failure}", 1)
     except KeyboardInterrupt:
-        return _say("stopped; the same command goes on from here", 130)
+        return _say("stopped; the same command resumes from here", 130)
     except StoppedError as stop:
-        return _say(f"{stop}; the same command goes on from here", REQUEUE_STATUS)
+        return _say(f"{stop}; the same command resumes from here", REQUEUE_STATUS)
     except Terminated:
-        return _say("terminated; the same command goes on from here", 143)
+        return _say("terminated; the same command resumes from here", 143)
     except BrokenPipeError:
         # The reader of our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -50,7 +50,7 @@ class Stage(Generic[OwnSection]):
     `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
     the inputs that the section names and that is not there: one sentence each that begins with a
     dotted path. `slow_checks` names a function of the kind that only `validate` calls, `gaps` one
-    that says what a run will go on without.
+    that says what a run will continue without.
 
     `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
     raises UserError before anything runs where the stage is certain not to fit on this machine.
@@ -88,7 +88,7 @@ class Stage(Generic[OwnSection]):
             yield from _named(self.slow_checks)(loaded)
 
     def known_gaps(self, loaded: LoadedRecipe) -> Iterator[str]:
-        """What a run of the stage will go on without; takes seconds to find."""
+        """What a run of the stage will continue without; takes seconds to find."""
         if self.gaps:
             yield from _named(self.gaps)(loaded)
 

@@ -23,7 +23,7 @@ class AttentionContext:
     q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
     padding. `document` [B, Tk] numbers packed documents, only in a pass without padding and cache.
     `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
-    see it, so that attention may go on as without padding (padded queries give what they give).
+    see it, so that attention may ignore padding (the outputs of padded queries are not used).
     `start` []: slot of the first query where only the device knows it, in a pass over a cache of
     fixed size. q_offset is then the last one possible, and the key slots are all the cache has.
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bosch.errors import UserError
 
-# What a backend may lack: how a sentence goes on after its name.
+# What a backend may lack: the rest of a sentence that begins with its name.
 _LACKS = {
     "sinks": "has no sinks",
     "float32": "computes in float16 and bfloat16",
@@ -21,9 +21,9 @@ _LACKS = {
     "softcap": "has no capped attention scores",
     "head_logits": "has no extra logit per head",
     "cache": "computes no passes with a KV cache",
-    "chunks": "computes whole sequences alone",
+    "chunks": "computes whole sequences only",
     "saved_outputs": "has no kernel of its own whose outputs could be saved",
-    "cpu": "runs on a GPU alone",
+    "cpu": "runs on a GPU only",
 }
 
 

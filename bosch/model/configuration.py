@@ -20,7 +20,7 @@ _TEXT = "text_config"
 
 # Stands in config.json where the name of the activation would. The families' own config classes
 # take no list there and end with this sentence when a hybrid directory is given to them by name;
-# what reads the file alone, or the tokenizer beside it, goes on. So it is in the first of these
+# what reads the file alone, or the tokenizer beside it, still works. So it is in the first of these
 # that a configuration has; families without the first four have a number in the last.
 _ACTIVATIONS = (
     "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act",

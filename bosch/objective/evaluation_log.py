@@ -92,7 +92,7 @@ class Record:
 
 
 class EvaluationLog:
-    """The evaluations of one search, in a journal: on disk before the search goes on.
+    """The evaluations of one search, in a journal: on disk before the search continues.
 
     A mask can have several: passes that ended early, and a whole one. A mask whose line was torn or
     damaged is evaluated again. Without a path the log lives in memory only. A mask that this search

@@ -12,12 +12,12 @@ to have that unit full. Each gradient is taken over another share of the calibra
    masks are measured, if enough is left: whole layers of greatest worth, and the units of greatest
    mean worth. Without gates it is the units of greatest worth with every head full and with every
    head sliding, taken together.
-3. Two tracks. The search goes on from both starts. From a track's mask, full units of little worth
+3. Two tracks. The search resumes from both starts. From a track's mask, full units of little worth
    are exchanged for sliding ones of great worth, in steps that halve, with a fresh gradient before
    each; the mask at the end is measured.
 4. Moves of the better track, and of the other one when it has stalled. Single swaps from the best
    mask so far, the most promising first; or some units of it exchanged at random, or added beyond
-   the budget, then exchanges or elimination from there; or gates that go on learning. The kind of
+   the budget, then exchanges or elimination from there; or more steps for the gates. The kind of
    move that succeeded more often for its cost is tried more often.
 
 A mask replaces a track's best one when its score is higher, or equal with a higher log-likelihood;
@@ -61,7 +61,7 @@ _GATES_SHARE = 0.55
 # its exchanges and three masks leave. No more than one for every four units.
 _FEWEST_GATES, _MOST_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
-# Gradients of one move that goes on learning.
+# Gradients of one move that trains the gates further.
 _MORE_GATES = 8
 # Without gradients: evaluations for each unit at which every unit is measured alone.
 _EACH_ALONE = 1.1

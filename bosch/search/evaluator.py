@@ -188,7 +188,7 @@ class Evaluator:
     def _known(self, mask: HeadMask, phase: Phase, can_win: CanWin | None) -> Evaluation | None:
         """The evaluation of `mask` in the log that answers the question, if there is one.
 
-        A search that goes on takes its earlier evaluations from the log one by one, as it made
+        A resumed search takes its earlier evaluations from the log one by one, as it made
         them: a bound where it got a bound, and the whole evaluation where it asked for that.
         """
 

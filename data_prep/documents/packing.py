@@ -93,7 +93,7 @@ def mix(
 class Packed:
     """One sequence: `input_ids` [sequence_length] int32, and lengths and sources of its documents.
 
-    A document that did not fit goes on in the next sequence, where its rest is a span of its own.
+    A document that did not fit continues in the next sequence, where its rest is a span of its own.
     """
 
     input_ids: np.ndarray

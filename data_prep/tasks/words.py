@@ -83,7 +83,7 @@ class PairedWords(Sequence[str]):
         self._nouns = sorted(set(nouns))
         self._blocks: list[tuple[str, ...]] = []
         for head in sorted({f"{adjective}-" for adjective in adjectives}):
-            # Pairs of two adjectives mix only where one goes on as the other does (high-pitched).
+            # Pairs of two adjectives mix only where one begins the other (high-, high-pitched-).
             if self._blocks and head.startswith(self._blocks[-1][0]):
                 self._blocks[-1] += (head,)
             else:

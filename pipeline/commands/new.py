@@ -1,4 +1,4 @@
-"""`bosch new MODEL --data PATH`: a commented recipe for one's own model, and how to go on."""
+"""`bosch new MODEL --data PATH`: a commented recipe for one's own model, and the next steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the recipe and say how to go on; raises UserError for what no run could use."""
+    """Write the recipe and print the next steps; raises UserError for what no run could use."""
     for typed in filter(None, (options.model, options.data, options.output)):
         if len(typed.splitlines()) > 1 or control_character(typed) is not None:
             raise UserError(f"{typed!r}: holds a line break or control character; rename it")

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Say that the recipe, which has been loaded, is valid, and what a run would fetch.
 
-    1 where a run would go on without a part of what the recipe asks for.
+    1 where a run would continue without a part of what the recipe asks for.
     """
     faults = [fault for stage in loaded.stages for fault in stage.slow_faults(loaded)]
     if faults:
@@ -46,7 +46,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     for download in downloads(loaded):
         print(f"a run fetches {download}")
     for gap in gaps:
-        print(f"a run goes on without {gap.removeprefix('evaluate.presets: ')}")
+        print(f"a run continues without {gap.removeprefix('evaluate.presets: ')}")
     return 1 if gaps else 0
 
 

@@ -14,7 +14,7 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
 # Of a process that only lost another one of its stage, and of a command that lost a process to no
-# fault of its own: the same command goes on.
+# fault of its own: the same command resumes.
 LOST_RANK_STATUS = 76
 LOST_RANK = "lost-rank"  # begins the name of the file in which it says which
 FROZEN_RANK = "frozen-rank"  # the same, where the other one still exists but sends no heartbeat

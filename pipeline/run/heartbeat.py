@@ -45,7 +45,7 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
 class Heartbeat:
     """Counts up in the launcher's store, and watches the other processes count.
 
-    Checks are counted, not seconds, so that a job that was suspended as a whole goes on. A thread
+    Checks are counted, not seconds, so that a job that was suspended as a whole continues. A thread
     does it: work that blocks only the main thread counts as alive.
     """
 

@@ -47,7 +47,7 @@ _KINDS: dict[str, type[UserError | RunError]] = {
     "run": RunError,
 }
 _ALMOST_FULL_BYTES = 1024**2
-_GOES_ON = "the same command goes on from here"
+_RESUMES = "the same command resumes from here"
 # Signals that a process gets from what it does itself.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -198,7 +198,7 @@ def failure_of(
     for path in (path for kind in kinds for path in sorted(control.glob(f"{kind}.*.json"))):
         lost = read_json(path)
         if isinstance(lost, dict):
-            return LostRankError(f"{name}: {lost['message']}; {_GOES_ON}")
+            return LostRankError(f"{name}: {lost['message']}; {_RESUMES}")
     ended = read_json(control / ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
     who = f"process {rank}" if world.size > 1 else "its process"
@@ -215,9 +215,9 @@ def failure_of(
         hung = ", or NCCL gave up on one that hangs, after runtime.collective_timeout_minutes"
         return LostRankError(
             f"{name}: {who} crashed ({signal_name}): a fault of a library or a device"
-            f"{hung if world.size > 1 else ''}; see what it printed and {log_file}; {_GOES_ON}"
+            f"{hung if world.size > 1 else ''}; see what it printed and {log_file}; {_RESUMES}"
         )
     return LostRankError(
         f"{name}: {who} was ended ({signal_name}) by a person, a job scheduler or the system, see "
-        f"their logs of this machine; {_GOES_ON}"
+        f"their logs of this machine; {_RESUMES}"
     )

@@ -246,13 +246,13 @@ class Runner:
         self.store.publish(node.name, node.document, facts, self.hasher)
 
     def _launch(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        """Run a stage; again where it set aside damaged work that it should have gone on from."""
+        """Run a stage; again where it set aside damaged work that it should have resumed from."""
         while True:
             try:
                 return self.launcher(order, world)
             except DamagedWorkError as error:
                 if world.nodes > 1:  # the other nodes' commands have ended
-                    raise RunError(f"{error}; the same command goes on without it") from None
+                    raise RunError(f"{error}; the same command continues without it") from None
                 logger.warning("%s; starting again without it", error)
 
     def stamps(self, node: Node) -> dict[str, Stamp]:

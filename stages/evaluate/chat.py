@@ -40,7 +40,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(template.encode()).hexdigest()
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, its last turn to be answered or, without that, gone on with."""
+        """A conversation as text, its last turn to be answered or, without that, continued."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(turns),

@@ -80,7 +80,7 @@ def evaluate_models(
     scores.json begins with the scores in the folder `original`, where it is named. All others are
     compared with the original's, which may stand among `models` instead; samples.jsonl holds the
     answers of `models` alone. Samples go to the ranks in turn. Every rank appends its answers to
-    files of its own, from which a killed run goes on, with any number of ranks, and other runs on
+    files of its own, from which a killed run resumes, with any number of ranks, and other runs on
     the same models and samples begin.
 
     Raises UserError when a model or what samples are made of is missing or damaged; and RunError
@@ -210,7 +210,7 @@ def _answer(
 ) -> None:
     """Answer this rank's samples for every model, less what has been answered before.
 
-    A model that cannot be evaluated leaves a file in `faults`, and the others go on.
+    A model that cannot be evaluated leaves a file in `faults`, and the others continue.
     """
     open_samples = {m.name: sum(suite.open_samples(m) for suite in suites) for m in models}
     with progress(sum(open_samples.values()), "evaluation", "samples") as bar:

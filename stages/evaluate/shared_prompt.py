@@ -35,7 +35,7 @@ class SharedPrompt:
         self._cache: Cache | None = None
 
     def cache(self, ids: Tensor, mask: Tensor) -> Cache | None:
-        """The cache with which `generate` goes on for prompts [B, T] that are padded on the left.
+        """The cache from which `generate` continues prompts [B, T] that are padded on the left.
 
         None where they share too little, or where the model's cache has other states than keys and
         values of every token.

@@ -56,8 +56,8 @@ def measure(
     `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
     original, which is otherwise the hybrid's own weights with every head full. Models take turns at
     each length, each run in a process of its own; a length at which one has no memory left is a
-    result. An interrupted measurement goes on where it was, unless machine, packages or models are
-    others. Raises UserError for faulty input, RunError when a run fails otherwise.
+    result. An interrupted measurement resumes where it stopped, unless the machine, the packages or
+    the models have changed. Raises UserError for faulty input, RunError when a run fails otherwise.
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)

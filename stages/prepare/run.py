@@ -40,7 +40,7 @@ def run(
     """Write train/, calibration/, tokenizer/ and statistics.json below `work_dir`.
 
     Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
-    goes on where it was.
+    resumes where it stopped.
 
     Raises UserError when a source or the tokenizer is missing or damaged; names file and place.
     """

@@ -46,7 +46,7 @@ from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConf
 logger = logging.getLogger(__name__)
 
 SinkBias: TypeAlias = Sequence[Sequence[float]]
-_SINK_BIAS = "sink_bias.jsonl"  # of a search that is not finished, which goes on with the same
+_SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search, which resumes with the same
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
 ) -> dict[str, Any]:
     """Write head mask, evaluations, summary and plots of the trace below `work_dir`.
 
-    A search that was stopped goes on from its evaluation log: it evaluates the same masks in the
+    A search that was stopped resumes from its evaluation log: it evaluates the same masks in the
     same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
     Called on every rank: each computes its share of the set, the first one writes the files.
 
@@ -90,7 +90,7 @@ def run(
                 ranks.size - objective.batches, ranks.size, objective.batches,
             )  # fmt: skip
         if len(log) and ranks.is_first:
-            logger.info("going on from %d evaluations of a stopped search", len(log))
+            logger.info("resuming from %d evaluations of a stopped search", len(log))
         started = time.perf_counter()
         kinds = decoder_layers(objective.model.config)
         # A recipe's front has a context of its own.
@@ -281,7 +281,7 @@ def _check_bytes(price: Price, file: HeadMaskFile) -> None:
 def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
     """Log what the best mask of a stopped search is worth, and where it is."""
     advice = (
-        f"{evaluator.costs()['evaluations']:.0f} evaluations are kept, the same command goes on"
+        f"{evaluator.costs()['evaluations']:.0f} evaluations are kept, the same command resumes"
     )
     best = evaluator.best_on_budget
     if best is None:

@@ -148,7 +148,7 @@ def restart_host_bytes(
 ) -> float:
     """Host memory of a node, with `local` of all `processes`, while a restart point is written.
 
-    It is a copy of what its processes hold, so that training goes on meanwhile; without sharding
+    It is a copy of what its processes hold, so that training continues meanwhile; without sharding
     the first process of all has the only one.
     """
     share = 1.0 if sharding == "none" else local / processes

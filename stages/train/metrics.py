@@ -59,7 +59,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A run at Weights & Biases; one that was interrupted goes on under the same id."""
+    """A run at Weights & Biases; an interrupted one resumes under the same id."""
 
     def __init__(self, project: str, run_id: str) -> None:
         wandb = importlib.import_module("wandb")

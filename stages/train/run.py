@@ -116,7 +116,7 @@ def build_loop(
     work_dir: Path,
     restarts: RestartPoints,
 ) -> Loop:
-    """Data, model and optimizer in a loop that is ready to start, or to go on where it ended."""
+    """Data, model and optimizer in a loop that is ready to start, or to resume where it stopped."""
     train = config.section
     data = PackedSequences(inputs["prepare"] / PACKED_DATA)
     schedule = make_schedule(

@@ -55,7 +55,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 class RestartPoints:
     """`restart/step-<n>`: weights and the optimiser's state after the latest saves.
 
-    torch.distributed.checkpoint writes a point while training goes on. A point holds a record of
+    torch.distributed.checkpoint writes a point while training continues. A point holds a record of
     its step, its layout and the SHA-256 of its files, written last; beside the points lies one for
     each checkpoint. A point without its whole files, or after a checkpoint without its own, is not
     used: training goes back to the one before, else to the start.
@@ -133,7 +133,7 @@ class RestartPoints:
     def loading(self, point: Path) -> Iterator[None]:
         """Around the loading of a point: one that cannot be loaded is set aside as damaged.
 
-        Raises DamagedWorkError, upon which the stage starts again and goes on from the point
+        Raises DamagedWorkError, upon which the stage starts again and resumes from the point
         before. That memory ran out, or another process was lost, is no fault of the point.
         """
         try:
@@ -166,7 +166,7 @@ class RestartPoints:
     def save(
         self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float
     ) -> None:
-        """Copy `state`, and write it while training goes on; every process calls it.
+        """Copy `state`, and write it while training continues; every process calls it.
 
         A point that is still being written is waited for. `minutes`: the longest that a process
         waits for what the others write.

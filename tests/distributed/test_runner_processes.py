@@ -98,6 +98,6 @@ def test_a_frozen_process_is_lost_whatever_the_others_do(case: Case) -> None:
     assert done.returncode == 76, message
     assert message[-1] == (
         "error: train: process 0 of this run has sent no heartbeat for 0.05 minutes "
-        "(runtime.collective_timeout_minutes); the same command goes on from here"
+        "(runtime.collective_timeout_minutes); the same command resumes from here"
     )
     assert all(gone(pid) for pid in pids)

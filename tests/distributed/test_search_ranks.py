@@ -1,4 +1,4 @@
-"""The search on two processes, as the pipeline starts it: one is killed, then it goes on."""
+"""The search on two processes, as the pipeline starts it: one is killed, then it resumes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
         file.write('{"mask": "3x4')
 
     assert run_order(two, 2) == 0
-    assert "going on from" in (shared / "stage.log").read_text()
+    assert "resuming from" in (shared / "stage.log").read_text()
     masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (alone, shared)]
     assert masks[0] == masks[1]
     summaries = [json.loads((f / "summary.json").read_text()) for f in (alone, shared)]

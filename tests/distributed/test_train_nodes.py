@@ -1,4 +1,4 @@
-"""Training on two nodes of one host: one is killed, the other says so, and both go on.
+"""Training on two nodes of one host: one is killed, the other says so, and both resume.
 
 What torchrun does with two nodes is in test_runner_processes.py.
 """

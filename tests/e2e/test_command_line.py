@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit status, sentences, no traceback, kill and go on."""
+"""The command line as a user meets it: exit status, sentences, no traceback, kill and resume."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status:
     run.send_signal(signum)
     done = run.done()
     assert done.returncode == status
-    assert done.stderr.strip().splitlines()[-1].endswith("the same command goes on from here")
+    assert done.stderr.strip().splitlines()[-1].endswith("the same command resumes from here")
     assert gone(worker)
 
 
@@ -211,7 +211,7 @@ def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
     run.send_signal(signum)
     done = run.done()
     assert done.returncode == REQUEUE_STATUS, done.stderr
-    assert "train: stopped, its work is saved; the same command goes on from here" in done.stderr
+    assert "train: stopped, its work is saved; the same command resumes from here" in done.stderr
     assert all(gone(worker) for worker in workers)
 
 

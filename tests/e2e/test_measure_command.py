@@ -67,7 +67,7 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
         (["--attention", "flex"], "--attention: flex computes no passes with a KV cache"),
         (
             ["--attention", "flash", "--device", "cpu"],
-            "--attention: flash runs on a GPU alone, --device is cpu",
+            "--attention: flash runs on a GPU only, --device is cpu",
         ),
         (["--original", "elsewhere"], "--original: "),
         (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),

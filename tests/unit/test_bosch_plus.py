@@ -240,7 +240,7 @@ def test_every_pass_that_ended_early_is_paid_for(tmp_path):
         answers = iter([True, False])
         return lambda score, log_likelihood: next(answers)
 
-    for _ in range(2):  # the second time as a search that goes on
+    for _ in range(2):  # the second time as a resumed search
         evaluator = Evaluator(Halved(), EvaluationLog(path, CONTEXT))
         evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
         assert evaluator.costs()["full_forward_equivalents"] == 0.5

@@ -221,7 +221,7 @@ def test_a_refused_combination_leaves_the_others_their_scores(
             == 1
         )
     assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
-    # What is mended goes on from there.
+    # What is mended resumes from there.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
     assert len(again.results) == 2 and not again.failures
 

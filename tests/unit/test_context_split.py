@@ -61,7 +61,7 @@ def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
         (["runtime.context_parallel=2", "runtime.sharding=deepspeed"], 2, "set fsdp or none"),
         (["runtime.context_parallel=2", "runtime.compile=true"], 2, "set runtime.compile = false"),
         (["runtime.context_parallel=2", "runtime.attention=varlen"], 2,
-         r"varlen computes whole sequences alone, runtime\.context_parallel = 2 splits them; "),
+         r"varlen computes whole sequences only, runtime\.context_parallel = 2 splits them; "),
         (["runtime.context_parallel=4", "runtime.micro_batch_size=16"], 16,
          r"on 16 process\(es\) .*, 4 for each sequence"),
         (["runtime.context_parallel=2"], 1, None),

@@ -1,4 +1,4 @@
-"""From every state that a power cut may leave, the same command goes on to the same result."""
+"""From every state that a power cut may leave, the same command resumes to the same result."""
 
 from __future__ import annotations
 

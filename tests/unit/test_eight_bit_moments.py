@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: what it holds, how it trains, and how it goes on after a kill."""
+"""AdamW with moments in 8 bits: what it holds, how it trains, and how it resumes after a kill."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
         ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
         ({}, DISK_FULL_STATUS, 1, RunError, "disk"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, LOST_RANK_STATUS, 2, LostRankError,
-         "search: rank 0 hangs; the same command goes on"),
+         "search: rank 0 hangs; the same command resumes"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, 1, 2, RunError, "ended with status 1"),
         ({"frozen-rank.1": {"message": "rank 0 froze"}}, -9, 2, LostRankError, "rank 0 froze"),
         ({"ended": {"rank": 3}}, 1, 4, RunError,

@@ -223,7 +223,7 @@ def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> Non
         ),
         (
             {"attention": "flash", "device": "cpu"},
-            "--attention: flash runs on a GPU alone, --device is cpu; choose sdpa",
+            "--attention: flash runs on a GPU only, --device is cpu; choose sdpa",
         ),
         (
             {"attention": "flash", "dtype": "float32"},

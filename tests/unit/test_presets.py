@@ -298,7 +298,7 @@ def test_validate_names_gaps_and_returns_1(
         )
         assert validate.run(recipe, options) == status
         lines = capsys.readouterr().out.splitlines()
-        gaps = [line for line in lines if line.startswith("a run goes on without short: ")]
+        gaps = [line for line in lines if line.startswith("a run continues without short: ")]
         assert len(gaps) == 5 * status
 
 

@@ -284,7 +284,7 @@ def test_the_ring_holds_the_window_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_cache_of_transformers_that_holds_states_keeps_them(kind: str) -> None:
-    """The original reads the prompt, its hybrid of full heads goes on from there."""
+    """The original reads the prompt, its hybrid of full heads resumes from there."""
     original, ids = small_model(), tokens(2, LENGTH)
     expected = original(ids).logits[:, 12:]
     cache = StaticCache(original.config, LENGTH) if kind == "static" else DynamicCache()

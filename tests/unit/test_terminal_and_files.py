@@ -208,7 +208,7 @@ def test_a_stopped_process_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(launch, "PROCESS", ("-c", f"import os; {end}"))
-    with pytest.raises(RunError, match=r"was ended \(signal .* goes on from here"):
+    with pytest.raises(RunError, match=r"was ended \(signal .* resumes from here"):
         launch.launch({"stage": "search", "work_dir": str(tmp_path)}, launch.World())
 
 
@@ -247,9 +247,9 @@ _UNEXPECTED = (
 
 @pytest.mark.parametrize(("code", "lost", "expected"), [
     ("sys.exit(143)", True, "search: its process was ended (signal 15, SIGTERM) by a person, a job "
-     "scheduler or the system, see their logs of this machine; the same command goes on from here"),
+     "scheduler or the system, see their logs of this machine; the same command resumes from here"),
     ("os.kill(os.getpid(), 6)", True, "search: its process crashed (signal 6, SIGABRT): a fault of "
-     "a library or a device; see what it printed and WORK/stage.log; the same command goes on"),
+     "a library or a device; see what it printed and WORK/stage.log; the same command resumes"),
     (_RANK + "sys.exit(134)", True, "search: process 3 crashed (signal 6, SIGABRT): a fault of a "
      "library or a device, or NCCL gave up on one that hangs, after runtime.collective_tim"),
     (_RANK + _UNEXPECTED + "sys.exit(137)", True, "search: process 3 was ended (signal 9, SIGK"),
@@ -257,7 +257,7 @@ _UNEXPECTED = (
     (_RANK + "sys.exit(5)", False, "search: process 3 ended with status 5 without a reason in "
      "WORK/stage.rank3.log"),
     ("(control / 'lost-rank.1.json').write_text('{\"message\": \"node 1 is silent\"}'); "
-     "sys.exit(76)", True, "search: node 1 is silent; the same command goes on from here"),
+     "sys.exit(76)", True, "search: node 1 is silent; the same command resumes from here"),
 ])  # fmt: skip
 def test_a_lost_process_is_told_with_its_number_and_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, lost: bool, expected: str

@@ -73,7 +73,7 @@ class _Run:
     """One call of NOMAD, in a thread of its own: it asks for losses, the caller's thread answers.
 
     NOMAD calls back from inside an OpenMP region, where torch's kernels would find no threads but
-    their own. The callback may not raise either: NOMAD swallows exceptions and goes on.
+    their own. The callback may not raise either: NOMAD swallows exceptions and continues.
     """
 
     def __init__(self, problem: Problem, order: np.ndarray | None) -> None:

@@ -90,8 +90,8 @@ def run_comparison(
 ) -> Comparison:
     """Bring every combination up to date and write the tables below runs/<recipe>/compare.
 
-    A combination that fails is noted, and the others go on. Raises UserError listing every option
-    that does not fit the recipe.
+    A combination that fails is noted, and the others continue. Raises UserError listing every
+    option that does not fit the recipe.
     """
     combinations = _combinations(loaded, options)
     comparison = Comparison(
