@@ -172,7 +172,7 @@ def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -
     by_likelihood = sorted((e.log_likelihood for e in landscape.values()), reverse=True)
     assert result.log_likelihood_rank == 1 + by_likelihood.index(result.log_likelihood)
     assert result.log_likelihood_gap == pytest.approx(by_likelihood[0] - result.log_likelihood)
-    with pytest.raises(ValueError, match="none of the 15"):
+    with pytest.raises(ValueError, match="not one of the 15"):
         standing(HeadMask.all_full(2, 3), landscape)
 
 
