@@ -160,8 +160,7 @@ def task_manager(names: Sequence[str]) -> Any:
     below = Path(spec.origin).parent / "tasks"
     folders = {below / name.split("_")[0] for name in names}
     if all(folder.is_dir() for folder in folders):
-        paths = sorted(str(folder) for folder in folders)
-        manager = TaskManager(include_path=paths, include_defaults=False)
+        manager = TaskManager(include_path=list(map(str, folders)), include_defaults=False)
         # Tasks of a group or a tag may lie in other folders.
         if set(names) <= set(manager.all_subtasks):
             return manager

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
+from bosch.files import file_stamp
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
@@ -234,3 +236,37 @@ def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, con
     with pytest.raises(UserError, match=said) as caught:
         run(config(damaged, sources), tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+WORK = ("write_calibration", "write_training_data")
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_an_input_that_is_written_meanwhile_is_not_published(
+    model, corpus, tmp_path, monkeypatch, work
+):
+    """Told after the calibration set, before the long work, and again after that."""
+    essay = corpus / "essay.md"
+    essay.write_text("An essay.")
+    stage_config = replace(
+        config(model, [{"name": "made", "kind": "retrieval"}]),
+        stamps={str(essay): file_stamp(essay)},
+    )
+    done, real = [], {name: getattr(prepare, name) for name in WORK}
+
+    def noted(name):
+        def call(*arguments, **options):
+            result = real[name](*arguments, **options)
+            done.append(name)
+            if name == work:
+                essay.write_text(essay.read_text())
+            return result
+
+        return call
+
+    for name in WORK:
+        monkeypatch.setattr(prepare, name, noted(name))
+    with pytest.raises(RunError, match=r"essay\.md was written or replaced while it was read"):
+        run(stage_config, tmp_path / "out")
+    assert done == list(WORK[: WORK.index(work) + 1])
+    assert not (tmp_path / "out" / "statistics.json").exists()

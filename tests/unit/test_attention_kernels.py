@@ -72,6 +72,13 @@ def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
     assert entered == [FUSED_KERNELS]
 
 
+def test_without_a_mask_every_query_sees_every_key() -> None:
+    query, key, value = states(5, 5, torch.float32)
+    key, value = repeat_heads(key, 3), repeat_heads(value, 3)
+    expected = (0.3 * query @ key.transpose(-1, -2)).softmax(-1) @ value
+    torch.testing.assert_close(fused_attention(query, key, value, scale=0.3), expected)
+
+
 def test_repeated_heads_stand_in_the_order_of_the_query_heads() -> None:
     heads = torch.arange(3.0)[None, :, None, None]
     assert repeat_heads(heads, 2).flatten().tolist() == [0, 0, 1, 1, 2, 2]

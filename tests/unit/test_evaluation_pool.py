@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from bosch.journal import Journal
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.ranks import Ranks
 from bosch.search.evaluator import Evaluator
-from bosch.search.runs import find_mask
+from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 
 CONTEXT = EvaluationContext("data", "model", 16, 0, "cpu")
@@ -193,3 +194,10 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
     ] * 2
     # What the search publishes holds whole lines alone.
     assert len((tmp_path / "one" / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_solvers_seconds_are_those_beside_the_evaluations():
+    started = time.perf_counter()
+    run = run_method("rand", Scorer(), SearchSettings(0.5, budget_per_layer=5))
+    passed = time.perf_counter() - started
+    assert 0 <= run.costs["solver_seconds"] <= passed

@@ -335,9 +335,13 @@ def test_foreign_tokens_are_refused(tmp_path):
         (b'{"shards": [' + b"{}," * 100_000 + b"{}]}", r"shards\.0\.version: Field required"),
         (b'{"shards": [{"hashes": {' + b'"a":1,' * 20_000, "not an index"),
         (b'{"shards": [{"x": [' + b"0," * 10_000 + b"0]}]}", r"shards\.0: more than 10,000 values"),
+        (
+            b'{"shards": [{' + b",".join(b'"%d": 0' % n for n in range(6_000)) + b"}]}",
+            r"shards\.0: more than 10,000 values",
+        ),
         (b'{"shards": [' + b"{}," * 4_000_000 + b"{}]}", "more than 6,000,000 values"),
     ],
-    ids=["shards", "cut", "values of a shard", "values"],
+    ids=["shards", "cut", "values of a shard", "keys of a shard", "values"],
 )
 def test_an_index_is_refused_at_its_first_fault(tmp_path, content, message):
     """Reporting every fault took 3.5 GB for an index of a megabyte."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 from bosch.errors import UserError
@@ -29,7 +30,7 @@ from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Question, generate
+from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.mrcr import read_samples as read_mrcr
 from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
@@ -92,6 +93,22 @@ def test_nolimas_prompts_are_upstreams_to_the_character(folder: Path, length: in
     ]
     digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in made]
     assert digests == RECORDED[str(length)]
+
+
+def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_ends(
+    folder: Path,
+) -> None:
+    tests = nolima.needle_tests(folder / "nolima" / "needle_set.json", None)
+    samples = [
+        (sample.depth, sample.distractor_depth)
+        for sample in nolima.samples_of(tests, 20, 26, 4000)
+        if sample.test.distractor is not None
+    ]
+    sides = {distractor > depth for depth, distractor in samples if 0.4 < depth < 0.6}
+    assert sides == {True, False}
+    for depth, distractor in samples:
+        assert 0.2 - 1e-9 <= distractor <= 0.8 + 1e-9
+        assert abs(distractor - depth) >= 0.2 - 1e-9
 
 
 def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
@@ -475,3 +492,18 @@ def test_a_prompt_beyond_the_positions_is_refused() -> None:
     long = Question(0, np.zeros(most - 3, np.int32), [])
     with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
         next(generate(model, None, [long], 4, 1))
+
+
+def test_one_logit_that_is_no_number_is_enough() -> None:
+    whole = torch.zeros(2, 5)
+    faulty = whole.clone()
+    faulty[1, 3] = torch.nan
+    check_numbers(whole)
+    with pytest.raises(ModelError, match="no numbers"):
+        check_numbers(faulty)
+    numbers = Numbers()
+    numbers.check()
+    for logits in (whole, faulty, whole):
+        assert numbers(torch.zeros(2, 1), logits) is logits
+    with pytest.raises(ModelError, match="no numbers"):
+        numbers.check()

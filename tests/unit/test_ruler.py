@@ -65,6 +65,19 @@ def test_samples_are_upstreams(task, length, tokenizer, data):
         assert hashlib.sha256(content.encode()).hexdigest()[:16] == record, index
 
 
+def test_special_tokens_are_not_counted():
+    class Opening:
+        eos_token_id = None
+
+        def __call__(self, text, **options):
+            return {"input_ids": [0, 0, *text.encode()]}
+
+    counter = TokenCounter(Opening())
+    assert counter.ids("four") == [0, 0, *b"four"]
+    assert counter.tokens("four") == 4 and counter.tokens("") == 0
+    assert counter.fits("four", 4) and not counter.fits("fours", 4)
+
+
 @pytest.mark.parametrize("length", [1500, 2500])
 @pytest.mark.parametrize("task", NEW_TOKENS)
 def test_short_samples_fit(task, length, tokenizer, data):

@@ -50,6 +50,12 @@ def to_run(case: Case, *overrides: str, **choice: Any) -> list[str]:
     return [name for name, text in states(case, *overrides, **choice).items() if text != "cached"]
 
 
+def test_the_stages_that_use_every_process() -> None:
+    assert {stage.name for stage in STAGES if stage.distributed} == {
+        "search", "original", "train", "train_rival", "evaluate"
+    }  # fmt: skip
+
+
 def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> None:
     assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
     assert runner(case).run() == 7

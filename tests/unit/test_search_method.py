@@ -163,6 +163,7 @@ def test_the_published_sign_would_localise_the_hardest_layers_most():
 def test_drops_are_what_each_layer_adds():
     best = [0.5, 0.6, 0.9]
     assert layer_drops(best, 1.0, 1.0) == pytest.approx([0.1, 0.3, 0.1])
+    assert layer_drops(best, 1.0, 0.5) == pytest.approx([0.2, 0.6, 0.2])
 
 
 def test_equal_drops_weigh_one_half_and_outliers_are_clipped():

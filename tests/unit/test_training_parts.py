@@ -434,3 +434,16 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     for file in set(names.values()):
         for name, value in load_file(written / file).items():
             assert names[name] == file and torch.equal(value, expected[name])
+
+
+def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both would cost time at every step: every weight has a gradient, and buffers never change."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(parallel, "Accelerator", lambda **options: made.update(options))
+    parallel.make_accelerator(TrainConfig(), Runtime(), schedule())
+    (handler,) = made["kwargs_handlers"]
+    assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
+    plugin = made["gradient_accumulation_plugin"]
+    assert (plugin.sync_with_dataloader, plugin.sync_each_batch) == (False, False)
