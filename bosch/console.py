@@ -64,8 +64,8 @@ def library_main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        sentence = typed_path_fault(error, arguments[1:])
-        if sentence is None:
+        message = typed_path_fault(error, arguments[1:])
+        if message is None:
             raise
-        print(printable(f"error: {sentence}"), file=sys.stderr)
+        print(printable(f"error: {message}"), file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ class _Message(Exception):
 
 
 class UserError(_Message):
-    """The user's input is at fault: one sentence with file and dotted path; exit status 2."""
+    """The user's input is at fault: one message with file and dotted path; exit status 2."""
 
 
 class RunError(_Message):

@@ -141,7 +141,7 @@ def _lost(error: RuntimeError) -> LostRankError:
 
 
 def _silent_partners() -> str:
-    """Which processes do not report, as the beginning of a sentence.
+    """Which processes do not report, as the beginning of a message.
 
     All that are left report by the launcher's store, once their own connections are broken; the
     store is on the first node.

@@ -18,7 +18,7 @@ _OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.sa
 
 
 def weight_faults(directory: Path) -> Iterator[str]:
-    """A sentence for each file of weights that is missing, damaged, cut short or one too many."""
+    """A message for each file of weights that is missing, damaged, cut short or one too many."""
     for pattern in _OTHER_WEIGHTS:
         for other in sorted(directory.glob(pattern))[:1]:
             yield (

@@ -44,7 +44,7 @@ from pipeline.run.failures import (
     OUTPUT_FULL,
     REQUEUE_STATUS,
     Terminated,
-    disk_full_sentence,
+    disk_full_message,
     is_disk_full,
     output_is_full,
     unexpected,
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
         if is_disk_full(error) and output_is_full():
             return _say(f"error: {OUTPUT_FULL}", 1)
         if isinstance(error, OSError) and root is not None and is_disk_full(error):
-            return _say(f"error: {disk_full_sentence(root)}", 1)
+            return _say(f"error: {disk_full_message(root)}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
             return _say(f"error: runtime.output_root: {root} cannot be written to", 2)
         if isinstance(error, OSError) and root is not None and (place := _obstacle(error, root)):
             return _say(f"error: {place}: is in the way of the run's own files; move it away", 1)
         typed = sys.argv[1:] if arguments is None else arguments
-        if isinstance(error, OSError) and (sentence := typed_path_fault(error, typed[1:])):
-            return _say(f"error: {sentence}", 2)
+        if isinstance(error, OSError) and (message := typed_path_fault(error, typed[1:])):
+            return _say(f"error: {message}", 2)
         return _say(f"error: {unexpected(error, _log_file(root))}", 1)
 
 

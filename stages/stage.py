@@ -48,7 +48,7 @@ class Stage(Generic[OwnSection]):
     in one folder what they may take from each other.
 
     `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
-    the inputs that the section names and that is not there: one sentence each that begins with a
+    the inputs that the section names and that is not there: one message each that begins with a
     dotted path. `slow_checks` names a function of the kind that only `validate` calls, `gaps` one
     that says what a run will continue without.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bosch.errors import UserError
 
-# What a backend may lack: the rest of a sentence that begins with its name.
+# What a backend may lack: the rest of a message that begins with its name.
 _LACKS = {
     "sinks": "has no sinks",
     "float32": "computes in float16 and bfloat16",
@@ -98,7 +98,7 @@ def resolve_backend(name: str = "auto") -> str:
 
 
 def lacking(backend: str, requests: Mapping[str, str]) -> list[str]:
-    """What a backend lacks, a sentence each; "auto" lacks nothing.
+    """What a backend lacks, a message each; "auto" lacks nothing.
 
     `requests` says for each ability, by its name in `_LACKS`, who asks for it: "the model has 2".
     """
@@ -118,8 +118,8 @@ def lacking(backend: str, requests: Mapping[str, str]) -> list[str]:
 
 def check_backend(backend: str, requests: Mapping[str, str], where: str = "attention") -> None:
     """Raise UserError for the first thing that is requested and that a backend lacks."""
-    for sentence in lacking(backend, requests):
-        raise UserError(f"{where}: {sentence}")
+    for message in lacking(backend, requests):
+        raise UserError(f"{where}: {message}")
 
 
 def check_sinks(backend: str, sinks: int) -> None:

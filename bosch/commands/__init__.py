@@ -92,7 +92,7 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
 
 
 def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
-    """A sentence where what the system refused is a path of the command line; None elsewhere."""
+    """A message where what the system refused is a path of the command line; None elsewhere."""
     if error.filename is None and error.errno == errno.ENOENT:
         return "the current directory was removed; change to one that is there"
     names = (error.filename, error.filename2)  # a number where a descriptor was refused

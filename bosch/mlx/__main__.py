@@ -11,7 +11,7 @@ from bosch.mlx.models import register
 
 
 def main() -> int:
-    """Run one of mlx-lm's commands; a fault of the model is one sentence."""
+    """Run one of mlx-lm's commands; a fault of the model is one message."""
     register()
     try:
         cli.main()

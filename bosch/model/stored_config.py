@@ -33,7 +33,7 @@ _DIFFERENCES = ("per_layer_config", "global_head_dim", "attn_logit_softcapping")
 class StoredConfig:
     """The content of a config.json.
 
-    Every reader raises UserError, in one sentence, where a value is missing or of a wrong type.
+    Every reader raises UserError where a value is missing or of a wrong type.
     """
 
     content: Mapping[str, Any]
@@ -181,7 +181,7 @@ def _without_floats_by_name(value: dict[str, Any]) -> Any:
 
 @contextmanager
 def _wrong_types() -> Iterator[None]:
-    """Say what in config.json has a wrong type, in one sentence."""
+    """Raise UserError that says what in config.json has a wrong type."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -70,7 +70,7 @@ _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq"
 
 
 def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> Iterator[str]:
-    """A sentence for each file beyond all limits, and for a configuration that chooses code."""
+    """A message for each file beyond all limits, and for a configuration that chooses code."""
     for name in (*_LARGE, *CONFIG_FILES):
         if name not in read_already and os.path.lexists(directory / name):
             yield from model_file_fault(directory / name)
@@ -101,12 +101,12 @@ def model_file_fault(path: Path) -> Iterator[str]:
 
 
 def config_faults(content: Any) -> Iterator[str]:
-    """The first sentence, if any, for what no configuration may hold."""
+    """The first message, if any, for what no configuration may hold."""
     yield from itertools.islice(itertools.chain(_code_faults(content), _counts(content)), 1)
 
 
 def _counts(content: Any) -> Iterator[str]:
-    """A sentence for each count of layers or labels, at any depth, that no model has."""
+    """A message for each count of layers or labels, at any depth, that no model has."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
@@ -124,7 +124,7 @@ def check_faults(faults: Iterator[str]) -> None:
 
 
 def _code_faults(content: Any, place: str = "") -> Iterator[str]:
-    """A sentence for each field of a configuration, at any depth, that chooses code or weights."""
+    """A message for each field of a configuration, at any depth, that chooses code or weights."""
     if isinstance(content, list):
         for index, value in enumerate(content):
             yield from _code_faults(value, f"{place}{index}.")

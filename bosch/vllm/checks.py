@@ -1,4 +1,4 @@
-"""What must hold before vLLM loads a hybrid model; each fault is one sentence."""
+"""What must hold before vLLM loads a hybrid model; each fault is one message."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_engine() -> None:
 
 
 def untested_version(version: str) -> str:
-    """A sentence on a version of vLLM with which the plugin was not tested; else nothing."""
+    """A warning about a version of vLLM with which the plugin was not tested; else nothing."""
     tested = {name.rpartition(".")[0] for name in (OLDEST_TESTED, NEWEST_TESTED)}
     if ".".join(version.split(".")[:2]) in tested:
         return ""

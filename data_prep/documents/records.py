@@ -357,7 +357,7 @@ def open_dataset(
     """The split as an IterableDataset; nothing but its metadata is read.
 
     Raises UserError when there is no such dataset, subset or split (`where` stands before the
-    sentence), and RunError when the hub cannot be reached.
+    message), and RunError when the hub cannot be reached.
     """
     from datasets import load_dataset
     from fsspec.compression import compr, register_compression

@@ -25,7 +25,7 @@ def source_files(where: str, kind: str, pattern: str) -> list[Path]:
     Of a folder only the files of this kind count, and no hidden ones. A source of kind mds gives
     its indices: where a folder holds an index merged from those below it, that one alone.
 
-    Raises UserError when there is no such file; `where` stands before the sentence.
+    Raises UserError when there is no such file; `where` stands before the message.
     """
     path = Path(pattern).expanduser()
     if kind == "mds":

@@ -1,4 +1,4 @@
-"""Turns what pydantic found wrong with a recipe into sentences with dotted paths."""
+"""Turns what pydantic found wrong with a recipe into error messages with dotted paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIMITS = {
 
 
 def sentences(model: type[Section], error: ValidationError) -> list[str]:
-    """One sentence for each place of `model`, the type of a recipe, that `error` names."""
+    """One message for each place of `model`, the type of a recipe, that `error` names."""
     grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
         path, owner = _walk(model, detail["loc"])

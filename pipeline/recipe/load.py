@@ -101,7 +101,7 @@ def _drop_replaced(
 
 
 def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
-    """Everything wrong between the fields of a recipe, one sentence each.
+    """Everything wrong between the fields of a recipe, one message each.
 
     Without `input_files` it does not matter whether the data is there.
     """

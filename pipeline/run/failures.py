@@ -1,4 +1,4 @@
-"""How failures are described to the user: kinds, sentences and exit statuses."""
+"""How failures are described to the user: kinds, messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Terminated(Exception):
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind (user, damaged, run, unexpected) and sentence of a stage's failure."""
+    """Kind (user, damaged, run, unexpected) and message of a stage's failure."""
     if isinstance(error, UserError):
         return {"kind": "user", "message": str(error)}
     if isinstance(error, DamagedWorkError):
         return {"kind": "damaged", "message": str(error)}
     if is_disk_full(error):
-        sentence = OUTPUT_FULL if output_is_full() else disk_full_sentence(work_dir)
-        return {"kind": "run", "message": sentence}
+        message = OUTPUT_FULL if output_is_full() else disk_full_message(work_dir)
+        return {"kind": "run", "message": message}
     if isinstance(error, RunError):
         return {"kind": "run", "message": str(error)}
     if isinstance(error, MemoryError):
@@ -78,7 +78,7 @@ def output_is_full() -> bool:
     return False
 
 
-def disk_full_sentence(folder: Path) -> str:
+def disk_full_message(folder: Path) -> str:
     """Message for a full disk, with what to do."""
     return (
         f"the disk of {folder} is full; free some space and run the same command again: "

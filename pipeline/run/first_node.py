@@ -1,4 +1,4 @@
-"""Signs of life of the first node of a run on several, on the disk that all of them share.
+"""Heartbeats of the first node of a run on several, on the disk that all of them share.
 
 The other nodes wait for what the first one makes alone, for hours where that takes hours. So that
 they do not wait for ever, it counts in a file while its run lasts, and says there how it ended.
@@ -19,7 +19,7 @@ from bosch.files import read_json, write_json
 BEAT_SECONDS = 10.0
 # Nodes do not start at the same moment, and a network file system shows changes late.
 SILENT_SECONDS = 180.0
-_GOES_ON = "start the same command on all nodes again"
+_RESUME = "start the same command on all nodes again"
 
 
 class Heart:
@@ -84,5 +84,5 @@ class Watcher:
         last = f" (its last run failed: {ended})" if ended else ""
         return LostRankError(
             f"the first node sent no heartbeat in {SILENT_SECONDS / 60:g} minutes{last}; "
-            f"{_GOES_ON}, on one shared output_root"
+            f"{_RESUME}, on one shared output_root"
         )

@@ -27,7 +27,7 @@ from pipeline.run.failures import (
     LOST_RANK_STATUS,
     REQUEUE_STATUS,
     Terminated,
-    disk_full_sentence,
+    disk_full_message,
 )
 from pipeline.run.worker import PARENT
 from stages.recipe import World
@@ -56,7 +56,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Run a stage in processes of its own, so that its memory returns when it ends.
 
     One process is started directly, several through torchrun. Raises UserError or RunError with
-    the sentence that the stage left, LostRankError where a process was lost to no fault of its own.
+    the message that the stage left, LostRankError where a process was lost to no fault of its own.
     """
     with _control_folder(Path(order["work_dir"]), world.node_rank) as control:
         write_json(control / "order.json", order)
@@ -192,7 +192,7 @@ def failure_of(
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
-            return RunError(f"{name}: {disk_full_sentence(work_dir)}")
+            return RunError(f"{name}: {disk_full_message(work_dir)}")
     # The status may be that of a frozen process, which torchrun has killed.
     kinds = [FROZEN_RANK, *([LOST_RANK] if status == LOST_RANK_STATUS else [])]
     for path in (path for kind in kinds for path in sorted(control.glob(f"{kind}.*.json"))):

@@ -118,7 +118,7 @@ def _run_order() -> int:
         logger.info("%s", stop)
         return REQUEUE_STATUS
     except LostRankError as error:
-        _leave_sentence(LOST_RANK, control, rank, str(error))
+        _leave_message(LOST_RANK, control, rank, str(error))
         return LOST_RANK_STATUS
     except Exception as error:
         failure = describe(error, work_dir, log_file)
@@ -131,7 +131,7 @@ def _run_order() -> int:
         return 2 if failure["kind"] == "user" else 1
 
 
-def _leave_sentence(kind: str, control: Path, rank: int, message: str) -> None:
+def _leave_message(kind: str, control: Path, rank: int, message: str) -> None:
     logger.error("%s", message)
     with contextlib.suppress(OSError):
         write_json(control / f"{kind}.{rank}.json", {"message": message})
@@ -139,7 +139,7 @@ def _leave_sentence(kind: str, control: Path, rank: int, message: str) -> None:
 
 def _end_without_partner(control: Path, rank: int, message: str) -> None:
     """End the process from a thread: its main one waits for the process that is frozen."""
-    _leave_sentence(FROZEN_RANK, control, rank, message)
+    _leave_message(FROZEN_RANK, control, rank, message)
     os._exit(LOST_RANK_STATUS)
 
 

@@ -68,7 +68,7 @@ class PromptEvaluation(Section):
     )
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        """What the folder lacks, a sentence each."""
+        """What the folder lacks, a message each."""
         yield from ()
 
     def files(self, folder: Path) -> list[str]:

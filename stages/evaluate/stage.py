@@ -338,8 +338,8 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
             "process; set data, or leave them out"
         )
     requests = {"chunks": "runtime.evaluate_parallel = context splits them"}
-    for sentence in lacking(runtime.attention, requests):
-        yield f"runtime.attention: {sentence}"
+    for message in lacking(runtime.attention, requests):
+        yield f"runtime.attention: {message}"
 
 
 def _one_window(loaded: LoadedRecipe) -> Iterator[str]:

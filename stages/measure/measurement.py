@@ -230,7 +230,7 @@ def _title(report: dict[str, Any]) -> str:
 def run_in_process(request: dict[str, Any], what: str) -> dict[str, Any]:
     """Figures of one run, or {"out_of_memory": reason}; `what` names the run in messages.
 
-    Raises UserError or RunError with the sentence the process left, RunError for any other end.
+    Raises UserError or RunError with the message the process left, RunError for any other end.
     """
     with tempfile.TemporaryDirectory(prefix="bosch-measure-") as folder:
         request_file, result_file, log = (

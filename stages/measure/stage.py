@@ -127,8 +127,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         return
     yield from position_faults(loaded, "measure.lengths", max(section.lengths))
     requests = {"cache": "measure decodes with a KV cache"}
-    for sentence in lacking(loaded.recipe.runtime.attention, requests):
-        yield f"runtime.attention: {sentence}"
+    for message in lacking(loaded.recipe.runtime.attention, requests):
+        yield f"runtime.attention: {message}"
     if search.method != "given" and min(section.lengths) < search.window.size:
         yield (
             f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "

@@ -273,7 +273,7 @@ def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
 
 
 def too_small(price: Price, window: Window) -> str:
-    """The sentence on a budget that all heads sliding with the smallest window do not fit."""
+    """The error message for a budget that all heads sliding with the smallest window do not fit."""
     least = price.of(price.with_sliding(len(price.kinds.full) * price.kinds.heads, window))
     return (
         f"search.budget.{price.budget.name}: {format_bytes(price.most)} is less than the "

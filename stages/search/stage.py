@@ -490,8 +490,8 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
                 "sliding heads keep; leave search.sink out"
             )
         requests["head_logits"] = "search.sink asks for it"
-    for sentence in lacking(recipe.runtime.attention, requests):
-        yield f"runtime.attention: {sentence}"
+    for message in lacking(recipe.runtime.attention, requests):
+        yield f"runtime.attention: {message}"
 
 
 def _own_logits(info: ModelInfo | None) -> dict[str, str]:

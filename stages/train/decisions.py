@@ -54,7 +54,7 @@ class SpikeRule:
         return [list(step) for step in self._steps]
 
     def restore(self, state: Iterable[Any]) -> None:
-        """Go on from the `state` of a restart point."""
+        """Continue from the `state` of a restart point."""
         self._steps.extend((norm, bad) for norm, bad in state)
 
     def fault(self, norm: float) -> str | None:

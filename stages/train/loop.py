@@ -325,7 +325,7 @@ class Loop:
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
 
     def resume(self, point: Path) -> None:
-        """Go on from a restart point."""
+        """Continue from a restart point."""
         with self.restarts.loading(point):
             state = self.state()
             self.restarts.read(point, state)

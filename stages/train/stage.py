@@ -391,8 +391,8 @@ def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
         )
     if way == "attention":
         requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
-        for sentence in lacking(runtime.attention, requests):
-            yield f"runtime.attention: {sentence}, or runtime.checkpointing = full"
+        for message in lacking(runtime.attention, requests):
+            yield f"runtime.attention: {message}, or runtime.checkpointing = full"
 
 
 def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
@@ -405,8 +405,8 @@ def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
     if dropout:
         requests["dropout"] = f"the model's config.json asks for {dropout}"
-    for sentence in lacking(loaded.recipe.runtime.attention, requests):
-        yield f"runtime.attention: {sentence}"
+    for message in lacking(loaded.recipe.runtime.attention, requests):
+        yield f"runtime.attention: {message}"
 
 
 STAGE = Stage(

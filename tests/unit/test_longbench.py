@@ -71,3 +71,19 @@ def test_code_is_the_first_line_without_marks():
     assert score("lcc", "\n// only\n", ["x = 1"], []) == 0.0
     # A line of blanks is a line of code to the benchmark.
     assert score("lcc", "  \nx = 1", ["x = 1"], []) < 1.0
+
+
+def test_a_prompt_of_the_longest_length_is_read_as_it_is():
+    """Decoding and tokenising again could change it."""
+
+    class Words:
+        eos_token_id = None
+
+        def __call__(self, text, **options):
+            return {"input_ids": text.split()}
+
+        def decode(self, ids, **options):
+            return " ".join(["cut", *ids])
+
+    assert truncated_ids(Words(), "a b c d", 4) == ["a", "b", "c", "d"]
+    assert truncated_ids(Words(), "a b c d e", 4)[0] == "cut"

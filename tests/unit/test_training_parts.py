@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -447,3 +448,24 @@ def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
     assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
     plugin = made["gradient_accumulation_plugin"]
     assert (plugin.sync_with_dataloader, plugin.sync_each_batch) == (False, False)
+
+
+def test_the_line_of_a_step_says_all_that_is_known_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    log = MetricsLog(tmp_path, schedule(), 0)
+    values = {
+        "kv_budget": 4_992, "mfu": 0.4321, "memory": 3 * 2**29, "data_seconds": 1.0,
+        "checkpoint_seconds": 0.9, "needle_score": 0.75, "heldout_loss": 2.34567, "skipped": True,
+    }  # fmt: skip
+    log.write(1, 3.0, float("nan"), learning_rate=2e-5, **values)
+    log.write(10, 2.0, 0.5, learning_rate=1e-5)
+    log.close()
+    first, last = [re.sub(r"[\d,]+ tokens/s", "N tokens/s", one) for one in caplog.messages]
+    assert first.startswith(
+        "step 1/10: loss 3.0000, lr 2.00e-05, grad norm not finite, N tokens/s, budget of 4,992 KV "
+        "slots, MFU 43.2%, 1.5 GiB, data 1.0 s, needle score 0.750, held-out loss 2.3457, "
+        "skipped, "
+    )
+    assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"

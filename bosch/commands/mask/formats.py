@@ -1,7 +1,7 @@
 """Head masks in the files of other projects: DuoAttention and rtp-llm.
 
 docs/reference/format.md says what each of them can hold. A mask is never rounded to what a format
-can hold: where it cannot hold it, the sentence says why.
+can hold: where it cannot hold it, the error message says why.
 L layers, HKV key/value heads, HQ query heads.
 """
 

@@ -218,8 +218,8 @@ def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str
     search = _search_of(loaded.recipe[SearchConfig], combination)
     changed = replace(loaded, recipe=loaded.recipe.model_copy(update={"search": search}))
     for fault in find_faults(changed, input_files=False):
-        sentence = fault.removeprefix("search.swa_ratio: ")
-        yield f"--ratios {combination.ratio:g} with {combination.method}: {sentence}"
+        message = fault.removeprefix("search.swa_ratio: ")
+        yield f"--ratios {combination.ratio:g} with {combination.method}: {message}"
 
 
 def _search_of(search: SearchConfig, combination: Combination) -> SearchConfig:
