@@ -30,6 +30,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "runtime.checkpointing=attention", "evaluate.rivals=[intr,rand]", "search.sinks=4",
         "evaluate.windows=[512,1024,2048]", "evaluate.presets=[short]", "materialize.dtype=float32",
         "runtime.search_parallel=tensor", "runtime.processes=8",
+        "measure={lengths: [4k, 32k], batch_size: 2}", "rival={method: intr}",
     )),
     ("qwen3_30b_a3b_r075", "a100x7", (
         "search.method=bosch", "search.race=true", "search.swa_ratio=null",
