@@ -35,7 +35,7 @@ def pid_namespace() -> str:
 
 
 def machine_id() -> str:
-    """Stays the same when a machine is started anew, and differs between machines of one name.
+    """Stays the same when a machine is restarted, and differs between machines of one name.
 
     That of the system, else the hardware address of a network card.
     """

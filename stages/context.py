@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class Runtime(Section):
-    """What does not change results and is no part of any key."""
+    """What does not change results and is not part of any key."""
 
     output_root: Annotated[PathText, Input()] = Field(
         "runs", description="Folder of the store and of runs/<recipe name>."

@@ -128,7 +128,7 @@ def split(value: object) -> object:
 
 
 def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
-    """The values, rising and each once."""
+    """The values, ascending and each once."""
     return tuple(sorted(set(values)))
 
 

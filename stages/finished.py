@@ -32,7 +32,7 @@ class FinishedWork:
         return self._results[name]
 
     def forget(self) -> None:
-        """Remove the file: the whole is complete, the next one starts anew."""
+        """Remove the file: the whole is complete, the next one starts from nothing."""
         self._journal.path.unlink(missing_ok=True)
         self._results.clear()
 

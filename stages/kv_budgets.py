@@ -42,7 +42,7 @@ def front_faults(loaded: LoadedRecipe, field: str, is_set: bool) -> Iterator[str
 
 
 def named_budgets(config: Any, names: Literal["all"] | Sequence[int | float]) -> tuple[int, ...]:
-    """KV slots, rising, of the budgets of a hybrid's configuration that a recipe names.
+    """KV slots, ascending, of the budgets of a hybrid's configuration that a recipe names.
 
     All are those that have sliding heads: without, the model is the original. Raises UserError
     where it has none of that name, or one head layout alone.

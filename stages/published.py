@@ -86,7 +86,7 @@ class WorkSummary(Summary):
             fault = f"{cls.FILE} cannot be read"
         if fault is None:
             return record
-        logger.warning("%s: damaged (%s); it is made anew", folder, fault)
+        logger.warning("%s: damaged (%s); it is made again", folder, fault)
         return None
 
 

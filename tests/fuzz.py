@@ -34,7 +34,7 @@ from pipeline.run.hashing import FileHasher
 from tests.pipeline_case import ROOT, Case
 
 _SECONDS = 10  # of the processor's time
-_WAITING_SECONDS = 300  # in all: a busy machine makes it long, and a pipe for ever
+_WAITING_SECONDS = 300  # in all: a busy machine makes it long, and a pipe forever
 _MEMORY = 3 * 2**30  # of the process; a case that takes more ends with a MemoryError
 _LONGEST = 20_000
 

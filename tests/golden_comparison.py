@@ -1,4 +1,4 @@
-"""The golden comparison page, written anew: python -m tests.golden_comparison."""
+"""The golden comparison page, written again: python -m tests.golden_comparison."""
 
 from __future__ import annotations
 

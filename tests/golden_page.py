@@ -2,7 +2,7 @@
 
     python -m tests.golden_page
 
-writes the report anew, `python -m tests.golden_comparison` the comparison; look at their diff.
+writes the report again, `python -m tests.golden_comparison` the comparison; look at their diff.
 """
 
 from __future__ import annotations

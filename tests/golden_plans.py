@@ -2,7 +2,7 @@
 
     python -m tests.golden_plans
 
-writes the golden plans anew; look at their diff.
+writes the golden plans again; look at their diff.
 """
 
 from __future__ import annotations

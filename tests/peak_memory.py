@@ -17,7 +17,7 @@ class PeakMemory(TorchDispatchMode):
     """Counts the storages that operations allocate inside the context, until they are freed.
 
     `peak` is the most bytes that were alive at once, `largest` the biggest single one. What lay in
-    memory before is no part of it, nor what a kernel allocates and frees by itself. Works on meta
+    memory before is not part of it, nor what a kernel allocates and frees by itself. Works on meta
     tensors, which have sizes and no memory.
     """
 
@@ -59,7 +59,7 @@ def _storages(values: Any) -> list[Any]:
 class TensorBytes(TorchDispatchMode):
     """Sums all storages that are alive after each operation, as large as they are by then.
 
-    FSDP frees whole weights by shrinking their storages, so sizes are read anew each time.
+    FSDP frees whole weights by shrinking their storages, so sizes are read again each time.
     `before` are the bytes that were alive at the start, those of other tests among them.
     """
 

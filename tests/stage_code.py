@@ -2,8 +2,8 @@
 
     python -m tests.stage_code
 
-writes tests/stage_code.json anew: the digest of every module that a stage imports, directly or not,
-and the stages' versions. A test fails while the file is behind. Whoever runs this answers one
+writes tests/stage_code.json again: the digest of every module that a stage imports, directly or
+not, and the stages' versions. A test fails while the file is behind. Whoever runs this answers one
 question first: do results change? If so, the VERSION of each stage named is raised.
 
 Comments, docstrings, annotations and layout are no part of a digest.

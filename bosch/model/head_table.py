@@ -1,6 +1,6 @@
 """`hybrid_attention` of a configuration: how many KV heads of each layer have which window.
 
-With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several the rising
+With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several the ascending
 `window_sizes` in place of the first, and `swa_kv_heads_per_layer`: for each layer, how many of its
 heads have each of them. `sink: bias` says that each query head of a sliding head has an extra logit
 in its softmax, the parameter `sink_bias` [query heads] of its layer's attention.
@@ -135,7 +135,7 @@ def original_slots(config: Any) -> int:
 
 
 def kv_budgets(config: Any) -> dict[int, Rows]:
-    """The rows of each budget by its KV slots, rising; empty for a model of one layout.
+    """The rows of each budget by its KV slots, ascending; empty for a model of one layout.
 
     Raises UserError when the configuration's `hybrid_attention` is damaged.
     """

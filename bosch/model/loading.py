@@ -177,7 +177,7 @@ def _load_dequantised(config: Any) -> None:
 def full_attention_config(config: Any) -> Any:
     """Configuration under which the weights of a hybrid model have full heads only.
 
-    The order of heads is no part of a model's function, so this is the original, if the hybrid was
+    The order of heads is not part of a model's function, so this is the original, if the hybrid was
     not trained.
     """
     model_type = config.model_type.removeprefix(HYBRID_PREFIX)

@@ -73,7 +73,7 @@ class GradientScorer(Scorer, Protocol):
 class SlotBudgets:
     """KV slots, heads x cached tokens at `context` tokens, that a search of a front aims at.
 
-    `slots` are the budgets of its points, rising; where there are none the search spaces them.
+    `slots` are the budgets of its points, ascending; where there are none the search spaces them.
     `chosen` is the budget of the mask that is its result; by default that of the ratio's full heads
     beside others of the narrowest window.
     """
@@ -280,7 +280,7 @@ class Evaluator:
     def evaluate_held_out(self, mask: HeadMask) -> Evaluation:
         """S(z) of a mask of units on the examples held out; runs the model where the log lacks it.
 
-        It is no part of the trace: a search does not go by it.
+        It is not part of the trace: a search does not go by it.
         """
         mask = self.units.head_mask(mask)
         evaluation = self.log.held_out(mask)

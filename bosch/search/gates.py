@@ -59,7 +59,7 @@ class RunningWorth:
     """Mean worth of each unit over the steps in a row whose gradients agree on it.
 
     A gradient of one share of the examples is noisy, so that a mean over shares is better. But a
-    unit whose substitutes slid is worth more than before: its mean starts anew.
+    unit whose substitutes slid is worth more than before: its mean starts again.
     """
 
     def __init__(self, units: int) -> None:

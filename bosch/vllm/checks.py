@@ -125,7 +125,7 @@ def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
         reason = "LoRA adapters"
     if moved and reason:
         raise UserError(
-            f"tensor_parallel_size is {plan.ranks}: the heads must be shared out anew, which is "
+            f"tensor_parallel_size is {plan.ranks}: the heads must be shared out again, which is "
             f"not possible with {reason}; serve them with tensor_parallel_size 1"
         )
     scheme = (getattr(config, "quantization_config", None) or {}).get("kv_cache_scheme")

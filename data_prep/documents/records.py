@@ -262,7 +262,7 @@ def parquet_row_groups(path: Path, field: str) -> int:
 def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
     try:
         require_regular(path)
-        # A text that is repeated stays one: a file of kilobytes may repeat a large one for ever.
+        # A text that is repeated stays one: a file of kilobytes may repeat a large one forever.
         return pq.ParquetFile(path, read_dictionary=list(texts))
     except _PARQUET_FAULTS as error:
         reason = _reason(error)

@@ -305,7 +305,7 @@ def _groups(
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the shard is there as it was written; a damaged one is made anew."""
+    """Whether the shard is there as it was written; a damaged one is made again."""
     if not path.exists():
         return False
     record = read_json(path / _RECORD)
@@ -313,7 +313,7 @@ def _is_whole(path: Path) -> bool:
     fault = hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
     if fault is None:
         return True
-    logger.warning("%s is damaged (%s) and made anew", path, fault)
+    logger.warning("%s is damaged (%s) and made again", path, fault)
     return False
 
 

@@ -183,8 +183,8 @@ def _tokens_per_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float
 class _Draws:
     """Everything random in a sample, independent of the haystack's size.
 
-    Needles come first, distractors are drawn one by one when asked for, places anew for every
-    size: a longer haystack of the same sample has the same needles.
+    Needles come first, distractors are drawn one by one when asked for, places again for
+    every size: a longer haystack of the same sample has the same needles.
     """
 
     def __init__(

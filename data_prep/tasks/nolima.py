@@ -31,7 +31,7 @@ _ANCHOR, _SHORT_ANCHOR = 50, 25
 
 
 class NeedleTest(NamedTuple):
-    """A needle with its question; {CHAR} in both stands for a name that is drawn anew each time."""
+    """A needle with its question; {CHAR} in both stands for a name that is drawn each time."""
 
     name: str
     kind: str
@@ -97,7 +97,7 @@ class Book:
         self._ids: list[int] = tokenizer(read_utf8(path), add_special_tokens=False)["input_ids"]
         breaks = {i for i in set(self._ids) if "\n" in tokenizer.decode([i])}
         places = [0, *(place for place, i in enumerate(self._ids) if i in breaks)]
-        self._places = np.asarray(places)  # of line breaks, rising
+        self._places = np.asarray(places)  # of line breaks, ascending
 
     def with_text(self, text: str, length: int, depth: float) -> str:
         """`length` tokens of the book, and the text at the first line's end behind `depth` of them.

@@ -42,7 +42,7 @@ _CHAIN_HOPS = 4
 _COMMON_WORDS = 10
 # From here on RULER's own steps are used; below, its smallest haystacks do not fit.
 _SHORTEST_LENGTH = 4096
-# RULER draws again, for ever, where one step of haystack does not fit.
+# RULER draws again, forever, where one step of haystack does not fit.
 _REDRAWS = 200
 
 

@@ -138,7 +138,7 @@ class SampleFolder:
             if record.get("index") != index or _digest(own_ids) != record["ids_sha256"]:
                 raise RunError(
                     f"{folder}: sample {index} is damaged; run the same command again, which makes "
-                    "it anew"
+                    "it again"
                 )
             yield StoredSample(
                 self.task,
@@ -178,7 +178,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
     for record in entries[1:] if head is not None else []:
         own_ids = ids[start : start + record.get("tokens", 0)]
         if record.get("index") != len(records) or _digest(own_ids) != record["ids_sha256"]:
-            logger.warning("%s: damaged from sample %d on; made anew", ids_file, len(records))
+            logger.warning("%s: damaged from sample %d on; made again", ids_file, len(records))
             break
         start += record["tokens"]
         records.append(record)

@@ -1,7 +1,7 @@
 """Heartbeats of the first node of a run on several, on the disk that all of them share.
 
 The other nodes wait for what the first one makes alone, for hours where that takes hours. So that
-they do not wait for ever, it counts in a file while its run lasts, and says there how it ended.
+they do not wait forever, it counts in a file while its run lasts, and says there how it ended.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class FileHasher:
         return digest
 
     def forget_seen(self) -> None:
-        """Begin the record of `seen` anew."""
+        """Start the record of `seen` again."""
         self._seen = {}
 
     @property

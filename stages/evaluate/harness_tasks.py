@@ -38,7 +38,7 @@ _DATA_LIMITS = JsonLimits(2**30, 6_000_000)
 _EXECUTES_NOTHING = re.compile(
     r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_[\d.]+k"
 )
-# Shares whose mean no other way to sum them up gives.
+# Scores whose mean tells a mean from every other way to aggregate them (sum, median, maximum).
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
 

@@ -117,7 +117,7 @@ def rival_masks(
 
 
 def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[Window, float]:
-    """The commonest window of a mask, and the ratio at which it alone holds no more cache."""
+    """The most common window of a mask, and the ratio at which it alone holds no more cache."""
     rows = searched.mask.heads_per_layer(searched.windows)
     counts = {window: sum(row[window] for row in rows) for window in searched.windows}
     window = max(searched.windows, key=lambda one: counts[one])

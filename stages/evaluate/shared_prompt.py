@@ -49,25 +49,25 @@ class SharedPrompt:
         previous, self._previous = self._previous, shared
         if len(ids) == 1:
             shared = shared[: _common(previous, shared)]
-        known = _common(self._ids, shared)
-        if known < len(shared) // 2 and len(shared) - most >= LEAST_SHARED:
+        cached = _common(self._ids, shared)
+        if cached < len(shared) // 2 and len(shared) - most >= LEAST_SHARED:
             self._compute(shared)
-            known = len(shared)
-        if known - most < LEAST_SHARED:
+            cached = len(shared)
+        if cached - most < LEAST_SHARED:
             return None
         assert self._cache is not None
-        return padded_rows(self._cache, padding, known)
+        return padded_rows(self._cache, padding, cached)
 
     @torch.inference_mode()
-    def rest_logits(self, ids: Tensor, asked: int) -> Tensor | None:
+    def rest_logits(self, ids: Tensor, last: int) -> Tensor | None:
         """Logits of sequences [B, T], padded on the right by zeros, without those they share.
 
-        Of every sequence at least the last `asked` are there. None where they share too little.
+        Of every sequence at least the `last` ones are there. None where they share too little.
         """
         beginning = _shared_beginning(ids, ids.new_zeros(len(ids)))
         # A zero may be padding of one row and the token of another.
         length = int((beginning != 0).long().cumprod(0).sum())
-        ids_of_cache = ids[:, : max(length - asked, 0) + 1]
+        ids_of_cache = ids[:, : max(length - last, 0) + 1]
         cache = self.cache(ids_of_cache, torch.ones_like(ids_of_cache))
         if cache is None:
             return None
@@ -102,7 +102,7 @@ def _shared_beginning(ids: Tensor, padding: Tensor) -> Tensor:
 
 
 def _common(left: Tensor, right: Tensor) -> int:
-    """How many tokens two sequences begin with alike."""
+    """How many tokens two sequences have in common at their beginning."""
     length = min(len(left), len(right))
     differs = left[:length].to(right.device) != right[:length]
     return int(differs.int().argmax()) if bool(differs.any()) else length

@@ -398,7 +398,7 @@ def _trained_length(loaded: LoadedRecipe) -> int | None:
 
 
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
-    """What of the model's card is in the key of an evaluation."""
+    """The part of the model card that is in the key of an evaluation."""
     length = _trained_length(loaded)
     return {} if length is None else {"yarn_original_length": length}
 

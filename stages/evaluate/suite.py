@@ -60,7 +60,7 @@ class Suite(ABC):
         return sum(len(self.open(model, subtask)) for subtask in self.subtasks)
 
     def open(self, model: Evaluated, subtask: Subtask) -> list[int]:
-        """Those of a subtask, rising."""
+        """Samples of a subtask that have no answer, in ascending order."""
         answered = self.answers.answered(model, subtask)
         mine = range(self.rank, self.samples(subtask), self.world)
         return [index for index in mine if index not in answered]

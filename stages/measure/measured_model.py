@@ -40,7 +40,7 @@ class Variant(Section):
     window_size: int | None = None  # the widest
     sinks: int | None = None
     full_kv_heads_per_layer: tuple[int, ...]
-    # Of a hybrid with several windows: all of them, rising, and each layer's heads with each.
+    # Of a hybrid with several windows: all of them, ascending, and each layer's heads with each.
     window_sizes: tuple[int, ...] | None = None
     swa_kv_heads_per_layer: tuple[tuple[int, ...], ...] | None = None
 

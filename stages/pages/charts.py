@@ -179,7 +179,7 @@ def curves(
     height: int = 280,
     has_lines: bool = True,
 ) -> alt.LayerChart:
-    """A line with points for each series: rows of series, x, y, tip, and low and high at will.
+    """A line with points for each series: rows of series, x, y, tip, and optionally low and high.
 
     `reference` is a dashed level with its label. A click in the legend picks series.
     """

@@ -130,7 +130,7 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     names = results.budget_models(final_model(results))
     shares = {one.kv_slots: one.share for one in results.served.budgets}
     tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
-    scored = [(slots, found[1]) for slots, found in tested if found is not None]
+    scored = [(slots, outcome[1]) for slots, outcome in tested if outcome is not None]
     if len(scored) < 2:
         return
     near = list(itertools.takewhile(lambda one: one[1].difference_low > -MARGIN, scored))
@@ -138,25 +138,25 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     if not near:
         yield f"{count} the largest is not shown to be within {MARGIN:g} points of the original."
         return
-    slots, found = near[-1]
+    slots, difference = near[-1]
     yield (
         f"{count}, {shares[slots]} of the KV slots is the smallest shown to be within {MARGIN:g} "
-        f"points of the original, as are all larger ones: {_points(found)}."
+        f"points of the original, as are all larger ones: {_points(difference)}."
     )
 
 
-def _points(found: Against) -> str:
-    ends = f"{signed(found.difference_low, 1)}, {signed(found.difference_high, 1)}"
-    return f"{signed(found.difference, 1)} points [{ends}]"
+def _points(result: Against) -> str:
+    ends = f"{signed(result.difference_low, 1)}, {signed(result.difference_high, 1)}"
+    return f"{signed(result.difference, 1)} points [{ends}]"
 
 
-def _than_original(found: Against) -> str:
+def _than_original(result: Against) -> str:
     """A difference in words, with its interval."""
-    ends = f"[{signed(found.difference_low, 1)}, {signed(found.difference_high, 1)}]"
-    if round(found.difference, 1) == 0:
+    ends = f"[{signed(result.difference_low, 1)}, {signed(result.difference_high, 1)}]"
+    if round(result.difference, 1) == 0:
         return f"as the original does, within {ends} points,"
-    much = "less" if found.difference < 0 else "more"
-    return f"{abs(found.difference):.1f} points {much} than the original {ends}"
+    much = "less" if result.difference < 0 else "more"
+    return f"{abs(result.difference):.1f} points {much} than the original {ends}"
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
@@ -166,10 +166,10 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     scores of the original and a hybrid.
     """
     choice = choose(results)
-    found = overall(results, choice.model) if choice is not None else None
-    if choice is None or found is None:
+    outcome = overall(results, choice.model) if choice is not None else None
+    if choice is None or outcome is None:
         return None
-    count, difference = found
+    count, difference = outcome
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
         f"it scores {_than_original(difference)} over {tasks} "

@@ -1,4 +1,4 @@
-"""runs/index.html: a row for each run that has a report; every report writes it anew."""
+"""runs/index.html: a row for each run that has a report; every report writes it again."""
 
 from __future__ import annotations
 

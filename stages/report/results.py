@@ -1,6 +1,6 @@
 """Published results of the stages, as the report shows them.
 
-Where training or evaluation is missing from the inputs, it is no part of the recipe and stays None;
+Where training or evaluation is missing from the inputs, the recipe leaves it out and it stays None;
 a stage that is there but lacks a file it promises is an error, never an empty picture.
 """
 

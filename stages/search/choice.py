@@ -15,7 +15,7 @@ _POINTS = 8
 
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
-    """KV slots at `price.tokens` tokens of the points of a front, rising."""
+    """KV slots at `price.tokens` tokens of the points of a front, ascending."""
     heads = len(price.kinds.full) * price.kinds.heads
     most, least = heads * price.tokens, heads * section.menu[-1].held(price.tokens)
     if section.points is not None:

@@ -46,7 +46,7 @@ def mask_file(
 class LiveView:
     """Written after each evaluation, on the first rank.
 
-    A resumed search evaluates its first masks again, so the scalars begin afresh each time.
+    A resumed search evaluates its first masks again, so the scalars start over each time.
     Raises RunError where the work directory cannot be written.
     """
 

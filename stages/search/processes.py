@@ -71,7 +71,7 @@ def join_process_group(
     if parallel != "data":
         ranks = Ranks(device=device, shard=dist.get_rank(), shards=size)
     if not ranks.is_first:
-        # All ranks run the same search: one of them tells about it.
+        # All ranks run the same search: one of them logs it.
         logging.getLogger("bosch.search").setLevel(logging.ERROR)
     yield ranks
     dist.destroy_process_group()

@@ -19,9 +19,9 @@ def budget_weights(count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BudgetDraw:
-    """Budgets by the number of a step: every cycle of steps has each in its share, shuffled anew.
+    """Budgets by the number of a step: every cycle of steps has each in its share, reshuffled.
 
-    `budgets` are KV slots, rising. Nothing else decides: neither what was drawn before, nor the
+    `budgets` are KV slots, ascending. Nothing else decides: neither what was drawn before, nor the
     process, nor the micro-batch.
     """
 

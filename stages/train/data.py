@@ -90,7 +90,7 @@ class SourceTokens:
         self._counted = 0  # sequences whose tokens are among these
 
     def until(self, stop: int) -> dict[str, int]:
-        """Tokens of the first `stop` sequences; after a restart all of them are counted anew."""
+        """Tokens of the first `stop` sequences; after a restart all of them are counted again."""
         if self._names:
             self._tokens += self._data.tokens_by_source(self._counted, stop, len(self._names))
         self._counted = stop

@@ -35,7 +35,7 @@ def load_teacher(
 ) -> Any:
     """The model in `model_dir` with every head full, in the precision that training computes in.
 
-    It gives the original's function: the order of heads is no part of it. Its forward pass returns
+    It gives the original's function: the order of heads is not part of it. Its forward pass returns
     the states [B, T, C] before the output head; `backend` computes its attention. It is on
     `device`; under FSDP, on the meta device.
     """

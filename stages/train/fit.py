@@ -135,7 +135,7 @@ def remedy(
 def _alternatives(
     runtime: Runtime, processes: int, splits: bool
 ) -> Iterator[tuple[list[str], Runtime, int]]:
-    """Changes of what is no part of any result, fewest changes and fewest processes first.
+    """Changes of what is not part of any result, fewest changes and fewest processes first.
 
     `splits`: sequences of this model can be split over processes.
     """

@@ -39,8 +39,8 @@ def step_traffic(
 ) -> float:
     """Bytes that all processes together send in a step for the attention of split sequences.
 
-    Keys and values go forth, once more where activations are recomputed, and their gradients come
-    back; a teacher's heads, all full, go forth once. Documents change it by their sinks at most.
+    Keys and values are sent, once more where activations are recomputed, and their gradients come
+    back; a teacher's heads, all full, are sent once. Documents change it by their sinks at most.
     """
     split = ContextSplit(length, runtime.context_parallel)
     passes = 2 if runtime.checkpointing == "none" else 3

@@ -51,7 +51,7 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
 def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
     """What a restart point must share with the run that resumes from it.
 
-    The number of processes too where shards are not cut anew: DeepSpeed's, and moments in 8 bits,
+    The number of processes too where shards are not cut again: DeepSpeed's, and moments in 8 bits,
     whose blocks may cross a cut.
     """
     quantised = runtime.sharding == "fsdp" and train.optimizer == "adamw_8bit"
@@ -183,7 +183,7 @@ def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if backend == "gloo":
         # Its shared-memory collectives would be compiled first; a compiler that was killed leaves a
-        # lock behind on which every later run waits for ever. gloo needs none of it.
+        # lock behind on which every later run waits forever. gloo needs none of it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
 

@@ -98,7 +98,7 @@ class RestartPoints:
                 remove(point)
         wait()
         if points and rank() == 0:
-            logger.warning("no restart point is whole: training begins anew")
+            logger.warning("no restart point is whole: training starts from the beginning")
         return None
 
     def _fault(self, point: Path) -> str | None:
@@ -154,7 +154,7 @@ class RestartPoints:
             ) from error
 
     def clean(self) -> None:
-        """Remove what a killed process left half written."""
+        """Remove what a killed process left incomplete."""
         remove(self.writing)
 
     def make_room(self) -> None:

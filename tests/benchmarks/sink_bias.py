@@ -6,7 +6,7 @@ python -m tests.benchmarks.sink_bias MODEL FOLDER [SEED ...]     searched and tr
 MODEL is `quickstart` (window 64) or a composition model of recipes/study (window 32). The first
 form prints score and mean log-likelihood of 24 questions under random masks that keep a quarter of
 the heads full, one for each seed, and with every head sliding. The second takes the hybrids of
-`distillation_study.STUDIES`, the mask found under each variant anew with the seed: the score is the
+`distillation_study.STUDIES`, the mask found under each variant with the seed: the score is the
 exact match of 96 questions of neither search nor training, untrained and after `STEPS` steps of 8
 sequences of 208 new tokens, with the original model as teacher.
 """

@@ -70,7 +70,7 @@ def _measure(method: str, length: int) -> int:
         ids = torch.randint(64, (tokens,)).tolist()
         score(model, CalibrationSet.from_records([(ids, 4)]), 1024)
 
-    scored(64)  # what is loaded once is no part of it
+    scored(64)  # what is loaded once is not part of it
     meter = memory_meter(torch.device("cpu"))
     before = meter.peak()
     scored(length)

@@ -87,14 +87,14 @@ def test_a_search_goes_on_with_the_bias_it_began_with(
     Journal(kept).append({"values": values})
     file = _search(inputs, tmp_path / "stopped", method="intr")
     assert file.sink_bias == tuple(map(tuple, values))
-    # A damaged one is estimated anew, as in a search that was never stopped.
+    # A damaged one is estimated again, as in a search that was never stopped.
     Journal(tmp_path / "damaged/sink_bias.jsonl").append({"values": values})
     text = (tmp_path / "damaged/sink_bias.jsonl").read_text()
     digit = next(place for place in range(20, 30) if text[place] in "123456789")
     damaged = f"{text[:digit]}{int(text[digit]) % 9 + 1}{text[digit + 1 :]}"
     (tmp_path / "damaged/sink_bias.jsonl").write_text(damaged)
-    anew = _search(inputs, tmp_path / "damaged", method="intr")
-    assert anew.sink_bias == _search(inputs, tmp_path / "whole", method="intr").sink_bias
+    again = _search(inputs, tmp_path / "damaged", method="intr")
+    assert again.sink_bias == _search(inputs, tmp_path / "whole", method="intr").sink_bias
     # A mask with a bias of its own, taken as it is.
     shutil.copy(tmp_path / "stopped/head_mask.json", tmp_path / "mask.json")
     again = _search(inputs, tmp_path / "given", method="given", mask=str(tmp_path / "mask.json"))

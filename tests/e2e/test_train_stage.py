@@ -253,7 +253,7 @@ def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
     assert files(tmp_path / "checkpoints") == files(undisturbed / "checkpoints")
 
 
-def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_anew(
+def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     for harm in ("summary.json", "checkpoints/tokens-1280/model.safetensors"):

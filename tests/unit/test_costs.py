@@ -10,5 +10,5 @@ from tests.golden_plans import GOLDEN, plans
 
 
 def test_plans_are_the_golden_ones() -> None:
-    """Every line; tests/golden_plans.py writes the file anew."""
+    """Every line; tests/golden_plans.py writes the file again."""
     assert list(plans()) == GOLDEN.read_text(encoding="utf-8").splitlines()

@@ -117,7 +117,7 @@ def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> No
         assert latest is not None and restart_step(latest) == 3, str(state)
 
 
-def test_prepared_data_is_whole_or_made_anew(
+def test_prepared_data_is_whole_or_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "load_tokenizer", lambda spec: tiny_tokenizer())

@@ -26,7 +26,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(tmp_path_factory.mktemp("case"), hidden_size=64)
 
 
-def test_bytes_are_those_of_the_plan_and_rates_do_not_compile_anew() -> None:
+def test_bytes_are_those_of_the_plan_and_rates_do_not_compile_again() -> None:
     model = nn.Linear(128, 64, bias=False)
     optimizer: Any = make_optimizer(model, TrainConfig(optimizer="adamw_8bit"))
     with torch.compiler.set_stance("force_eager"):

@@ -295,7 +295,7 @@ def test_watch_ends_where_nothing_appears_any_more(
 
     def sleep(seconds: float) -> None:
         polls.append(seconds)
-        assert len(polls) < 20, "it would wait for ever"
+        assert len(polls) < 20, "it would wait forever"
 
     monkeypatch.setattr(evaluate.time, "sleep", sleep)
     for stage in published:

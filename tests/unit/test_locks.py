@@ -141,7 +141,7 @@ def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path, harm: ob
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_machine_started_anew_has_no_holders(tmp_path: Path) -> None:
+def test_a_machine_restarted_has_no_holders(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     boot = {"boot": "an earlier one"}
     leave_lock(path, pid_namespace="pid:[1]", **boot)

@@ -300,7 +300,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[3]["over_original"] is None
 
 
-def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_anew(
+def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []

@@ -192,12 +192,12 @@ def test_shards_are_kept(corpus, monkeypatch):
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     ],
 )
-def test_damaged_shard_is_made_anew(corpus, file, harm, caplog):
+def test_damaged_shard_is_made_again(corpus, file, harm, caplog):
     expected = contents(tokenise(corpus, "shards", 1))
     [shard] = (corpus / "shards").iterdir()
     (shard / file).write_bytes(harm((shard / file).read_bytes()))
     assert contents(tokenise(corpus, "shards", 1)) == expected
-    assert f"is damaged ({file} has other content) and made anew" in caplog.text
+    assert f"is damaged ({file} has other content) and made again" in caplog.text
 
 
 @pytest.mark.parametrize("kill", [False, True])

@@ -76,7 +76,7 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
 
 
 def test_the_page_is_the_golden_one(page: str) -> None:
-    """What stands on the page and in its charts; tests/golden_page.py writes the file anew."""
+    """What stands on the page and in its charts; tests/golden_page.py writes the file again."""
     assert golden(page).splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 

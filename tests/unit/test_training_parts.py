@@ -236,10 +236,10 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     (points.directory / "step-99").touch()
     assert points.latest() == whole
     assert "step-16 is damaged" in caplog.text
-    assert "begins anew" not in caplog.text
+    assert "from the beginning" not in caplog.text
     harm(whole)
     assert points.latest() is None
-    assert "no restart point is whole: training begins anew" in caplog.text
+    assert "no restart point is whole: training starts from the beginning" in caplog.text
     (points.directory / "unreadable-step-97").touch()
     assert save_point(points, 98) == points.latest()
     assert save_point(points, 99) == points.latest()
