@@ -15,7 +15,7 @@ _FILES = ("RECIPE", "MODEL_DIR", "DIR", "SOURCE", "TARGET", "RUN")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which shell."""
+    """Add the name of the shell."""
     parser.add_argument(
         "shell",
         choices=shtab.SUPPORTED_SHELLS,

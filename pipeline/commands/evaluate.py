@@ -35,7 +35,7 @@ _IDLE_POLLS = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which models."""
+    """Add the options that choose models."""
     parser.add_argument(
         "--checkpoints",
         metavar="NAME",

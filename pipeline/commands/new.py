@@ -71,7 +71,7 @@ runtime:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What for, and where to."""
+    """Add the model, its data and the options."""
     parser.add_argument("model", metavar="MODEL_DIR", help="directory, or name on the hub")
     parser.add_argument(
         "--data",

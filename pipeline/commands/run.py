@@ -21,7 +21,7 @@ COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which stages to run, and how."""
+    """Add the options that choose stages."""
     parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
     parser.add_argument(
         "--from",

@@ -26,7 +26,7 @@ _BUDGET_BYTES = 64 * 1024**2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """The command has no options of its own."""
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ _RESULTS = ".eval_results/bosch.yaml"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What, and where to."""
+    """Add the run, the repository and the options."""
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="a run's folder, like runs/quickstart"
     )

@@ -18,7 +18,7 @@ COMMAND = RecipeCommand("check a recipe, its model and its input files", json=Tr
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """The command has no options of its own."""
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:

@@ -83,7 +83,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _check_limits(text: str) -> None:
-    """Raise a YAML error for text that nests, repeats or counts beyond all sense.
+    """Raise a YAML error for text that nests, repeats or counts beyond the limits above.
 
     The parser's events are enough: nothing is built yet, and an alias counts as often as the value
     it stands for.

@@ -38,7 +38,7 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
     except StoppedError:
         heartbeat.end()
         raise
-    # A process that fails goes silent: the others notice that even if its exit status is lost.
+    # A process that fails goes silent: the others notice even if its exit status is lost.
     heartbeat.end()
 
 

@@ -211,7 +211,7 @@ class Runner:
             summary = self._launch(self.order(node, work, stamps), self._world(node))
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
-            with contextlib.suppress(OSError):  # on a full disk the reason is still told
+            with contextlib.suppress(OSError):  # the reason is reported on a full disk too
                 self.store.fail(node.name, key, reason)
             raise
         facts = {
