@@ -246,6 +246,14 @@ def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes
     return f"ndarray:uint32:{sizes}", np.array(numbers, "<u4").tobytes()
 
 
+def test_special_tokens_are_no_text(tmp_path):
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("One. ")["input_ids"]
+    assert documents(write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))) == [
+        "One. One. "
+    ]
+
+
 IDS = u32(*range(10))
 
 

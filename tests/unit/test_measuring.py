@@ -278,6 +278,12 @@ def run(seconds: float, peak: int = 100) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_the_slow_tokens_are_the_ninetieth_percentile_of_all_runs() -> None:
+    seconds = [[1.0, 11.0, *range(3, 8)], [2.0, 8.0, 9.0, 10.0]]
+    runs = [{**run(1.0), "token_seconds": one} for one in seconds]
+    assert point_of(ORIGINAL, 10, 2, runs)["decode_seconds_per_token_p90"] == 10.0
+
+
 def test_points_are_medians_and_ratios_to_the_original() -> None:
     points = [
         point_of(ORIGINAL, 10, 2, [run(2.0), run(9.0), run(4.0)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -44,6 +45,18 @@ def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> No
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     # On a page they are the style sheet's.
     assert "var(--hybrid)" in picture.still
+
+
+@pytest.mark.parametrize(("ends", "drawn"), [((None, None), 0), ((None, 1.0), 1), ((0.5, 1.0), 1)])
+def test_intervals_are_drawn_of_the_points_that_have_one(
+    ends: tuple[float | None, ...], drawn: int
+) -> None:
+    rows = [
+        {"series": "one", "x": x, "y": 2.0, "low": low, "high": low and 3.0, "tip": ""}
+        for x, low in enumerate(ends)
+    ]
+    text = json.dumps(curves(rows, Axis("x"), Axis("y"), styles(["one"])).to_dict())
+    assert text.count('"type": "rule"') == drawn
 
 
 def test_series_keep_their_own_look_and_others_differ() -> None:

@@ -176,6 +176,19 @@ def test_record_of_too_many_bytes(tmp_path, monkeypatch):
         read(Source("s", "parquet", str(tmp_path / "a.parquet")))
 
 
+@pytest.mark.parametrize("part_bytes", [700, 5000])
+def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(records, "MOST_RECORD_BYTES", 1000)
+    monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
+    text = "y" * (1000 - len(lines([""])))
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines(["x", text, "z"]))
+    assert sorted(read(Source("s", "jsonl", str(file)))) == ["x", text, "z"]
+    file.write_bytes(lines(["x", text + "y", "z"]))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: a record of more than"):
+        read(Source("s", "jsonl", str(file)))
+
+
 def test_damaged_zst(tmp_path):
     whole = zstd(lines([text * 50 for text in TEXTS]))
     (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
