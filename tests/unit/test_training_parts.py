@@ -469,3 +469,14 @@ def test_the_line_of_a_step_says_all_that_is_known_of_it(
         "skipped, "
     )
     assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"
+
+
+def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
+    """Another stage, or another training in the same process, can start."""
+    for _ in range(2):
+        file = (tmp_path / "store").as_uri()
+        parallel.dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+        parallel.leave()
+        assert not parallel.dist.is_initialized()
+        (tmp_path / "store").unlink(missing_ok=True)
+    parallel.leave()
