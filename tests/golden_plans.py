@@ -37,6 +37,8 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "search.budget={kv_cache: 0.3 @ 64k}", "runtime.reuse_memory=1GB",
         "evaluate.harness={tasks: [gsm8k], samples: 100}",
         "evaluate.presets=[long,reasoning]",
+        "evaluate.nolima={data_dir: n, lengths: [4k, 16k], samples: 500}",
+        "evaluate.helmet={data_dir: h}",
     )),
     ("qwen3_30b_a3b_r075", "h200x16", ("search.window_size=4k", "runtime.micro_batch_size=1")),
     ("qwen3_14b_r075", "h100x8", (
@@ -50,6 +52,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "search.method=apl", "train=null", "evaluate={harness: {tasks: [gsm8k]}}",
         "model.dtype=float32", "runtime.processes=4",
     )),
+    ("qwen3_1p7b_r075", "h100x8", ("train=null", "evaluate={needle: null, mrcr: {data_dir: m}}")),
 )  # fmt: skip
 
 

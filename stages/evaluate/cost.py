@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
-from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
 from stages.evaluate.stage import EvaluateConfig
@@ -65,61 +64,68 @@ def _more_budgets(loaded: LoadedRecipe) -> int:
 def _cost(
     loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
 ) -> Cost:
-    """Needle samples and presets of `models` hybrids or the original; other suites are small."""
+    """All suites of `models` hybrids or the original, as far as their samples are known."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     evaluate, search = recipe[EvaluateConfig], recipe[SearchConfig]
-    needle, efficiency = evaluate.needle, devices.efficiency or EFFICIENCY
     rows_by_window = search.kv_heads(shape.kinds, recipe.model.dtype)
     shares = window_shares(rows_by_window) if is_hybrid else None
-    passes, disk, facts = _presets(evaluate, shape, shares)
+    assert loaded.info is not None
+    work, facts = _work(evaluate, loaded.info.max_positions)
+    passes = sum(shape.forward_flops(one.tokens, one.length, shares) for one in work)
+    samples = sum(one.samples for one in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
-    jobs: tuple[int, ...] = (sharing,) if sharing > 1 else ()
-    for section in evaluate.prompts.values():
-        count = section.most_samples
-        for length in section.lengths:
-            tokens = length + section.new_tokens
-            passes += shape.forward_flops(count * tokens, length, shares)
-        disk += count * len(section.lengths) * _SAMPLE_BYTES
-        facts.append(f"{section.title}: up to {count:,} samples at each length")
-    if needle is None:
-        return Cost(
-            models * passes, 1e6 + models * disk, facts, jobs or (1,), efficiency=efficiency
-        )
-    each = needle.samples * len(needle.tasks)
-    samples, rows = each * len(needle.lengths), recipe.runtime.eval_batch_size
-    longest, number = max(needle.lengths), BYTES[recipe.model.dtype]
-    cache = CacheSize.of(rows_by_window, shape.kinds, number)
-    cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
+    number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     # A hybrid that is made from the original takes its weights over one by one.
     weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
-    sizes = ActivationSizes.of(shape, number, sharing=sharing)
-    activations = sizes.plain_pass(rows * longest)
-    where = " in the first one" if sharing > 1 else ""
-    if sharing > 1:
-        full = [{None: shape.key_value_heads}] * shape.full_layers
-        split = whole_chunks(longest, sharing)
-        sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
-        facts.append(
-            f"each prompt split over {sharing} processes, which send each other "
-            f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
+    memory = f"per process: {format_bytes(number * weights)} of weights"
+    if work:
+        longest = max(one.longest for one in work)
+        cache = CacheSize.of(rows_by_window, shape.kinds, number)
+        cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
+        sizes = ActivationSizes.of(shape, number, sharing=sharing)
+        where = " in the first one" if sharing > 1 else ""
+        if sharing > 1:
+            full = [{None: shape.key_value_heads}] * shape.full_layers
+            split = whole_chunks(longest, sharing)
+            sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
+            facts.append(
+                f"each prompt split over {sharing} processes, which send each other "
+                f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
+            )
+        facts.append(f"{samples:,} samples{of_whom}")
+        memory += (
+            f", {format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}{where}"
+            f"{_states_text(shape)}, about {format_bytes(sizes.plain_pass(rows * longest))} in a "
+            "pass"
         )
-    facts = [
-        *facts,
-        f"{samples:,} samples{of_whom}",
-        f"per process: {format_bytes(number * weights)} of weights, "
-        f"{format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}{where}"
-        f"{_states_text(shape)}, about {format_bytes(activations)} in a pass",
-    ]
-    passes += sum(shape.forward_flops(each * length, length, shares) for length in needle.lengths)
-    disk = models * (disk + samples * _SAMPLE_BYTES)
-    return Cost(models * passes, disk, facts, jobs or (samples,), efficiency=efficiency)
+    return Cost(
+        models * passes,
+        1e6 + models * samples * _SAMPLE_BYTES,
+        [*facts, memory],
+        (sharing,) if sharing > 1 else (max(1, samples),),
+        efficiency=devices.efficiency or EFFICIENCY,
+    )
 
 
-def _presets(
-    evaluate: EvaluateConfig, shape: DecoderShape, shares: Mapping[Window, float] | None
-) -> tuple[float, float, list[str]]:
-    """Operations and bytes on disk of the presets' benchmarks of lm-eval, and what they are."""
-    flops, disk, facts = 0.0, 0.0, []
+@dataclass(frozen=True)
+class _Work:
+    """So many samples, answers counted, of a context of `length` tokens on average.
+
+    `tokens` are those of all samples; `longest` is the longest of them, with its answer.
+    """
+
+    samples: int
+    tokens: int
+    length: int
+    longest: int
+
+
+def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work], list[str]]:
+    """The samples of the suites, and what they are; those of single tasks of lm-eval are unknown.
+
+    Of a prompt that is longer than the model's `positions` lm-eval keeps the end.
+    """
+    work, facts = list[_Work](), list[str]()
     limit = evaluate.harness.samples if evaluate.harness is not None else None
     for one in benchmarks(evaluate.presets):
         left_out = f"; without {one.left_out}" if one.left_out else ""
@@ -130,14 +136,24 @@ def _presets(
             continue
         documents = min(one.documents, limit or one.documents)
         length = one.prompt + one.answer
-        flops += shape.forward_flops(documents * one.answers * length, length, shares)
-        disk += documents * _SAMPLE_BYTES
+        samples, read = documents * one.answers, min(length, positions or length)
+        work.append(_Work(samples, samples * read, read, read))
         answers = f", {one.answers} answers each" if one.answers > 1 else ""
+        part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
-            f"{one.name}: {documents:,} documents of about {length:,} tokens{answers}, data: "
+            f"{one.name}: {documents:,} documents of about {length:,} tokens{part}{answers}, data: "
             f"{one.data}{left_out}"
         )
-    return flops, disk, facts
+    for section in evaluate.prompts.values():
+        samples, (_, longest) = section.most_samples, section.most_tokens
+        for length in section.lengths:
+            work.append(_Work(samples, samples * (length + section.new_tokens), length, longest))
+        facts.append(f"{section.title}: up to {samples:,} samples at each length")
+    if (needle := evaluate.needle) is not None:
+        samples = needle.samples * len(needle.tasks)
+        work += [_Work(samples, samples * length, length, length) for length in needle.lengths]
+        facts.append(f"RULER: {samples:,} samples at each length")
+    return work, facts
 
 
 def _states_text(shape: DecoderShape) -> str:

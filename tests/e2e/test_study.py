@@ -25,10 +25,11 @@ from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from pipeline.cli import main
+from pipeline.commands.study import headbench
 from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import StudiedModel
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import LoadedRecipe, load_recipe
 from stages.recipe import World
 from stages.search.stage import STAGE
 from tests.pipeline_case import in_process
@@ -126,6 +127,29 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert static["most"] == pytest.approx(0.5)
     assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
+
+
+def test_the_cost_to_reach_the_published_procedure_is_of_the_cheapest_that_does(
+    searched: Path,
+) -> None:
+    options = "--methods", "bosch,bosch_plus", "--ratios", "0.5", "--budgets", "3,6"
+    assert study("cost", searched, *options) == 0
+    points = read(searched, "cost")["points"]
+    base = points[1]
+    assert (base["method"], base["budget_per_layer"]) == ("bosch", 6)
+    goal = np.median(base["score_of_each_seed"])
+    enough = [
+        point
+        for point in points
+        if point["method"] == "bosch_plus" and np.median(point["score_of_each_seed"]) >= goal
+    ]
+    first = min(enough, key=lambda point: point["full_forward_equivalents"])
+    page = (searched / "cost.md").read_text().partition("ρ = 0.5")[0]
+    passes, own = (point["full_forward_equivalents"] for point in (base, first))
+    assert (
+        f"| 0.5 | {goal:.3f} | {passes:.1f} | {own:.1f} passes (κ = {first['budget_per_layer']}) "
+        f"| {own / passes:.2f} |" in page
+    )
 
 
 def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> None:
@@ -287,20 +311,47 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
 
 
-def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:
+def without_change(folder: Path) -> LoadedRecipe:
+    """A recipe whose training changes no weight."""
     changes = [
         f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}",
-        "prepare.train_tokens=8k", f"runtime.output_root={tmp_path / 'runs'}",
+        "prepare.train_tokens=8k", f"runtime.output_root={folder / 'runs'}",
         "train={total_tokens: 512, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
         "checkpoint_tokens: [], mixed_precision: 'no'}", "materialize.dtype=float32",
     ]  # fmt: skip
+    return load_recipe(RECIPE, changes)
+
+
+def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path) -> None:
+    trained: list[str] = []
+
+    def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        trained.extend([order["stage"]] if order["stage"] == "train" else [])
+        return in_process(order, world)
+
+    options = StudyOptions(
+        methods=("rand", "dcam"), ratios=(0.5,), budgets=(3,), seeds=2, held_out=5,
+        with_training=True,
+    )  # fmt: skip
+    model = StudiedModel(without_change(tmp_path), options, tmp_path / "study", launcher)
+    result = headbench.study(model)
+    assert len(trained) == 2 + 1 + 2, "rand draws two masks, dcam one, and two are uniform"
+    assert len(result.records) == 4
+    for record in result.records:
+        assert record["trained_score"] == record["score"], record["method"]
+        assert record["trained_score_of_each_seed"] == record["score_of_each_seed"]
+    assert len(result.figures["scores"]) == 2
+    assert "trained for 512 tokens" in result.text
+
+
+def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:
     orders: list[str] = []
 
     def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         orders.append(order["stage"])
         return in_process(order, world)
 
-    loaded, options = load_recipe(RECIPE, changes), StudyOptions(held_out=5)
+    loaded, options = without_change(tmp_path), StudyOptions(held_out=5)
     model = StudiedModel(loaded, options, tmp_path / "study", launcher)
     one = HeadMask.from_key("3x4:0a50")
     several = HeadMask.of_choices([[0, 1, 2, 1], [2, 2, 0, 0], [1, 0, 1, 2]])

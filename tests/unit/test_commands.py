@@ -17,6 +17,7 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
@@ -24,6 +25,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run import log
 from stages.prepare.stage import PrepareConfig
 from tests.elsewhere import ROOT
+from tests.hybrid_case import small_model
 from tests.pipeline_case import Case, fake_table
 
 
@@ -53,6 +55,43 @@ def test_json_is_all_that_is_printed(
         }  # fmt: skip
     if name == "plan":
         assert all(one["flops"] >= 0 and one["disk_bytes"] > 0 for one in record["stages"])
+
+
+def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[True, False, False, False], [False] * 4, [True, True, False, True]]
+    model = small_model(num_hidden_layers=3)
+    head = 2 * model.config.head_dim * 4
+    materialize(model, HeadMask(rows), Window(6, 2)).save_pretrained(tmp_path)
+    capsys.readouterr()  # which transformers' own imports may have written to
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["full_kv_heads_per_layer"] == {"0": 1, "1": 0, "2": 3}
+    for row in record["cache_bytes"]:
+        held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
+        assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown
+    assert "full KV heads by layer: 0: 1, 1: 0, 2: 3\n" in shown
+    first = record["cache_bytes"][0]
+    hybrid, original = (first[name] / 2**20 for name in ("hybrid", "original"))
+    assert f"    1,024 tokens: {hybrid:.2f} MiB of KV cache, not {original:.2f}\n" in shown
+
+
+@pytest.mark.parametrize("share", ["0", "-0.5", "1.01", "nan", "half"])
+def test_plan_takes_a_share_of_the_peak(
+    case: Case, share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hours(efficiency: str) -> float:
+        arguments = ["plan", str(case.file), "--hardware", "h100x8", "--json"]
+        assert main([*arguments, "--efficiency", efficiency]) == 0
+        stages = json.loads(capsys.readouterr().out)["stages"]
+        return next(one["hours"] for one in stages if one["stage"] == "search")
+
+    assert hours("0.5") > hours("1") > 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(case.file), "--efficiency", share])
+    assert "--efficiency" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Choice, Runner
 from stages.context import StageConfig
-from stages.inputs import section_identity
+from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
+from stages.evaluate.stage import HarnessEvaluation, NeedleEvaluation
+from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
 from stages.recipe import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
@@ -302,6 +305,48 @@ def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
     assert identity(folder, kind, tmp_path)[0] == before
     (folder / "README").write_text("x")
     assert (identity(folder, kind, tmp_path)[0] == before) == (kind != "text")
+
+
+@pytest.mark.parametrize(
+    ("section", "read", "ignored"),
+    [
+        (NolimaEvaluation, "haystack/a.txt", "haystack/a.md"),
+        (MrcrEvaluation, "a.parquet", "a.csv"),
+        (HelmetEvaluation, "kilt/nq-dev-multikilt_1000_k50_dep6.jsonl", "kilt/nq.jsonl"),
+        (HarnessEvaluation, "mmlu_anatomy/test.jsonl", "mmlu_anatomy/test.json"),
+        (partial(NeedleEvaluation, tasks=["qa_1"]), "squad.json", "wiki.json"),
+        (partial(NeedleEvaluation, tasks=["cwe"]), "english_words.json", "squad.json"),
+    ],
+)
+def test_an_evaluations_files_stand_in_its_key_by_content(tmp_path, section, read, ignored):
+    data = tmp_path / "data"
+    evaluation = section(data_dir=str(data))
+    paths = [data / name for name in (read, ignored)]
+    keys = []
+    for contents in ((), ("one",), ("two",), ("two", "other")):
+        for path, text in zip(paths, contents, strict=False):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        keys.append(section_identity(evaluation, FileHasher(tmp_path / "hashes.json"))[1])
+    missing, one, two, with_other = keys
+    assert missing != one != two == with_other
+    assert str(data) not in str(section_identity(evaluation, FileHasher(tmp_path / "h"))[0])
+
+
+@pytest.mark.parametrize("pattern", ["", "*/*.txt"])
+def test_a_long_list_of_files_is_one_hash_in_the_key(tmp_path, pattern):
+    files = [tmp_path / f"folder{i}" / "a.txt" for i in range(33)]
+    for path in files:
+        path.parent.mkdir()
+        path.write_text("text")
+    hasher = FileHasher(tmp_path / "hashes.json")
+    named = str(tmp_path / pattern)
+    listed = hashed_files(named, files[:32], hasher)["files"]
+    assert list(listed) == [f"folder{i}/a.txt" for i in range(32)]
+    folded = hashed_files(named, files, hasher)
+    assert folded["files"] == 33 and hashed_files(named, files, hasher) == folded
+    files[7].write_text("other")
+    assert hashed_files(named, files, hasher)["sha256"] != folded["sha256"]
 
 
 def test_retrieval_is_made_of_this_pythons_help(tmp_path):

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
 from bosch.progress import Progress
-from data_prep.documents import tokenization
+from data_prep.documents import tokenization, tokenizer
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import Block, TokenisedSource, read_shard, tokenise_source
@@ -116,6 +117,26 @@ def test_special_tokens_in_text_are_text(tmp_path, fast):
     assert not any((i == 0).any() for i in ids)
     assert tokenizer.decode(ids[0]) == "a<|end|>b"
     assert np.concatenate(list(encoder.in_pieces(["a<|e", "nd|>b"]))).tolist() == ids[0].tolist()
+
+
+@pytest.mark.parametrize("run", [3, 30, 50, 100, 301])
+@pytest.mark.parametrize("piece", [1, 70, 10_000])
+def test_a_document_in_windows_has_the_tokens_of_the_whole(monkeypatch, tmp_path, run, piece):
+    """Where windows that begin within a run pair it otherwise, they overlap more, or are cut."""
+    monkeypatch.setattr(tokenizer, "WINDOW", 128)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 16)
+    letters = [*"abcd ", "aa", "aaaa", "bc", "bcd"]
+    merges = [("a", "a"), ("aa", "aa"), ("b", "c"), ("bc", "d")]
+    backend = Tokenizer(models.BPE({one: i for i, one in enumerate(letters)}, merges))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
+    for start in range(100, 132):
+        text = "bcd" * start + "a" * run + "dbc" * 90 + "a" * run + "bcd"
+        text = text[start % 7 :]
+        pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
+        made = list(encoder.in_pieces(pieces))
+        assert len(made) > 3
+        assert np.concatenate(made).tolist() == encoder([text])[0].tolist()
 
 
 @pytest.fixture

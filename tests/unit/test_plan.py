@@ -82,6 +82,29 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
     assert "note:" not in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "samples", "longest"),
+    [
+        ("evaluate={needle: {lengths: [512, 256], samples: 2, tasks: [vt, fwe]}}", 8, "512"),
+        ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], max_new_tokens: 32, "
+         "samples: 40}}", 40, "544"),
+        ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
+        ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
+    ],
+)  # fmt: skip
+def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
+    tmp_path: Path, changes: str, samples: int, longest: str
+) -> None:
+    loaded = load_recipe(Case(tmp_path).file, [changes], env={}, input_files=False)
+    cost = plan_costs(loaded, plan_devices(loaded))["evaluate"]
+    (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
+    assert f" of KV cache for 8 samples of {longest}" in memory
+    (told,) = [fact for fact in cost.facts if " samples for the hybrid" in fact]
+    assert not samples or told.startswith(f"{samples:,} samples for the hybrid")
+    assert cost.jobs == (int(told.partition(" ")[0].replace(",", "")),)
+    assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
+
+
 def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.change_config(vocab_size=2**30)

@@ -15,6 +15,7 @@ from bosch.commands.repair.weights import repair
 from bosch.errors import UserError
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from pipeline.cli import main
 from tests.hybrid_case import random_mask, small_model
 
 
@@ -30,6 +31,21 @@ def saved(folder: Path, family: str = "qwen3", tuned: float = 0.0, mask_seed: in
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def test_the_command_restores_all_unless_a_share_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, older = saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")
+    for share, options in ((1.0, []), (0.5, ["--share", "0.5"])):
+        out, expected = tmp_path / f"out{share}", tmp_path / f"expected{share}"
+        paths = [str(tuned), "--from", str(older), "--output", str(out)]
+        assert main(["repair", *paths, *options]) == 0
+        count = repair(tuned, older, expected, share)
+        told = f"{out}: {count} query and key weights, {share:g} of {older}\n"
+        assert capsys.readouterr().out.endswith(told)
+        ours = weights(out)
+        assert all(torch.equal(ours[name], value) for name, value in weights(expected).items())
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -252,6 +252,21 @@ def test_missing_and_damaged_data(tmp_path, tokenizer, data):
         SampleFolder(tmp_path, "qa_1", 80, 16, 1, _corpus(data), tokenizer).make(1)
 
 
+def test_a_list_longer_than_the_words_is_of_rulers_english_words(tmp_path, tokenizer):
+    words = [f"w{number}" for number in range(3000)]
+    file = tmp_path / "english_words.json"
+    file.write_text(json.dumps({f"key {word}": word for word in words}))
+    corpus = _corpus(tmp_path, words=OWN_WORDS)
+    task = ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer))
+    task.fit()
+    assert len(OWN_WORDS.single) < task.size < len(words)
+    sample = task.sample(0)
+    assert len(sample.draft.answers) == 10 and {*sample.draft.answers} <= {*words}
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"english_words\.json: expected a JSON object of words"):
+        ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer))
+
+
 def test_recipe_knows_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
     section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
