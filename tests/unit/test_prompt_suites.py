@@ -6,11 +6,13 @@ of `tests.nolima_case`, by context length.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import time
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -24,6 +26,7 @@ from pyarrow import parquet
 
 from bosch.errors import UserError
 from data_prep.documents.records import read_rows
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import helmet, mrcr, nolima
 from data_prep.tasks.tables import HELMET_TASKS
 from pipeline.recipe.load import load_recipe
@@ -199,6 +202,45 @@ def test_all_are_evaluated_and_answered_once(
     # Other runs on the same data ask nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     assert score_original(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
+    folder: Path,
+    tmp_path: Path,
+    is_applied: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{{ eos_token }}{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}(answer){% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    asked: list[str] = []
+
+    def spy(loaded: Any, own: Any, questions: Any, *rest: Any, **more: Any) -> Any:
+        asked.extend(own.decode(question.prompt_ids) for question in questions)
+        return generate(loaded, own, questions, *rest, **more)
+
+    monkeypatch.setattr("stages.evaluate.suite.generate", spy)
+    mrcr = {"data_dir": str(folder / "mrcr"), "lengths": [256], "samples": 1}
+    scores = score_original(tmp_path, tmp_path / "out", mrcr=mrcr, chat_template=is_applied)
+    first, second = sorted(asked, key=len)
+    own = "Prepend aB0 to the 2nd (1 indexed) line on tapirs."
+    [turns] = [json.loads(row["prompt"]) for row in conversations() if row["answer"][:3] == "aB0"]
+    if is_applied:
+        text = "".join(f"({turn['role']}){turn['content']}" for turn in turns)
+        assert first == f"{tokenizer.eos_token}{text}(answer)"
+        assert scores.prompts == "in the tokenizer's chat template" and not caplog.text
+    else:
+        assert first.endswith("Assistant:") and "(user)" not in first
+        assert scores.prompts == "raw; the tokenizer's chat template is not applied"
+        assert "an instruct model is asked in raw text" in caplog.text
+    assert own in first and own not in second
 
 
 def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from data_prep.documents.calibration import write_calibration
+from data_prep.text import haystack_words
 from stages.context import Runtime
+from stages.prepare.stage import PrepareConfig
 from stages.recipe import ModelInfo
 from stages.shape import stored_shape
 from stages.train import run as training
@@ -29,7 +33,7 @@ from stages.train.loss import install_loss
 from stages.train.metrics import check_wandb, step_flops
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
-from stages.train.watch import HeldOutWatch, NeedleWatch
+from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
 from tests.hybrid_case import random_mask, small_model
 from tests.training_case import (
     SEQUENCE_LENGTH,
@@ -40,6 +44,8 @@ from tests.training_case import (
     train_here,
     train_in_processes,
 )
+
+BASE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "base_model"
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +251,51 @@ def test_needle_scores_are_the_models_own_and_change_no_loss(
     assert losses == pytest.approx([s["loss"] for s in metrics(undisturbed)], rel=5e-4)
     if sharding == "none":
         assert losses == [step["loss"] for step in metrics(undisturbed)]
+
+
+class Asked(torch.nn.Module):
+    """A model whose every second answer is right, and the answers it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[list[int]] = []
+        self.answers: list[list[int]] = []
+
+    def forward(self, input_ids: Any, labels: Any, measure: Any) -> dict[str, torch.Tensor]:
+        is_answer = labels[0] >= 0
+        self.prompts.append(input_ids[0, ~is_answer].tolist())
+        self.answers.append(labels[0, is_answer].tolist())
+        assert not self.training and not is_answer[: -len(self.answers[-1])].any()
+        return {"values": torch.tensor([len(self.answers) % 2])}
+
+
+def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examples(
+    tmp_path: Path,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    calibration = {"tasks": ["niah_single_1", "niah_single_2"], "length": 300, "examples": 4}
+    prepare = PrepareConfig.model_validate(
+        {"train_tokens": 1, "sources": [{"name": "a", "kind": "retrieval"}],
+         "calibration": calibration}
+    )  # fmt: skip
+    config = stage_config(runtime={"needle_every_steps": 3, "needle_samples": 5})
+    config = replace(config, upstream={**config.upstream, "prepare": prepare})
+    watch, model = make_needle_watch(config, tmp_path), Asked()
+    assert watch is not None and watch.is_due(3, 9) and not watch.is_due(4, 9)
+    assert watch.score(model, torch.device("cpu")) == 2 / 5 and model.training
+    texts = [tokenizer.decode(prompt) for prompt in model.prompts]
+    assert ["The grass is green" in text for text in texts] == [True, False, True, False, True]
+    assert all(len(p) + len(a) <= 300 for p, a in zip(model.prompts, model.answers, strict=True))
+    write_calibration(
+        tmp_path / "set", **calibration, seed=config.seed, tokenizer=tokenizer,
+        essay_words=haystack_words(None),
+    )  # fmt: skip
+    lines = (tmp_path / "set" / "calibration.jsonl").read_text().splitlines()
+    searched = [json.loads(line)["input_ids"] for line in lines]
+    known = {tuple(ids[-3:]) for ids in searched}
+    assert len(known) == 4 and not {tuple(answer[-3:]) for answer in model.answers} & known
+    assert make_needle_watch(stage_config(), tmp_path) is None
 
 
 @pytest.mark.parametrize("processes", [1, 2])
