@@ -5,7 +5,9 @@
 Lines of the product are drawn at random, each gets one plausible wrong change in a copy of the
 checkout, and the tests nearest to its module run. Prints a row a change and the share that was
 killed; --list prints the changes alone. A change nobody noticed wants a test, or its line deleted.
-With --log a run that was stopped, or reached --hours, resumes where it stopped.
+With --log a run that was stopped, or reached --hours, resumes where it stopped. With --ran the tests
+that run the changed line come first: `coverage json --show-contexts` of a run whose contexts are
+tests.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import ast
 import copy
 import importlib
+import json
 import math
 import os
 import random
@@ -185,10 +188,29 @@ def draw(seed: int, count: int, packages: tuple[str, ...] = PRODUCT) -> list[Cha
     return [generator.choice(by_line[line]) for line in lines]
 
 
-def tests_of(file: str, most: int) -> list[str]:
-    """The test files nearest to a module: by the number of imports between, then by their text."""
+def read_contexts(report: Path) -> dict[tuple[str, int], set[str]]:
+    """The test files that ran each line, by coverage's JSON report with contexts."""
+    files = json.loads(report.read_text(encoding="utf-8"))["files"]
+    modules = {_module(test): test for test in _test_files()}
+    return {
+        (Path(file).as_posix(), int(line)): {
+            test
+            for module, test in modules.items()
+            for context in contexts
+            if test in context or f"{module}." in context
+        }
+        for file, content in files.items()
+        for line, contexts in content["contexts"].items()
+    }
+
+
+def nearest_tests(file: str, most: int, ran: frozenset[str] = frozenset()) -> list[str]:
+    """The test files nearest to a module: by the number of imports between, then by their text.
+
+    Those that `ran` the changed line come first.
+    """
     graph = _import_graph()
-    module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    module = _module(file)
     importers: dict[str, set[str]] = {}
     for name, used in graph.items():
         for one in used:
@@ -203,12 +225,16 @@ def tests_of(file: str, most: int) -> list[str]:
     words = set(re.split(r"[._]", module)) - {*PRODUCT, "run", "command", ""}
     ranked = []
     for test in sorted(_test_files()):
-        name = test.removesuffix(".py").replace("/", ".")
+        name = _module(test)
         text = (ROOT / test).read_text(encoding="utf-8")
         named = sum(word in Path(test).stem for word in words) + 2 * (module in text)
-        if name in distance or named:
-            ranked.append((distance.get(name, 9) - named, len(text), test))
-    return [test for _, _, test in sorted(ranked)[:most]]
+        if name in distance or named or test in ran:
+            ranked.append((test not in ran, distance.get(name, 9) - named, len(text), test))
+    return [test for *_, test in sorted(ranked)[:most]]
+
+
+def _module(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def _test_files() -> Iterator[str]:
@@ -250,12 +276,12 @@ class Checkout:
         for name in _PRELOADED:
             importlib.import_module(name)
 
-    def outcome(self, change: Change, most: int) -> str:
+    def outcome(self, change: Change, most: int, ran: frozenset[str] = frozenset()) -> str:
         """killed, with the first test that noticed, survived, or undecided.
 
         A test that fails or takes too long without the change as well notices nothing.
         """
-        tests = tests_of(change.file, most)
+        tests = nearest_tests(change.file, most, ran)
         if not tests:
             return "survived (no test imports it)"
         while True:
@@ -347,12 +373,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5, help="time limit of a change's tests")
     parser.add_argument("--hours", type=float, default=math.inf, help="start no change after these")
     parser.add_argument("--log", type=Path, help="file of the verdicts; those in it are not redone")
+    parser.add_argument("--ran", type=Path, help="coverage's JSON report with contexts")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args()
     drawn = draw(options.seed, options.count, (options.package,) if options.package else PRODUCT)
     if options.list:
         print("\n".join(map(str, drawn)))
         return 0
+    ran = read_contexts(options.ran) if options.ran else {}
     verdicts = finished(options.log)
     end = time.monotonic() + options.hours * 3600
     by_package: dict[str, Counter[str]] = {}
@@ -362,7 +390,8 @@ def main() -> int:
             if str(change) not in verdicts:
                 if time.monotonic() > end:
                     continue
-                verdicts[str(change)] = checkout.outcome(change, options.files)
+                own = frozenset(ran.get((change.file, change.line), ()))
+                verdicts[str(change)] = checkout.outcome(change, options.files, own)
                 if options.log:
                     with options.log.open("a", encoding="utf-8") as log:
                         log.write(f"{verdicts[str(change)]}\t{change}\n")

@@ -371,8 +371,9 @@ def test_models_are_known_by_their_content(
 def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch, of: str, is_restored: bool
 ) -> None:
-    monkeypatch.setitem(RIGHT, "other", 3)
-    place = _model(case, case.folder / "other")
+    for name in ("other", "same"):
+        monkeypatch.setitem(RIGHT, name, 3)
+    place, same = (_model(case, case.folder / name) for name in ("other", "same"))
     file = place / "model.safetensors" if of == "model" else case.model / "model.safetensors"
     before = file.read_bytes()
 
@@ -383,8 +384,9 @@ def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
             file.write_bytes(before)
 
     launches.during = write
-    with pytest.raises(RunError, match="changed while it was evaluated"):
-        run(case, model=[str(place)])
+    named = f"--model {place}" if of == "model" else str(file)
+    with pytest.raises(RunError, match=f"^{named}: changed while it was evaluated"):
+        run(case, model=[str(place), str(same)])
     assert not Path(launches.orders[0]["work_dir"]).exists()
 
 

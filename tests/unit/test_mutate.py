@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.tools.mutate import finished, first_failure, mutated
+from tests.tools.mutate import finished, first_failure, mutated, read_contexts, nearest_tests
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,23 @@ def test_the_failure_is_named_whole(name: str, reason: str) -> None:
 def test_a_plausible_mistake_and_none_that_changes_nothing(before: str, after: list[str]) -> None:
     node = ast.parse(before, mode="eval").body
     assert [ast.unparse(changed) for changed in mutated(node)] == after
+
+
+def test_tests_that_ran_a_line_come_first(tmp_path: Path) -> None:
+    report = tmp_path / "coverage.json"
+    own, other = "tests/unit/test_costs.py", "tests/unit/test_heads.py"
+    contexts = {
+        "7": ["tests.unit.test_costs.test_golden", f"{other}::test_keys[1] (call)", ""],
+        "8": [f"{own}::test_golden (setup)|tests.unit.test_costs_of.test"],
+        "9": [""],
+    }
+    file = "stages/evaluate/cost.py"
+    report.write_text(json.dumps({"files": {file: {"contexts": contexts}}}))
+    ran = read_contexts(report)
+    assert ran == {(file, 7): {own, other}, (file, 8): {own}, (file, 9): set()}
+    nearest = nearest_tests(file, 4)
+    assert own not in nearest and len(nearest) == 4
+    assert nearest_tests(file, 4, frozenset({own})) == [own, *nearest[:3]]
 
 
 def test_a_run_goes_on_after_the_last_whole_row_of_its_log(tmp_path: Path) -> None:

@@ -380,6 +380,19 @@ def test_a_remedy_fits(tmp_path: Path) -> None:
     assert "no sharding" in remedy(loaded, shape, 16, 2.0**20, True)
 
 
+def test_the_remedy_is_the_one_change_that_suffices() -> None:
+    """Two processes can share a model already."""
+    settled = ["runtime.checkpointing=full", "runtime.micro_batch_size=1"]
+    loaded = _paper("qwen3_1p7b", "runtime.sharding=none", *settled)
+    sharded = _paper("qwen3_1p7b", "runtime.sharding=fsdp", *settled)
+    shape = shape_of(loaded)
+    alone, shared = (
+        training_budget(recipe, shape, 2, 1.0, True).need for recipe in (loaded, sharded)
+    )
+    found = remedy(loaded, shape, 2, (alone + shared) / 2, True)
+    assert found == "it fits with runtime.sharding=fsdp"
+
+
 def test_a_run_is_refused_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
