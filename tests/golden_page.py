@@ -2,7 +2,7 @@
 
     python -m tests.golden_page
 
-writes the report again, `python -m tests.golden_comparison` the comparison; look at their diff.
+writes the reports again, `python -m tests.golden_comparison` the comparison; look at their diff.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 from stages.report import run as report
 from tests import report_fixture
 
-GOLDEN = Path(__file__).with_name("golden_report.txt")
+# Published stages, and what stands in their report.
+REPORTS = {
+    report_fixture.publish: Path(__file__).with_name("golden_report.txt"),
+    report_fixture.publish_front: Path(__file__).with_name("golden_front_report.txt"),
+}
 COMPARED = Path(__file__).with_name("golden_comparison.txt")
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 _HIDDEN = {"script", "style", "svg", "head", "select"}
@@ -151,11 +155,12 @@ def golden(page: str) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = report_fixture.publish(Path(folder))
-        report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
-        page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
-    GOLDEN.write_text(golden(page), encoding="utf-8")
+    for publish, file in REPORTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            inputs = publish(Path(folder))
+            report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
+            page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
+        file.write_text(golden(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

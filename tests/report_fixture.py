@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
+from bosch.model.cache_size import CacheSize
+from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.position_suite import position_table
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, write_samples
@@ -19,8 +24,9 @@ from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummar
 from stages.measure.stage import Efficiency, MeasureConfig
 from stages.prepare.stage import PrepareConfig, SourceConfig, Statistics
 from stages.report.stage import ReportConfig
-from stages.search.stage import SearchConfig, SearchSummary
+from stages.search.stage import FRONT, HEAD_MASK, SearchConfig, SearchSummary
 from stages.train.stage import METRICS, TrainConfig
+from tests.front_case import nested_front
 
 SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "measure": 9.0, "train": 233.0,
@@ -82,6 +88,55 @@ def publish(
         }
         write_json(folder / "manifest.json", manifest)
         inputs[stage] = folder
+    return inputs
+
+
+def publish_front(root: Path) -> dict[str, Path]:
+    """Stages of a recipe with a front and a budget in bytes, whose original ran out of memory.
+
+    Two windows, sink biases, a suite of prompts and no needles of rivals or checkpoints.
+    """
+    inputs = publish(root, without=("train",))
+    front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
+    points = [
+        replace(one, bytes=BYTES_PER_HEAD * one.kv_slots, held_out_score=one.score,
+                held_out_low=one.score - 0.1, held_out_high=one.score)
+        for one in front.points
+    ]  # fmt: skip
+    front = replace(front, points=tuple(points))
+    front.save(inputs["search"] / FRONT)
+    front.save(inputs["materialize"] / FRONT)
+    mask = front.mask(2)
+    bias = [[0.25] * 16] * 6
+    for folder in (inputs["search"], inputs["materialize"] / MODEL):
+        HeadMaskFile.of(
+            mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio, sink_bias=bias
+        ).save(folder / HEAD_MASK)
+    heads = sum(map(Counter, mask.heads_per_layer(front.windows)), Counter[Window | None]())
+    size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
+    summary = json.loads((inputs["materialize"] / "summary.json").read_text())
+    budget = {
+        "engine": "generate", "ranks": 2, "tokens": 2048, "bytes": size.dynamic(2048),
+        "original": size.original(2048), "allowed": size.dynamic(2048) - 1,
+    }  # fmt: skip
+    changes = {
+        "budget": budget, "point": 2, "kv_cache_bytes_per_token_after": size.per_token,
+        "sliding_bytes_constant": size.windows,
+    }  # fmt: skip
+    MaterializeSummary.model_validate(summary | changes).write(inputs["materialize"])
+    efficiency = json.loads((inputs["measure"] / Efficiency.FILE).read_text())
+    *others, original, hybrid = efficiency["points"]
+    none = dict.fromkeys(hybrid["over_original"])
+    original |= {**none, "out_of_memory": True}
+    hybrid |= {"over_original": None}
+    efficiency["points"] = [*others, original, hybrid]
+    Efficiency.model_validate(efficiency).write(inputs["measure"])
+    scores = json.loads((inputs["evaluate"] / Scores.FILE).read_text())
+    right = {("2 needles", 1024): [1.0, 0.5, 0.25], ("4 needles", 2048): [1.0, 1.0]}
+    wrong = {("2 needles", 1024): [0.5, 0.5, 0.25], ("4 needles", 2048): [0.0, 1.0]}
+    scores["checkpoints"][ORIGINAL]["mrcr"] = suite_table(right)
+    scores["checkpoints"][HYBRID]["mrcr"] = suite_table(wrong, right)
+    write_json(inputs["evaluate"] / Scores.FILE, scores)
     return inputs
 
 

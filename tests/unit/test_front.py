@@ -77,6 +77,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_with(window_sizes=list(range(1, 17))), "has 16 windows, a mask has at most 15"),
         (_with(points=[]), "at least one point"),
         (_with(points=[1]), "points[0]: expected a JSON object"),
+        (_with(points=[{}] * 100), "points[0]: "),
         (_with(points=[{}] * 101), "101 points, a front has at most 100"),
         (_with(chosen=4), "chosen is 4, there are 4 points"),
         (_in_point(score=None), "points[0]: score has an unexpected value None"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.mutate import finished, first_failure, mutated, read_contexts, nearest_tests
+from tests.tools.mutate import finished, first_failure, mutated, nearest_tests, read_contexts
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -36,7 +36,7 @@ from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import verdict
 from stages.search.charts import PHASES, trace
 from tests import report_fixture
-from tests.golden_page import GOLDEN, golden, outline
+from tests.golden_page import REPORTS, golden, outline
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,11 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
     return picture.chart.to_dict(validate=False)["datasets"][chart["data"]["name"]]
 
 
-def test_the_page_is_the_golden_one(page: str) -> None:
-    """What stands on the page and in its charts; tests/golden_page.py writes the file again."""
-    assert golden(page).splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("publish", REPORTS)
+def test_the_page_is_the_golden_one(publish: Callable[[Path], Any], tmp_path: Path) -> None:
+    """What stands on the page and in its charts; tests/golden_page.py writes the files again."""
+    page = golden(make(tmp_path / "report", publish(tmp_path)))
+    assert page.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
 
 
 def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
