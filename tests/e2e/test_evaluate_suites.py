@@ -18,6 +18,7 @@ from pipeline.run.hashing import file_digest
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import answers, harness_suite, harness_tasks, selected
 from stages.evaluate import models as evaluation
+from stages.evaluate import suite as suites
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content_identity
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.harness_tasks import read_records
@@ -327,6 +328,30 @@ def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):
     (smaller / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"other: the tokenizer of .* makes other tokens"):
         _select(folder, tmp_path / "work", {"other": smaller}, **section)
+
+
+def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
+    folder, tmp_path, monkeypatch
+):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(CHAT)
+    data = tmp_path / "data/longbench"
+    rows = read_records(folder / "data/longbench/triviaqa.jsonl")
+    for task in ("qasper", "triviaqa"):
+        _write(data / f"{task}.jsonl", rows[:1])
+    asked = []
+    generate = suites.generate
+
+    def spy(loaded, tokenizer, questions, *rest, **more):
+        asked.extend(tokenizer.decode(question.prompt_ids) for question in questions)
+        return generate(loaded, tokenizer, questions, *rest, **more)
+
+    monkeypatch.setattr(suites, "generate", spy)
+    section = _harness(tmp_path, "longbench_qasper", "longbench_triviaqa", max_length=200)
+    score_original(tmp_path, tmp_path / "out", harness=section, chat_template=True)
+    qasper, triviaqa = asked
+    assert qasper.startswith("<user>") and qasper.endswith("</user><assistant>")
+    assert "user>" not in triviaqa and "Question" in qasper
 
 
 def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):

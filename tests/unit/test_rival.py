@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.window import Window
+from data_prep.documents.calibration import write_calibration
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
+from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import named_rival, rival_name
+from stages.evaluate.stage import EvaluateConfig
+from stages.prepare.stage import PrepareConfig
 from stages.rival.stage import RivalConfig
+from stages.search.stage import SearchConfig
 from stages.train.stage import TrainConfig
 from stages.train_rival import run as train_rival
 from tests.pipeline_case import Case, runner
+from tests.tiny_data import save_tiny_model
 
 CPU = Devices("cpu", 2, 1, 1, 1e12)
 
@@ -81,6 +90,48 @@ def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
     assert own.section == section.model_copy(update={"budgets": None}) and own.seed == 3
     assert inputs == {"prepare": folders["prepare"], "materialize": folders["rival"]}
     assert work_dir == tmp_path
+
+
+def test_rivals_of_a_mask_of_several_windows_have_its_commonest_and_hold_no_more(
+    tmp_path: Path,
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    length = 300
+    write_calibration(
+        tmp_path / "calibration", tasks=["niah_single_1"], examples=2, length=length, seed=1,
+        tokenizer=load_tokenizer(TokenizerSpec(str(model))), essay_words=[],
+    )  # fmt: skip
+    prepare = {
+        "train_tokens": 1, "sources": [{"name": "a", "kind": "retrieval"}],
+        "calibration": {"length": length},
+    }  # fmt: skip
+    config = StageConfig(
+        EvaluateConfig(needle=None, rivals=["intr", "rand"]),
+        ModelConfig(path=str(model), dtype="float32"),
+        seed=1,
+        runtime=Runtime(),
+        upstream={
+            "search": SearchConfig(swa_ratio=0.5, window_size=200),
+            "prepare": PrepareConfig.model_validate(prepare),
+        },
+        model_identity="m",
+    )
+    choices, windows = [[0, 2], [2, 1]], (Window(200), Window(16))
+    identities = set()
+    for bias in (None, ((0.5,) * 4,) * 2):
+        searched = HeadMaskFile.of(
+            HeadMask.of_choices(choices), windows, model="m", method="front", swa_ratio=0.75,
+            sink_bias=bias,
+        )  # fmt: skip
+        found = rivals(config, searched, tmp_path, tmp_path / f"work {bias is None}")
+        assert [one.name for one in found] == ["intr", "rand"]
+        for one in found:
+            assert one.mask is not None and one.mask.sink_bias == bias
+            assert one.mask.windows == (Window(16),) and one.mask.swa_ratio == 0.75
+            # 529 slots: one full head, one of 199, two of 15. With two sliding heads: 630.
+            assert one.mask.mask.num_sliding == 3
+            identities.add(one.identity)
+    assert len(identities) == 4
 
 
 def test_names_of_trained_rivals() -> None:
