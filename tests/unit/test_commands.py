@@ -78,6 +78,28 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"    1,024 tokens: {hybrid:.2f} MiB of KV cache, not {original:.2f}\n" in shown
 
 
+def test_measure_prints_its_report_as_json_alone_or_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(*arguments: Any) -> dict[str, Any]:
+        print("512 tokens: 1.5 times as fast")
+        asked.append(arguments)
+        return {"points": [1]}
+
+    monkeypatch.setattr("stages.measure.measurement.measure", measure)
+    assert main(["measure", "a/model", "--original", "b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"points": [1]}
+    assert main(["measure", "c/model", "--output", "out"]) == 0
+    assert capsys.readouterr().out.endswith("the figures are in out/efficiency.json, its page and "
+                                            "plots beside it\n")  # fmt: skip
+    (model, original, _, folder), (*others, output) = asked
+    assert (model, original, others[:2]) == ("a/model", "b", ["c/model", None])
+    assert folder.parent == Path("runs/measure") and folder.name.startswith("model-")
+    assert output == Path("out")
+
+
 @pytest.mark.parametrize("share", ["0", "-0.5", "1.01", "nan", "half"])
 def test_plan_takes_a_share_of_the_peak(
     case: Case, share: str, capsys: pytest.CaptureFixture[str]

@@ -104,6 +104,28 @@ def test_the_page_is_the_golden_one(case: Case) -> None:
     assert compared(case).splitlines() == COMPARED.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.parametrize("is_json", [True, False])
+def test_the_command_prints_the_report_as_json_alone_or_its_tables(
+    case: Case, is_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = compare.run_comparison
+    monkeypatch.setattr(
+        compare, "run_comparison", lambda loaded, options: here(loaded, options, Launches())
+    )
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    arguments = parser.parse_args(["--methods", "bosch,bme", "--ratios", "0.5"])
+    arguments.json = is_json
+    loaded = load_recipe(case.file, env={}, stages=table())
+    assert compare.run(loaded, arguments) == 0
+    printed = capsys.readouterr().out
+    (file,) = case.folder.rglob("compare.json")
+    if is_json:
+        assert json.loads(printed) == json.loads(file.read_text())
+    else:
+        assert "BOSCH" in printed and printed.endswith(f"compare: {file.with_suffix('.html')}\n")
+
+
 def test_every_method_of_the_paper_has_its_place() -> None:
     assert set(PAPER) <= set(METHODS)
     assert sorted(PAPER, key=Combination.order) == PAPER

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
-from bosch.errors import RunError, UserError, control_character, printable
+from bosch.errors import DamagedWorkError, RunError, UserError, control_character, printable
+from pipeline.run.failures import describe
 
 
 def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:
@@ -15,6 +19,36 @@ def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:
     lines = "\n".join(f"fault {number}" for number in range(2000))
     assert str(RunError(lines)) == lines
     assert len(str(UserError(str(list(range(50_000)))))) < 400
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (UserError("typed wrong"), "user", "typed wrong"),
+        (DamagedWorkError("torn"), "damaged", "torn"),
+        (RunError("the node is gone"), "run", "the node is gone"),
+        (MemoryError(), "run", "out of memory; see runtime for smaller batches"),
+        (OSError(errno.EDQUOT, "quota"), "run", "the disk of "),
+        (RuntimeError("[enforce fail] No space left on device"), "run", "the disk of "),
+        (KeyError("a\nb"), "unexpected", r"unexpected KeyError: 'a\nb'; the traceback is in "),
+    ],
+)
+def test_a_failure_of_a_stage_has_a_kind_and_a_message(
+    tmp_path: Path, error: BaseException, kind: str, message: str
+) -> None:
+    log = tmp_path / "logs" / "stage.log"
+    told = describe(error, tmp_path, log)
+    assert told["kind"] == kind and told["message"].startswith(message)
+    assert log.exists() == (kind == "unexpected")
+    if kind == "run" and "disk" in message:
+        wrapped = RunError("cannot be written")
+        wrapped.__cause__ = error
+        assert describe(wrapped, tmp_path, log) == told
+    if log.exists():
+        assert "KeyError" in log.read_text()
+        (tmp_path / "file").touch()
+        told = describe(error, tmp_path, tmp_path / "file" / "stage.log")
+        assert told["message"] == r"unexpected KeyError: 'a\nb'"
 
 
 def test_words_of_500_and_lines_of_5000_characters_are_whole() -> None:

@@ -38,10 +38,10 @@ from tests.pipeline_case import Case, fake_table, write_safetensors
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
 
 
-def documents(case: Case, *overrides: str) -> dict[str, dict[str, Any]]:
+def documents(case: Case, *overrides: str, fetch: bool = True) -> dict[str, dict[str, Any]]:
     """The stages' documents without what they take over from the stages above them."""
     hasher = FileHasher(case.folder / "hashes.json")
-    nodes = resolve(load_recipe(case.file, overrides, stages=fake_table()), hasher)
+    nodes = resolve(load_recipe(case.file, overrides, stages=fake_table(), fetch=fetch), hasher)
     return {node.name: {**(node.document or {}), "upstream": None} for node in nodes}
 
 
@@ -111,6 +111,21 @@ def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
     change(case)
     after = documents(case)
     assert {name for name in before if before[name] != after[name]} == stages
+
+
+def test_a_model_of_the_hub_is_its_name_and_commit(case: Case) -> None:
+    """Another revision is another model, for data as well: it has another tokenizer."""
+    main, other = (
+        documents(case, "model.path=org/name", f"model.revision={revision}", fetch=False)
+        for revision in ("main", "b" * 40)
+    )
+    assert main["prepare"]["model"] == {"hub": "org/name", "commit": "main"}
+    changed = {name for name in main if main[name] != other[name]}
+    assert changed == EVERY_MODEL_STAGE | {"prepare"}
+    assert other["search"]["model"]["commit"] == "b" * 40
+    changes = ("model.path=org/name", "model.revision=main", "model.dtype=float32")
+    typed = documents(case, *changes, fetch=False)
+    assert {name for name in main if main[name] != typed[name]} == EVERY_MODEL_STAGE
 
 
 def test_code_of_a_tokenizer_that_may_run_is_part_of_the_data(case: Case) -> None:

@@ -147,6 +147,18 @@ def test_relative_paths_start_where_they_were_written(
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
+        (
+            "prepare.sources.0={name: a, kind: python_docs, path: corpus}",
+            "prepare.sources.0: a source of kind python_docs takes no path",
+        ),
+        (
+            "prepare.sources=[{name: a, kind: retrieval}, {name: a, kind: python_docs}]",
+            "prepare.sources: the name 'a' stands twice; statistics need it once",
+        ),
+        (
+            "prepare.sources.0.tokenizer=org/name",
+            "prepare.sources.0: tokenizer is needed by kind mds and by no other kind",
+        ),
         ("prepare.sources.0.split=test", "prepare.sources.0: subset, split and revision are for"),
         ("prepare.sources.0.filters.matches.lang=en", "filters.matches: a source of kind text has"),
         (
