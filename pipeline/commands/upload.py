@@ -21,8 +21,7 @@ from stages.published import Manifest
 from stages.train.stage import CHECKPOINTS, checkpoint_folders
 
 COMMAND = Command("put a run's model, card, head mask and scores on the Hugging Face hub")
-_MASK = "head_mask.json"
-_STAGES = ("search", "materialize", "train", "evaluate")
+_STAGES = ("materialize", "train", "evaluate")
 _RESULTS = ".eval_results/bosch.yaml"
 
 
@@ -106,8 +105,6 @@ def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, P
             card = path.read_text(encoding="utf-8")
         else:
             yield path.relative_to(model).as_posix(), path
-    if (run / "search" / _MASK).is_file():
-        yield _MASK, run / "search" / _MASK
     if (run / "evaluate" / Scores.FILE).is_file():
         scores = Scores.read(run / "evaluate")
         yield f"evaluation/{Scores.FILE}", run / "evaluate" / Scores.FILE

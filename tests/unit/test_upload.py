@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,6 +104,7 @@ def run(tmp_path: Path) -> Path:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
+        (folder / "head_mask.json").write_text(f'"{folder.name}"')
         (folder / "model.safetensors").write_bytes(folder.name.encode())
         (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A hybrid\n")
     note_files(tmp_path)
@@ -136,6 +138,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
         "evaluation/scores.json", ".eval_results/bosch.yaml",
     }  # fmt: skip
     assert hub.files["model.safetensors"] == b"tokens-4000000"
+    assert hub.files["head_mask.json"] == b'"tokens-4000000"'
     card = hub.files["README.md"].decode()
     assert card.startswith("---\nlicense: mit\n---") and "| needle | 97.5 | 96.0 |" in card
     assert "| suite | original | this model | samples |\n|---|---:|---:|---:|" in card
@@ -208,17 +211,31 @@ def test_an_output_whose_manifest_was_changed_is_not_uploaded(
     run: Path, hub: Hub, change: Callable[[dict[str, Any]], object],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    file = run / "search" / "manifest.json"
+    file = run / "materialize" / "manifest.json"
     manifest = json.loads(file.read_text())
     change(manifest)
     file.write_text(json.dumps(manifest))
     assert main(["upload", str(run), REPOSITORY]) == 2
-    said = f"RUN {run}: search: manifest.json was changed; run its recipe again"
+    said = f"RUN {run}: materialize: manifest.json was changed; run its recipe again"
     assert said in capsys.readouterr().err
     assert not hub.files
 
 
-@pytest.mark.parametrize("stage", ["search", "train"])
+def test_a_model_without_scores_has_its_own_card_alone(run: Path, hub: Hub) -> None:
+    scores = json.loads((run / "evaluate" / Scores.FILE).read_text())
+    del scores["checkpoints"]["tokens-1000000"]
+    (run / "evaluate" / Scores.FILE).write_text(json.dumps(scores))
+    note_files(run)
+    own = {"config.json", "model.safetensors", "README.md", "head_mask.json"}
+    for files in (own | {"evaluation/scores.json"}, own):
+        assert main(["upload", str(run), REPOSITORY, "--checkpoint", "tokens-1000000"]) == 0
+        assert set(hub.files) == files
+        assert hub.files["README.md"] == b"---\nlicense: mit\n---\n\n# A hybrid\n"
+        hub.files.clear()
+        shutil.rmtree(run / "evaluate", ignore_errors=True)
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "train"])
 def test_a_stage_whose_output_is_gone_is_not_left_out(
     run: Path, hub: Hub, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
