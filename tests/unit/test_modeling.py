@@ -16,7 +16,13 @@ import bosch
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.interface import attention_modules, head_state, layouts_of
+from bosch.model.interface import (
+    attention_forward,
+    attention_modules,
+    context_of_pass,
+    head_state,
+    layouts_of,
+)
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
@@ -198,6 +204,54 @@ def test_padding_and_masks_it_cannot_honour_are_refused() -> None:
     other.set_attn_implementation("bosch")
     with pytest.raises(ValueError, match="apply_head_mask"):
         _logits(other, ids)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "fault"),
+    [
+        ({}, None),
+        ({"sliding_window": WINDOW}, None),
+        ({"sliding_window": WINDOW + 1}, "a window of its own, 8, which its heads do not have"),
+        ({"position_bias": torch.zeros(1)}, "does not support position_bias"),
+        ({"position_bias": None}, None),
+        ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "not a 4-D one"),
+        ({"attention_mask": AttentionContext(9, 1)}, "covers 10 tokens, there are keys of 9"),
+        ({"attention_mask": AttentionContext(9, 0)}, None),
+    ],
+)
+def test_what_hybrid_attention_cannot_honour_is_refused(
+    kwargs: dict[str, Any], fault: str | None
+) -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="no head mask is applied to this model"):
+        layouts_of(model)
+    module = attention_modules(model)[0]
+    states = [torch.randn(1, heads, 9, 8) for heads in (2 * KV_HEADS, KV_HEADS, KV_HEADS)]
+    options: dict[str, Any] = {"attention_mask": None, **kwargs}
+    with pytest.raises(ValueError, match="no head mask is applied to this model"):
+        attention_forward(module, *states, **options)
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
+    if fault is None:
+        out, _ = attention_forward(module, *states, **options)
+        torch.testing.assert_close(out, attention_forward(module, *states, None)[0])
+    else:
+        with pytest.raises(ValueError, match=fault):
+            attention_forward(module, *states, **options)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "fault"),
+    [
+        ({"use_vmap": True}, "does not support custom mask functions"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "not a 4-D one"),
+        ({"attention_mask": torch.ones(1, 5), "q_offset": 2}, "has 5 columns, expected 6: the pa"),
+    ],
+)
+def test_a_mask_that_hybrid_attention_cannot_honour_is_refused(
+    kwargs: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ValueError, match=fault):
+        context_of_pass(1, 4, 6, **kwargs)
 
 
 def test_models_that_slide_already_are_refused() -> None:
