@@ -117,6 +117,10 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
     deploy_layouts(config)
     if original is not None:
         original_config = load_config(original)
+        if is_hybrid(original_config):
+            raise UserError(
+                f"--original: {original} is a hybrid model; expected its full-attention base"
+            )
         family_of(original_config)
         if mask_shape(original_config) != mask_shape(config):
             (layers, heads), (own, own_heads) = mask_shape(original_config), mask_shape(config)

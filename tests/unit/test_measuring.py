@@ -245,6 +245,45 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
     assert not (folder / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "original", "sentence"),
+    [
+        ("model", "model", "^--original: .*/model is no hybrid model, it is the original itself"),
+        (
+            "hybrid",
+            "hybrid",
+            "^--original: .*/hybrid is a hybrid model; expected its full-attention base",
+        ),
+        (
+            "hybrid",
+            "wide",
+            r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2",
+        ),
+    ],
+)
+def test_another_models_original_is_refused_before_any_run(
+    model: str, original: str, sentence: str, folder: Path, tmp_path: Path
+) -> None:
+    wide = folder / "wide"
+    wide.mkdir(exist_ok=True)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    with pytest.raises(UserError, match=sentence):
+        measurement.measure(
+            str(folder / model), str(folder / original), MeasureSettings(), tmp_path / "none"
+        )
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_hybrid_with_sinks_is_not_measured_by_a_backend_without_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: True))
+    settings = MeasureSettings(attention="flash", device="cuda", dtype="bfloat16")
+    with pytest.raises(UserError, match="--attention: flash has no sinks, the model has 2; choose"):
+        measurement.measure(str(folder / "hybrid"), None, settings, tmp_path / "none")
+
+
 def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None:
     """The directory of every hybrid is called model."""
     places = [tmp_path / name / "model" for name in "ab"]
