@@ -13,6 +13,7 @@ from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import without_others
+from pipeline.recipe.yaml_file import parse_yaml
 from stages.prepare.stage import PrepareConfig
 from tests.pipeline_case import ROOT, Case, truncate
 
@@ -289,6 +290,8 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
         ("a: [1", r"bad.yaml:\d+: not valid YAML"),
         ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' stands here a second time"),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("a: 1\n[1]: 2", "bad.yaml:2: not valid YAML: found unhashable key"),
+        ("a: \x01", "bad.yaml: not valid YAML: unacceptable character #x0001"),
     ):
         bad = tmp_path / "bad.yaml"
         bad.write_text(text)
@@ -324,6 +327,26 @@ def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expect
         load_recipe(file)
     assert expected in str(caught.value)
     assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("most", "more"),
+    [
+        (31 * "[" + 31 * "]", 32 * "[" + 32 * "]"),
+        ("[" + "1," * 9_997 + "]", "[" + "1," * 9_998 + "]"),
+        (
+            "&b [1, 1, 1, [" + "1," * 4_993 + "]]\nc: *b",
+            "&b [1, 1, 1, [" + "1," * 4_994 + "]]\nc: *b",
+        ),
+        ("9" * 64, "9" * 65),
+        ("9" * 63 + ".5", "9" * 64 + ".5"),
+    ],
+    ids=["depth", "values", "aliases", "digits", "places"],
+)
+def test_yaml_up_to_its_limits_is_read(most: str, more: str) -> None:
+    assert "a" in parse_yaml(f"a: {most}", "file")
+    with pytest.raises(UserError, match=r"^file:\d: not valid YAML: (more than|a number of) "):
+        parse_yaml(f"a: {more}", "file")
 
 
 def test_unquoted_words_are_what_they_say(case: Case) -> None:
