@@ -23,6 +23,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from bosch.errors import UserError
 from data_prep.documents.records import read_rows
@@ -83,9 +84,18 @@ def conversations() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.parametrize("first", ["", "a"])
 @pytest.mark.parametrize("length", [400, 4000])
-def test_nolimas_prompts_are_upstreams_to_the_character(folder: Path, length: int) -> None:
+def test_nolimas_prompts_are_upstreams_to_the_character(
+    folder: Path, length: int, first: str
+) -> None:
+    """Also with a tokenizer that puts a token before every text."""
     tokenizer = nolima_case.tokenizer()
+    if first:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, tokenizer.convert_tokens_to_ids(first))]
+        )
+        assert tokenizer("b")["input_ids"][0] == tokenizer.convert_tokens_to_ids(first)
     tests = nolima.needle_tests(folder / "nolima" / "needle_set.json", None)
     paths = sorted((folder / "nolima" / "haystack").iterdir())
     books = [nolima.Book(path, tokenizer) for path in paths]
