@@ -127,6 +127,17 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert static["most"] == pytest.approx(0.5)
     assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
+    _, turnover, swaps = (searched / "turnover.md").read_text().split("\n## ")
+    for r in data["turnover"]:
+        row = f"| {r['method']} | 0.5 → 0.75 | {r['turnover']['mean']:.3f} ["
+        assert (
+            row in turnover and f" | {r['most']:.3f} | {r['normalised']['mean']:.3f} [" in turnover
+        )
+    (r,) = data["swap_test"]
+    scores = [r[name]["mean"] for name in ("score", "swapped_score", "score_lost")]
+    cells = [cell.partition(" [")[0] for cell in swaps.splitlines()[-1].split(" | ")]
+    assert cells[:2] == ["| bosch", "0.5 → 0.75"]
+    assert [float(cell.replace("−", "-")) for cell in cells[2:5]] == pytest.approx(scores, abs=5e-4)
 
 
 def test_the_cost_to_reach_the_published_procedure_is_of_the_cheapest_that_does(
@@ -221,6 +232,8 @@ def test_granularity_study_compares_units_with_single_heads(
     for point in data["points"]:
         difference = point["log_likelihood_difference"]["mean"]
         assert (difference == 0.0) == (point["head_granularity"] == 1)
+        row = f"| {point['method']} | {point['head_granularity']} | {point['score']['mean']:.3f} ["
+        assert (searched / "granularity.md").read_text().count(row) == 1
     searches = [line for line in lines(searched) if line["key"]["kind"] == "search"]
     units = [line for line in searches if "head_granularity" in line["key"]["settings"]]
     assert len(units) == 4
@@ -279,6 +292,18 @@ def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
             assert own["log_likelihood_rank"] == 1 + len(better)
             higher = [score for score in optimum["scores"] if score > own["score"]]
             assert own["score_rank"] == 1 + len(higher)
+    page = (tmp_path / "optimality.md").read_text()
+    assert "| all full | 1.000 |" in page and "| all sliding | " in page
+    for method, sets in data["methods"].items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {method} | ")]
+        cells = row.split(" | ")
+        shown = [float(cells[column].strip(" |")) for column in (3, 5, 6, 7)]
+        gaps = [
+            np.mean([own[f"{measure}_gap"] for own in sets[which]])
+            for which in ("calibration", "held_out")
+            for measure in ("score", "log_likelihood")
+        ]
+        assert shown == pytest.approx(gaps, abs=5e-4)
 
 
 def own_objective() -> Objective:
