@@ -141,7 +141,6 @@ class Evaluator:
         self.budget = -1
         self.on_budget: Callable[[HeadMask], bool] = self._has_ratio
         self.slot_budgets: SlotBudgets | None = None
-        self.gradient_bound = 0.0
         self.fresh_seconds = 0.0
         self._naive = 0.0
         self.watch: Callable[[Evaluator], None] | None = None
@@ -220,8 +219,8 @@ class Evaluator:
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient by unit at a mask of units; runs the model only where the log lacks it.
 
-        `gradient_bound` sums the most that gradients may cost. Searches go by it: what one did cost
-        depends on the machine's memory, and their masks must not.
+        Searches pay `cost_of_gradient` for it, the most that it may cost: what it did cost depends
+        on the machine's memory, and their masks must not.
         """
         scorer: Any = self.scorer
         gradient = self._gradient(scorer.gate_gradient, f"{share}/{shares}", mask, share, shares)
@@ -259,7 +258,6 @@ class Evaluator:
             self.fresh_seconds += gradient.seconds
             self.log.append_gradient(mask, name, gradient)
         self._gradients[mask.key, name] = gradient
-        self.gradient_bound += self.cost_of_gradient(share, shares)
         return gradient
 
     @property

@@ -139,7 +139,7 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     units = shape[0] * shape[1]
     full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
-    left, step = plus_budget(settings, shape[0]) - 1.0 - evaluator.gradient_bound, 0
+    left, step = plus_budget(settings, shape[0]) - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
         mask = HeadMask(gates.drawn().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
