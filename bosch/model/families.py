@@ -121,7 +121,7 @@ _OTHERS = (
         Family(name, output="out_proj", separates_documents=False)
         for name in ("biogpt", "lfm2", "lfm2_moe", "opt")
     ),
-    Family("afmoe", gated=True, per_head=("gate_proj",)),
+    Family("afmoe", gated=True, per_head=("gate_proj",), separates_documents=False),
     Family("bamba", separates_documents=False, layers_return_weights=True),
     Family("beam", gated=True, per_head=("gate_proj", "gate_bias")),
     Family("falcon_h1", separates_documents=False, mixes_states=True, layers_return_weights=True),
@@ -139,17 +139,16 @@ _OTHERS = (
     Family("phi3", fused="qkv_proj"),
     *(
         Family(name, takes_more_than_text=True)
-        for name in (
-            "gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
-        )
+        for name in ("gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen3_vl_moe")
     ),
     *(
         Family(name, takes_more_than_text=True, separates_documents=False)
-        for name in ("qwen3_5", "qwen3_5_moe")
+        for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
     ),
+    *(Family(name, is_part=True) for name in ("qwen3_vl_moe_text", "qwen3_vl_text")),
     *(
-        Family(name, is_part=True)
-        for name in ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+        Family(name, is_part=True, separates_documents=False)
+        for name in ("qwen2_5_vl_text", "qwen2_vl_text")
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bosch.backends import lacking
 from bosch.errors import RunError
 from bosch.journal import Journal
-from bosch.model.families import split_fault
+from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, parse_number, rising
 from stages.kv_budgets import KvBudgets, front_faults
@@ -243,6 +243,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _optimizer(train, recipe.runtime)
     yield from front_faults(loaded, "train.budgets", train.budgets is not None)
     yield from _attention(loaded, train)
+    yield from _documents(loaded, train)
     yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
     yield from _split(loaded)
 
@@ -393,6 +394,17 @@ def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
         requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
         for message in lacking(runtime.attention, requests):
             yield f"runtime.attention: {message}, or runtime.checkpointing = full"
+
+
+def _documents(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+    if not train.document_masking or loaded.info is None:
+        return
+    family = known_family(loaded.info.loaded)
+    if not family.separates_documents:
+        yield (
+            f"train.document_masking: attention of models of type '{family.model_type}' does not "
+            "stop at documents' borders, since it does not read position_ids; set false"
+        )
 
 
 def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:

@@ -194,6 +194,26 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
     torch.testing.assert_close(_logits(model, ids), before, **_NEAR)
 
 
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_packed_documents_are_kept_apart_or_refused(family: str) -> None:
+    """A family whose layers mix them, or whose masks do not read position_ids, takes none."""
+    model, ids, border = small_model(family), tokens(1, 24), 14
+    positions = torch.cat([torch.arange(border), torch.arange(24 - border)])[None]
+    hybrid = materialize(model, mask_of(model.config), Window(5))
+    apply_head_mask(model, mask_of(model.config), Window(5))
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, border:]
+    alone = model(input_ids=ids[:, border:], use_cache=False).logits
+    # What the states of a small random model carry over the border may be less than rounding.
+    is_apart = not decoder_layers(model.config).states and torch.allclose(packed, alone, **_NEAR)
+    assert is_apart == known_family(model.config).separates_documents
+    if is_apart:
+        ours = hybrid(input_ids=ids, position_ids=positions, use_cache=False).logits[:, border:]
+        torch.testing.assert_close(ours, alone, **_NEAR)
+    else:
+        with pytest.raises(ValueError, match="do not keep packed documents apart"):
+            hybrid(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES if ALL else OTHER_LAYERS)
 def test_caches_hold_what_the_formula_says(family: str) -> None:
     """Windows of the layers' own and states of fixed size included, dynamic and static."""

@@ -593,6 +593,13 @@ def test_the_fingerprint_follows_weights_and_types():
     assert model_fingerprint(one) == model_fingerprint(same)
     assert model_fingerprint(one) != model_fingerprint(other)
     assert model_fingerprint(one) != model_fingerprint(same.bfloat16())
+    norm = one.model.norm.weight
+    prints = {model_fingerprint(one)}
+    for index in range(len(norm)):  # of small weights each value counts
+        with torch.no_grad():
+            norm[index] += 1
+        prints.add(model_fingerprint(one))
+    assert len(prints) == 1 + len(norm)
 
 
 def test_calibration_files(tmp_path):

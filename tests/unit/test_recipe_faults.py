@@ -201,6 +201,19 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
     assert "\n" not in message or "faults" in message.splitlines()[0]
 
 
+@pytest.mark.parametrize(("changes", "is_refused"), [({}, False), ({"model_type": "afmoe"}, True)])
+def test_documents_that_a_models_attention_would_mix_are_refused(
+    case: Case, changes: dict[str, Any], is_refused: bool
+) -> None:
+    case.change_config(**changes)
+    load_recipe(case.file, env={})
+    told = "train.document_masking: attention of models of type 'afmoe' does not stop at"
+    if is_refused:
+        assert told in case.fault("train.document_masking=true")
+    else:
+        load_recipe(case.file, ["train.document_masking=true"], env={})
+
+
 def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
     """The default lengths of the needle tasks are longer than this model's positions."""
     assert "\n" not in case.fault("evaluate=[]")

@@ -389,6 +389,7 @@ def test_the_masks_file_holds_the_bias(tmp_path: Path) -> None:
     [
         ({"sink_bias": [[0.0] * 8] * 2}, "must hold 3 lists of finite numbers"),
         ({"sink_bias": [[0.0] * 8, [0.0] * 7, [0.0] * 8]}, "must hold 3 lists"),
+        ({"sink_bias": [[0.0] * 8, [0.0] * 4, [0.0] * 8]}, "must hold 3 lists"),
         ({"sink_bias": [[0.0] * 6] * 3}, "must hold 3 lists"),
         ({"sink_bias": [["0"] * 8] * 3}, "must hold 3 lists"),
         ({"sink_bias": None}, "sink_bias has an unexpected value"),
