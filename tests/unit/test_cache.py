@@ -325,6 +325,22 @@ def test_the_caches_have_what_transformers_own_have(family: str) -> None:
 
 
 @torch.no_grad()
+def test_layers_change_their_rows_and_come_back_from_the_host() -> None:
+    """As other libraries ask of transformers' own layers, one by one."""
+    model, ids = _hybrid(2), tokens(2, 20)
+    cache = model.new_cache()
+    model(ids[:, :15], past_key_values=cache)
+    for layer in cache.layers:
+        layer.batch_repeat_interleave(2)
+        layer.offload()
+        layer.prefetch()
+        layer.batch_select_indices(torch.tensor([3, 0]))
+    logits = model(ids[:, 15:].flip(0), past_key_values=cache).logits
+    whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
+    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "lfm2"])
 def test_reset_and_batch_changes(family: str) -> None:
     base, ids = small_model(family), tokens(2, 20)

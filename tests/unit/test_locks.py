@@ -215,12 +215,16 @@ def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_waiting_ends_when_the_holder_is_done(tmp_path: Path) -> None:
+def test_waiting_is_told_once_and_ends_when_the_holder_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.02)
     path = tmp_path / "a.json"
     with holder(path) as process:
         threading.Timer(0.3, process.kill).start()
         with hold(path, "x", "r", wait=True):
             assert process.wait() == -signal.SIGKILL
+    assert capsys.readouterr().out.count("waiting: x ") == 1
 
 
 def _count_up(path: str, counter: str, barrier: object, brief: bool) -> None:
