@@ -349,12 +349,14 @@ def _masked_attention(
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
     """A layer's arguments with positions at `columns` [E, A] only.
 
-    Those are all tensors [E or 1, T, ...], T being `length`, and pairs of such.
+    Those are all tensors [E or 1, T, ...] or [E or 1, 1, T, X], and pairs of such; T is `length`.
     """
 
     def narrowed(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(narrowed(item) for item in value)
+        if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1:3] == (1, length):
+            return narrowed(value[:, 0])[:, None]  # as a factor of the queries of all heads
         if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
             return value
         value = value.expand(len(columns), *value.shape[1:])
