@@ -8,6 +8,7 @@ T tokens of a book.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -129,6 +130,11 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
         tests = list(islice(every, _MOST_TESTS + 1))
         if len(tests) > _MOST_TESTS:
             raise ValueError(f"more than {_MOST_TESTS:,} questions")
+        if not tests:
+            raise ValueError("it has no question")
+        name, number = Counter(test.name for test in tests).most_common(1)[0]
+        if number > 1:  # counted as several, one question makes a score look too certain
+            raise ValueError(f"{name} stands {number} times")
         return tests
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)

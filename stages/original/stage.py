@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=12,
+    version=13,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -157,6 +157,7 @@ def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
             "more than 100,000 questions",
         ),
         ({"questions": None}, "not a needle set of NoLiMa"),
+        ({"questions": {}}, "not a needle set of NoLiMa: it has no question"),
         ({"tests": {"T1": {}}}, "not a needle set of NoLiMa: lacks 'input_args'"),
     ],
 )
@@ -169,6 +170,34 @@ def test_a_faulty_needle_set_is_named(
     (tmp_path / "set.json").write_text(json.dumps([content]))
     with pytest.raises(UserError, match=sentence):
         nolima.needle_tests(tmp_path / "set.json", None)
+
+
+def test_a_question_that_stands_twice_is_named(tmp_path: Path) -> None:
+    first = nolima_case.NEEDLE_SET[0]
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps([first, {**first, "id": "0999"}]))
+    names = [test.name for test in nolima.needle_tests(path, None)]
+    path.write_text(json.dumps([first, first]))
+    with pytest.raises(UserError, match=rf"not a needle set of NoLiMa: {names[0]} stands 2 times"):
+        nolima.needle_tests(path, None)
+
+
+def test_a_row_that_stands_twice_counts_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = conversations()
+    shutil.copytree(folder / "mrcr", tmp_path / "mrcr")
+    again = [rows[1], {**rows[2], "n_chars": 1}, {**rows[3], "answer": "aB3Another."}]
+    copy = tmp_path / "mrcr" / "copy.jsonl"
+    copy.write_text("".join(json.dumps(row) + "\n" for row in again))
+    files = MrcrEvaluation(data_dir=str(tmp_path / "mrcr"), lengths=[512]).data_files
+    samples = list(read_mrcr(files, 1000))
+    assert len(samples) == 7 and {one.answer for one in samples} == {
+        *(row["answer"] for row in rows), "aB3Another.",
+    }  # fmt: skip
+    assert "copy.jsonl: left out 2 that equal an earlier row of MRCR's data" in caplog.text
+    caplog.clear()
+    assert len(list(read_mrcr(files[:1], 1000))) == 3 and not caplog.text
 
 
 def test_scores_are_upstreams() -> None:
