@@ -34,10 +34,16 @@ def _context(kind: str, past: int) -> AttentionContext:
     return AttentionContext(LENGTH, past, valid, document)
 
 
-@pytest.mark.parametrize(
+CONTEXTS = pytest.mark.parametrize(
     ("kind", "past"), [("none", 0), ("none", 21), ("left", 0), ("holes", 21), ("documents", 0)]
 )
-@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)])
+WINDOWS = pytest.mark.parametrize(
+    ("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)]
+)
+
+
+@CONTEXTS
+@WINDOWS
 def test_flex_equals_the_oracle(kind: str, past: int, window: int, sinks: int) -> None:
     torch.manual_seed(0)
     layout = by_rows([True, False, True, False], Window(window, sinks))
@@ -52,6 +58,21 @@ def test_flex_equals_the_oracle(kind: str, past: int, window: int, sinks: int) -
         result[name] = [out.detach(), *grads]
     for ours, expected in zip(result["flex"], result["eager"], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@CONTEXTS
+@WINDOWS
+def test_every_block_a_head_sees_is_listed(kind: str, past: int, window: int, sinks: int) -> None:
+    """Without a compiler the blocks are not used: what a GPU skips is asked of the mask."""
+    context, kind_of = _context(kind, past), Window(window, sinks)
+    layout = full_first(1, 2, kind_of)
+    mask = flex.flex_block_mask(layout, context, 2, torch.device("cpu"))
+    queries, keys = past + torch.arange(80)[None], torch.arange(-(-(LENGTH + past) // 16) * 16)
+    for head, window_of_head in enumerate((None, kind_of)):
+        visible = context.visible(queries, keys[None], window_of_head)
+        blocks = visible.unflatten(-1, (-1, 16)).unflatten(1, (-1, 16))  # [b, nq, 16, nk, 16]
+        listed = mask.to_dense().bool()[:, head]
+        assert bool((listed | ~blocks.any(dim=(2, 4))).all())
 
 
 def test_blocks_no_head_sees_are_not_listed() -> None:
