@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bosch.errors import RunError, UserError
-from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_config, load_model
 from bosch.model.search_mode import own_kv_heads, set_own_kv_heads
@@ -35,7 +35,6 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
     """
     revision, trust = options.get("revision"), options.get("trust_remote_code", False)
     config = load_config(str(path), revision=revision, trust_remote_code=trust)
-    family_of(config)
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UserError(

@@ -94,12 +94,12 @@ class NeedleSuite(Suite):
         loaded: Any,
         bar: Progress,
     ) -> None:
-        journal, any_answer = self.answers.journal(model, subtask), subtask.task in ANY_ANSWER
+        journal = self.answers.journal(model, subtask)
         new_tokens = self.section.new_tokens(subtask.task)
         for batch in self.generated(loaded, questions, new_tokens):
             records = []
             for question, output in batch:
-                score = string_match(output, question.answers, any_answer)
+                score = string_match(output, question.answers, question.any_answer)
                 records.append(answer_record(question, score, question.answers, output))
             journal.append(*records)
             bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")

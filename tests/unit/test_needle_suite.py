@@ -109,6 +109,19 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         assert answers[2]["output"] == "nothing" and len(answers[2]["answers"]) == 1
 
 
+@pytest.mark.parametrize(("any_answer", "score"), [((), 0.25), (("niah_multivalue",), 1.0)])
+def test_one_of_several_answers_is_enough_where_upstream_says_so(
+    suite: Any, any_answer: tuple[str, ...], score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needle_suite, "ANY_ANSWER", any_answer)
+    one = suite(tasks=["niah_multivalue"], lengths=[600], samples=1)
+    one.prepare()
+    answer = lambda loaded, questions, _: [[(one, one.answers[0]) for one in questions]]  # noqa: E731
+    monkeypatch.setattr(one, "generated", answer)
+    one.run(MODEL, None, STOP)
+    assert one.answers.read(MODEL, one.subtasks[0])[0]["score"] == score
+
+
 def test_a_sample_of_the_calibration_set_is_refused(suite: Any) -> None:
     seen: list[int] = []
 

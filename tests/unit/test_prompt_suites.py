@@ -459,6 +459,8 @@ def test_helmets_prompts_are_its_own(folder: Path) -> None:
     texts = {name: [one.plain(one.turns()) for one in found if one.task == name]
              for name in HELMET_TASKS}  # fmt: skip
     assert [len(texts[name]) for name in HELMET_TASKS] == [6, 6, 6, 4, 6]
+    most = {one.task: one.new_tokens for one in found}  # upstream's generation_max_length
+    assert most == {name: 100 if name == "json_kv" else 20 for name in HELMET_TASKS}
     first, second = texts["kilt_nq"][:2]
     demos, _, rest = first.partition("Document (Title: Island 0): The island 0 of nq-dev")
     assert demos.startswith(

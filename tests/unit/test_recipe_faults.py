@@ -14,6 +14,7 @@ from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import without_others
 from pipeline.recipe.yaml_file import parse_yaml
+from stages.fields import path_text
 from stages.prepare.stage import PrepareConfig
 from tests.pipeline_case import ROOT, Case, truncate
 
@@ -212,6 +213,13 @@ def test_documents_that_a_models_attention_would_mix_are_refused(
         assert told in case.fault("train.document_masking=true")
     else:
         load_recipe(case.file, ["train.document_masking=true"], env={})
+
+
+@pytest.mark.parametrize("path", ["n" * 255, "/".join(["n" * 99] * 40), "é" * 127])
+def test_a_path_is_as_long_as_a_file_system_holds(path: str) -> None:
+    assert path_text(path) == path
+    with pytest.raises(ValueError, match="no path can be that long"):
+        path_text(path + "éé")
 
 
 def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from bosch.attention import BACKENDS
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.materialize import materialize
@@ -28,6 +29,7 @@ from stages.train.data import PackedSequences, SourceTokens, collate, collate_do
 from stages.train.metrics import MetricsLog, numbers
 from stages.train.model import (
     apply_liger,
+    attention_backend,
     check_liger_runs,
     load_for_training,
     saved_dtype,
@@ -394,6 +396,35 @@ def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
     model.model.layers[1].mlp.forward = type(model.model.layers[1].mlp).forward
     with pytest.raises(RunError, match=r"model\.layers\.1\.mlp .Qwen3MLP. still runs"):
         check_liger_runs(model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "runtime", "name"),
+    [
+        ("bf16", {}, "flash"),
+        ("no", {}, "flex"),
+        ("no", {"checkpointing": "attention"}, "sdpa"),
+        ("no", {"checkpointing": "full"}, "flex"),
+        ("bf16, no flash-attn", {}, "varlen"),
+        ("bf16, no flash-attn", {"context_parallel": 2}, "flex"),
+        ("bf16", {"attention": "eager"}, "eager"),
+    ],
+)
+def test_training_takes_the_fastest_backend_that_has_what_it_needs(
+    case: Path,
+    precision: str,
+    runtime: dict[str, Any],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    precision, _, absent = precision.partition(", no ")
+    for one in ("flash", "varlen", "flex"):
+        here = one != "flash" or not absent
+        monkeypatch.setitem(BACKENDS, one, BACKENDS[one]._replace(usable=lambda here=here: here))
+    config = stage_config(train={"mixed_precision": precision}, runtime=runtime)
+    folder = case / "materialize" / "model"
+    assert attention_backend(folder, config.model, config.section, config.runtime) == name
 
 
 def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
