@@ -62,6 +62,13 @@ def weight_files(directory: Path) -> list[str]:
     return [*single, INDEX, *sorted(names)]
 
 
+def code_files(directory: Path) -> list[str]:
+    """Names of the directory's own code, in whatever folder below it."""
+    paths = (path for path in directory.rglob("*.py") if not path.is_dir())
+    files = (path.relative_to(directory) for path in paths)
+    return [path.as_posix() for path in files if not any(p.startswith(".") for p in path.parts)]
+
+
 def _check_safetensors(path: Path) -> None:
     try:
         size = path.stat().st_size

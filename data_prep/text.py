@@ -54,28 +54,20 @@ class TextFile:
         Raises UserError as `read_utf8` does.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        done = 0
+        done, is_end = 0, False
         try:
             with open_regular(self.path) as file:
-                while block := file.read(PIECE_BYTES):
-                    pending = len(decoder.getstate()[0])
-                    yield _decode(decoder, block, self.path, done - pending)
+                while not is_end:
+                    block, pending = file.read(PIECE_BYTES), decoder.getstate()[0]
+                    is_end = not block
+                    try:
+                        text = decoder.decode(block, is_end)
+                    except UnicodeDecodeError:
+                        text = decode_utf8(pending + block, f"{self.path}", done - len(pending))
                     done += len(block)
-            pending = len(decoder.getstate()[0])
-            yield _decode(decoder, b"", self.path, done - pending, final=True)
+                    yield text
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
-
-
-def _decode(
-    decoder: codecs.IncrementalDecoder, block: bytes, path: Path, at: int, final: bool = False
-) -> str:
-    """The next piece of text; byte `at` of the file is the first that is not yet decoded."""
-    pending = decoder.getstate()[0]
-    try:
-        return decoder.decode(block, final)
-    except UnicodeDecodeError:
-        return decode_utf8(pending + block, f"{path}", at)
 
 
 # One text: a string, or a file that is read in pieces.

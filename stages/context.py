@@ -27,14 +27,10 @@ from stages.fields import (
 from stages.inputs import Input, is_hub_name
 
 
-def _is_model_name(section: Section, text: str, root: Path) -> bool:
-    return is_hub_name(text, root)
-
-
 class ModelConfig(Section):
     """The pretrained model that is made hybrid."""
 
-    path: Annotated[PathText, Input(is_name=_is_model_name)] = Field(
+    path: Annotated[PathText, Input(is_name=lambda _, text, root: is_hub_name(text, root))] = Field(
         description="Directory of the base model, or its name on the hub."
     )
     revision: Line | None = Field(None, description="Hub revision; ignored for a directory.")

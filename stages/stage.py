@@ -13,7 +13,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from stages.cost import Cost, Devices
 from stages.fields import Section
 from stages.recipe import LoadedRecipe
 
@@ -25,10 +24,10 @@ def no_faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from ()
 
 
-def _named(function: str) -> Any:
-    """The function that `module:name` names; its module may be heavy."""
+def call(function: str, *arguments: Any) -> Any:
+    """What the function `module:name` returns, whose module may be heavy; () without a name."""
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), name)(*arguments) if module else ()
 
 
 @dataclass(frozen=True)
@@ -81,26 +80,6 @@ class Stage(Generic[OwnSection]):
     def __post_init__(self) -> None:
         if not self.key:
             object.__setattr__(self, "key", self.name)
-
-    def slow_faults(self, loaded: LoadedRecipe) -> Iterator[str]:
-        """Faults that take seconds to find."""
-        if self.slow_checks:
-            yield from _named(self.slow_checks)(loaded)
-
-    def known_gaps(self, loaded: LoadedRecipe) -> Iterator[str]:
-        """What a run of the stage will continue without; takes seconds to find."""
-        if self.gaps:
-            yield from _named(self.gaps)(loaded)
-
-    def planned_cost(self, loaded: LoadedRecipe, devices: Devices) -> Cost:
-        """What the stage costs on these devices, as if nothing was cached."""
-        result: Cost = _named(self.cost)(loaded, devices) if self.cost else Cost()
-        return result
-
-    def refuse(self, loaded: LoadedRecipe) -> None:
-        """Raise UserError where the stage is certain not to fit on this machine."""
-        if self.refusal:
-            _named(self.refusal)(loaded)
 
     @property
     def computes(self) -> bool:

@@ -53,7 +53,11 @@ def read_samples(
     if len(header) < 2 + shard.samples or header[0] != shard.samples:
         raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
     offsets = header[1 : shard.samples + 2].tolist()
-    decoders = _decoders(path, shard, columns)
+    chosen = shard.column_names if columns is None else columns
+    decoders = [
+        (name, _decoder(kind, f"{path}: column {name}") if name in chosen else None)
+        for name, kind in zip(shard.column_names, shard.column_encodings, strict=True)
+    ]
     for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if not begin <= end <= len(data):
             raise UserError(f"{path}: ends inside sample {number}; get it again")
@@ -90,21 +94,6 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
 
 
 _Decoder = Callable[[memoryview], Any]
-
-
-def _decoders(
-    path: Path, shard: Shard, columns: Sequence[str] | None
-) -> list[tuple[str, _Decoder | None]]:
-    """Each column's name and decoder; None for a column that is not requested."""
-    return [
-        (
-            name,
-            _decoder(encoding, f"{path}: column {name}")
-            if columns is None or name in columns
-            else None,
-        )
-        for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True)
-    ]
 
 
 def _decode_sample(

@@ -12,7 +12,6 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -99,7 +98,10 @@ class SampleFolder:
 
         Raises UserError when the task does not fit, or a file it needs is missing or damaged.
         """
-        with self._locked() as folder:
+        folder = self.path
+        make_folder(folder)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             journal, ids_file = Journal(folder / "samples.jsonl"), folder / "ids.bin"
             head, records = _whole(journal, ids_file)
             if len(records) >= count:
@@ -156,14 +158,6 @@ class SampleFolder:
         name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
         path = folder / name if name is not None and folder is not None else None
         return path if path is not None and path.is_file() else None
-
-    @contextmanager
-    def _locked(self) -> Iterator[Path]:
-        folder = self.path
-        make_folder(folder)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
 
 
 def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:

@@ -18,7 +18,6 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import overload
 
 _ADJECTIVES = """
 able active agile alert amber ample ancient apt arctic autumn awake azure bald basic bitter
@@ -74,7 +73,7 @@ def word_key(rng: Random) -> str:
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
-class PairedWords(Sequence[str]):
+class PairedWords:
     """All different `adjective-noun` in the order of the alphabet, none of them made before it is
     asked for: wonderwords has six million.
     """
@@ -99,15 +98,7 @@ class PairedWords(Sequence[str]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._ends, index)

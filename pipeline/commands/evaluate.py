@@ -16,13 +16,12 @@ from bosch.errors import RunError, UserError
 from bosch.files import write_text
 from pipeline.commands import RecipeCommand
 from pipeline.commands.evaluation import Evaluation
-from pipeline.commands.missing import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.score_tables import score_tables
-from stages.evaluate.scores import HYBRID, ORIGINAL, SelectedScores
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SelectedScores
 from stages.fields import path_text
 from stages.recipe import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_name
@@ -172,3 +171,10 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
                     "running; continue it, or leave --watch out to evaluate what there is"
                 )
             time.sleep(_POLL_SECONDS)
+
+
+def print_missing(scores: Scores) -> int:
+    """Print what has no score, with the reason; the exit status, 1 where there is any."""
+    for sentence in scores.missing_sentences():
+        print(sentence)
+    return 1 if scores.missing else 0

@@ -16,6 +16,7 @@ from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
 from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
+from stages.formats import format_length
 from stages.inputs import is_hub_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
@@ -130,18 +131,14 @@ def recipe_text(file: Path, model: str, data: str | None, length: int = _LONGEST
         smoke=_smoke(file),
         model=_yaml(_from(folder, model)),
         source=source,
-        length=_count(length),
-        half=_count(length // 2),
+        length=format_length(length),
+        half=format_length(length // 2),
         window=length // 16,
     )
 
 
 def _smoke(file: Path) -> str:
     return shlex.join(["bosch", "run", str(file), *SMOKE])
-
-
-def _count(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def _from(folder: Path, path: str) -> str:

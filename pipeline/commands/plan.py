@@ -37,6 +37,7 @@ from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import call
 
 COMMAND = RecipeCommand(
     "say what a run needs and costs before it starts",
@@ -116,7 +117,7 @@ def plan_devices(
 
 def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
     """The cost of every stage of a recipe by name, as if nothing was cached."""
-    return {stage.name: stage.planned_cost(loaded, devices) for stage in loaded.present}
+    return {stage.name: call(stage.cost, loaded, devices) or Cost() for stage in loaded.present}
 
 
 def plan_record(

@@ -8,7 +8,7 @@ import importlib
 from bosch.errors import UserError
 from bosch.files import make_folder
 from pipeline.commands import RecipeCommand
-from pipeline.commands.missing import print_missing
+from pipeline.commands.evaluate import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
 from pipeline.run.failures import is_disk_full

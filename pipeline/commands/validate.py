@@ -13,6 +13,7 @@ from pipeline.recipe.load import listing
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
+from stages.stage import call
 
 COMMAND = RecipeCommand("check a recipe, its model and its input files", json=True, fetch=False)
 
@@ -26,11 +27,11 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
     1 where a run would continue without a part of what the recipe asks for.
     """
-    faults = [fault for stage in loaded.stages for fault in stage.slow_faults(loaded)]
+    faults = [fault for stage in loaded.stages for fault in call(stage.slow_checks, loaded)]
     if faults:
         raise UserError(listing(str(loaded.file), faults))
     names = [stage.name for stage in loaded.present]
-    gaps = [gap for stage in loaded.stages for gap in stage.known_gaps(loaded)]
+    gaps = [gap for stage in loaded.stages for gap in call(stage.gaps, loaded)]
     if options.json:
         print_json(
             {

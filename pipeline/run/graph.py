@@ -11,7 +11,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import canonical_json
-from bosch.weight_files import weight_files
+from bosch.weight_files import code_files, weight_files
 from data_prep.documents.source_files import tokenizer_files
 from pipeline.recipe.faults import suggest
 from pipeline.run.hashing import FileHasher, NotHashed
@@ -140,7 +140,7 @@ def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
         return {**_hub_identity(loaded), **how}
     names = {"config.json", *weight_files(directory), *tokenizer_files(directory)}
     names |= {name for name in ("generation_config.json",) if (directory / name).is_file()}
-    names |= set(_code_files(directory))
+    names |= set(code_files(directory))
     return {**_hashes(directory, names, hasher), **how}
 
 
@@ -151,7 +151,7 @@ def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
         return _hub_identity(loaded)
     names = set(tokenizer_files(directory))
     if loaded.recipe.model.trust_remote_code:  # a tokenizer's code may import any of it
-        names |= set(_code_files(directory))
+        names |= set(code_files(directory))
     # Where the tokenizer's own files name no class, transformers takes that of the model's type.
     family = loaded.info.config.get("model_type") if loaded.info is not None else None
     return {**_hashes(directory, names, hasher), "model_type": family}
@@ -164,13 +164,6 @@ def _directory(loaded: LoadedRecipe) -> Path | None:
 def _hub_identity(loaded: LoadedRecipe) -> dict[str, Any]:
     commit = loaded.info.commit if loaded.info is not None else None
     return {"hub": loaded.recipe.model.path, "commit": commit or loaded.recipe.model.revision}
-
-
-def _code_files(directory: Path) -> list[str]:
-    """Names of the directory's own code, in whatever folder below it."""
-    paths = (path for path in directory.rglob("*.py") if not path.is_dir())
-    files = (path.relative_to(directory) for path in paths)
-    return [path.as_posix() for path in files if not any(p.startswith(".") for p in path.parts)]
 
 
 def _hashes(directory: Path, names: set[str], hasher: Hasher) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pipeline.run.status import StageState, differences, inspect, inspect_output
 from pipeline.run.store import Store
 from stages.formats import format_seconds
 from stages.recipe import LoadedRecipe, World
+from stages.stage import call
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Runner:
             flush=True,
         )
         for name in todo:
-            self._node(name).stage.refuse(self.loaded)
+            call(self._node(name).stage.refusal, self.loaded)
         # Beside the links: what this run was asked for.
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bosch.errors import RunError
 from bosch.files import canonical_json, remove
 from bosch.journal import Journal
-from bosch.weight_files import weight_files
+from bosch.weight_files import code_files, weight_files
 from stages.context import ModelConfig
 from stages.published import Manifest
 
@@ -158,11 +158,7 @@ def model_files(folder: Path) -> list[Path]:
     """Weights, and the files beside them that a model or its tokenizer may be read from."""
     weights = {folder / name for name in weight_files(folder)}
     beside = {path for path in folder.iterdir() if path.suffix in _READ}
-    code = {
-        path
-        for path in folder.rglob("*.py")
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    }
+    code = {folder / name for name in code_files(folder)}
     return sorted(path for path in weights | beside | code if path.is_file())
 
 

@@ -64,6 +64,10 @@ def model_card(
     score = "unknown"
     if mask_file.score is not None:
         score = f"{mask_file.score:.4g}, the share of calibration answers that are right"
+    sizes = " or ".join(str(window.size) for window in mask_file.windows)
+    plural, then = "", ""
+    if len(mask_file.windows) > 1:
+        plural, then = "s", ", then those of each window from the widest down"
     seed = "" if mask_file.seed is None else f" (seed {mask_file.seed})"
     transformers = installed_versions(["transformers"])["transformers"]
     constant = summary["sliding_bytes_constant"]
@@ -83,7 +87,7 @@ others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}
 | base model | {base}{f" ({model.revision})" if model.revision else ""} |
 | licence of the base model | {stated or "not stated in its card"} |
 | sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
-| {_windows_row(mask_file)} |
+| window{plural} | {sizes} tokens, the query's own included |
 | sinks | {_SINK_BIAS if mask_file.sink_bias is not None else mask_file.sinks} |
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
@@ -97,7 +101,7 @@ others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}
 ## Head mask
 
 One row per layer, one sign per KV head in the base model's order: ■ full,
-{_legend(mask_file)}. In the weights here each layer's full heads come first{_then(mask_file)}.
+{_legend(mask_file)}. In the weights here each layer's full heads come first{then}.
 
 ```
 {mask_rows(mask_file)}
@@ -166,31 +170,14 @@ def _legend(mask_file: HeadMaskFile) -> str:
     return ", ".join(signs)
 
 
-def _then(mask_file: HeadMaskFile) -> str:
-    return ", then those of each window from the widest down" if len(mask_file.windows) > 1 else ""
-
-
-def _windows_row(mask_file: HeadMaskFile) -> str:
-    sizes = " or ".join(str(window.size) for window in mask_file.windows)
-    plural = "s" if len(mask_file.windows) > 1 else ""
-    return f"window{plural} | {sizes} tokens, the query's own included"
-
-
 def base_licence(model: ModelConfig) -> dict[str, str]:
     """Licence in the base model's card; empty if it states none that can be read."""
-    card = _base_card(model)
-    return {} if card is None else licence_of(card)
+    card = Path(model.path, "README.md")
+    if not card.parent.is_dir():
+        from huggingface_hub import hf_hub_download
 
-
-def _base_card(model: ModelConfig) -> Path | None:
-    """README.md of the base model, from its directory or the hub; None where there is none."""
-    folder = Path(model.path)
-    if folder.is_dir():
-        card = folder / "README.md"
-        return card if card.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model.path, "README.md", revision=model.revision))
-    except (OSError, ValueError):  # absent, or no network: the card is not worth failing for
-        return None
+        try:
+            card = Path(hf_hub_download(model.path, "README.md", revision=model.revision))
+        except (OSError, ValueError):  # absent, or no network: the card is not worth failing for
+            return {}
+    return licence_of(card)

@@ -100,7 +100,7 @@ def run(
         hybrid = materialize_front(base, front, take_weights=True)
     del base
     target = work_dir / MODEL
-    _save(hybrid, target, config, section.max_shard_size)
+    _save(hybrid, target, config)
     if front is None:
         shutil.copyfile(mask_path, target / HEAD_MASK)
     else:
@@ -278,9 +278,7 @@ def compare_logits(actual: Tensor, expected: Tensor, precision: str) -> dict[str
     }
 
 
-def _save(
-    hybrid: Any, target: Path, config: StageConfig[MaterializeConfig], max_shard_size: str
-) -> None:
+def _save(hybrid: Any, target: Path, config: StageConfig[MaterializeConfig]) -> None:
     from safetensors import SafetensorError
 
     model = config.model
@@ -290,7 +288,7 @@ def _save(
         raise UserError(f"{model.path}: the model has no tokenizer; add its tokenizer files")
     remove(target)
     try:
-        save_model(hybrid, target, max_shard_size)
+        save_model(hybrid, target, config.section.max_shard_size)
         tokenizer.save_pretrained(target)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{target}: cannot write the model ({error})") from error

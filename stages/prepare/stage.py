@@ -14,6 +14,7 @@ from bosch.files import NOT_REGULAR, irregular_entries
 from data_prep.documents.mds_index import read_index
 from data_prep.documents.source_files import check_source, is_local, source_files, tokenizer_files
 from data_prep.tasks.tables import NeedleTask
+from stages.cost import Cost, Devices
 from stages.fields import (
     Count,
     Line,
@@ -23,6 +24,7 @@ from stages.fields import (
     parse_number,
     regular_expression,
 )
+from stages.formats import format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
 from stages.recipe import LoadedRecipe
@@ -32,6 +34,8 @@ from stages.stage import Stage
 _PATH_KINDS = ("text", "jsonl", "parquet", "mds", "huggingface")
 # Kinds whose documents are records with further fields.
 _RECORD_KINDS = ("jsonl", "parquet", "huggingface")
+# Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
+_TOKENS_PER_CORE_SECOND = 250_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -80,10 +84,6 @@ def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
             raise UserError(f"{where}: {Path(path, name)} {NOT_REGULAR}; remove it")
 
 
-def _is_no_folder(source: SourceConfig, text: str, root: Path) -> bool:
-    return True
-
-
 class FilterConfig(Section):
     """Which documents of a source are used. Bounds include their ends."""
 
@@ -126,7 +126,7 @@ class SourceConfig(Section):
     revision: Line | None = Field(
         None, description="huggingface: commit of the dataset on the hub, all 40 digits."
     )
-    tokenizer: Annotated[PathText | None, Input(_tokenizer, _check_tokenizer, _is_no_folder)] = (
+    tokenizer: Annotated[PathText | None, Input(_tokenizer, _check_tokenizer, lambda *_: True)] = (
         Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
     )
     weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0)] = Field(
@@ -220,6 +220,20 @@ def _filters(where: str, source: SourceConfig) -> Iterator[str]:
             yield f"{where}.filters: min_{unit} {low:,} is more than max_{unit} {high:,}"
 
 
+def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    """Tokens to read, and the data on disk."""
+    prepare = loaded.recipe[PrepareConfig]
+    tokens, length = prepare.train_tokens, prepare.sequence_length
+    core_hours = tokens / _TOKENS_PER_CORE_SECOND / 3600
+    examples = prepare.calibration.examples
+    facts = [
+        f"{tokens:,} tokens in {tokens // length:,} sequences of {length:,}",
+        f"{examples} calibration examples of {prepare.calibration.length:,}",
+        f"about {format_hours(core_hours)} on one core",
+    ]
+    return Cost(0, tokens * 4.0 + examples * prepare.calibration.length * 6.0, facts)
+
+
 STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
@@ -228,5 +242,5 @@ STAGE = Stage(
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,
-    cost="stages.prepare.cost:cost",
+    cost="stages.prepare.stage:cost",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,7 +32,6 @@ from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
 from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
-from bosch.search.settings import SearchSettings
 from stages.context import StageConfig
 from stages.formats import format_bytes
 from stages.prepare.stage import CALIBRATION
@@ -98,7 +97,16 @@ def run(
         price = config.section.front_price(kinds, config.model.dtype, longest)
         ratio = 1.0 if finds_front else config.section.ratio_for(kinds, config.model.dtype)
         settings = config.section.settings(config.seed, ratio)
-        with _progress(config, objective, settings) as bar:
+        method = METHODS[config.section.method]
+        bars: contextlib.AbstractContextManager[Progress | None] = contextlib.nullcontext()
+        views: contextlib.AbstractContextManager[LiveView | None] = contextlib.nullcontext()
+        if ranks.is_first:
+            total = method.most_evaluations(
+                settings, objective.num_layers, objective.num_key_value_heads
+            )
+            bars = progress(total, f"search ({config.section.method})", "evaluations")
+            views = contextlib.closing(LiveView(work_dir, config, sink_bias))
+        with bars as bar, views as view:
             evaluator = Evaluator(objective, log, bar)
             if finds_front:
                 slots = point_slots(config.section, price)
@@ -106,8 +114,14 @@ def run(
                 evaluator.slot_budgets = SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
             else:
                 evaluator.slot_budgets = SlotBudgets(price.tokens)
-            with _live(config, evaluator, work_dir, ranks, sink_bias):
-                result = _find_mask(config, evaluator, settings, work_dir)
+            if view is not None:
+                evaluator.watch = view.update
+            try:
+                result = find_mask(config.section.method, evaluator, settings)
+            except (KeyboardInterrupt, LostRankError):
+                if log.path is not None:
+                    _log_progress_so_far(evaluator, work_dir)
+                raise
         summary = _summary(evaluator, result, time.perf_counter() - started)
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
@@ -116,57 +130,6 @@ def run(
         name: summary[name]
         for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     }
-
-
-@contextlib.contextmanager
-def _live(
-    config: StageConfig[SearchConfig],
-    evaluator: Evaluator,
-    work_dir: Path,
-    ranks: Ranks,
-    sink_bias: SinkBias | None,
-) -> Iterator[None]:
-    """Scalars and the best mask so far, for those who watch the search."""
-    if not ranks.is_first:
-        yield
-        return
-    view = LiveView(work_dir, config, sink_bias)
-    evaluator.watch = view.update
-    try:
-        yield
-    finally:
-        view.close()
-
-
-def _find_mask(
-    config: StageConfig[SearchConfig],
-    evaluator: Evaluator,
-    settings: SearchSettings,
-    work_dir: Path,
-) -> SearchResult:
-    """The method's result; a stopped search logs where it stands."""
-    try:
-        return find_mask(config.section.method, evaluator, settings)
-    except (KeyboardInterrupt, LostRankError):
-        if evaluator.log.path is not None:
-            _log_progress_so_far(evaluator, work_dir)
-        raise
-
-
-@contextlib.contextmanager
-def _progress(
-    config: StageConfig[SearchConfig], objective: Objective, settings: SearchSettings
-) -> Iterator[Progress | None]:
-    """Progress in evaluations, shown by the first rank."""
-    if not objective.ranks.is_first:
-        yield None
-        return
-    method = config.section.method
-    total = METHODS[method].most_evaluations(
-        settings, objective.num_layers, objective.num_key_value_heads
-    )
-    with progress(total, f"search ({method})", "evaluations") as bar:
-        yield bar
 
 
 def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:

@@ -1,7 +1,7 @@
 """What `plan` says of recipes of every kind.
 
 The modules behind it: stages.cost, stages.search.cost, stages.train.cost, stages.train.fit,
-stages.evaluate.cost, stages.materialize.cost, stages.prepare.cost, pipeline.commands.plan.
+stages.evaluate.cost, stages.materialize.cost, stages.prepare.stage, pipeline.commands.plan.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
 from data_prep.documents.calibration import write_calibration
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from pipeline.commands.plan import plan_costs
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
@@ -62,7 +63,7 @@ def test_a_rival_that_cannot_be_trained_is_refused(
 def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
     def flops(*overrides: str) -> dict[str, float]:
         loaded = load_recipe(case.file, overrides, env={})
-        return {stage.name: stage.planned_cost(loaded, CPU).flops for stage in loaded.present}
+        return {name: cost.flops for name, cost in plan_costs(loaded, CPU).items()}
 
     without, with_rival = flops(), flops("rival={}")
     assert "train_rival" not in without

@@ -228,7 +228,7 @@ def test_pairs_of_words_are_in_the_order_of_the_alphabet():
     adjectives, nouns = ["high", "high-pitched", "old", "a"], ["pitched-a", "z", "b", "b"]
     pairs = PairedWords(adjectives, nouns)
     plain = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
-    assert pairs[:] == plain and len(pairs) == len(plain)
+    assert list(pairs) == plain and len(pairs) == len(plain)
     with pytest.raises(IndexError):
         pairs[len(plain)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
@@ -20,8 +19,6 @@ from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.studied_model import Setting, StudiedModel, digest_of, variants
 from stages.pages.tables import Table
-
-logger = logging.getLogger(__name__)
 
 _MOST_MASKS = 20_000
 

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -320,12 +320,16 @@ class StudiedModel:
         if window is not None:
             key |= _windows_key(window_menu(window))
 
-        def compute() -> Record:
-            results = self.objective(self.held_out_set, window).example_results(mask).T.tolist()
-            return {"exact": results[0], "log_likelihood": results[1]}
+        return self._results_once(
+            key, lambda: self.objective(self.held_out_set, window).example_results(mask)
+        )
 
-        record = self.finished.once(key, compute)
-        return np.array([record["exact"], record["log_likelihood"]]).T
+    def _results_once(self, key: Record, compute: Callable[[], Any]) -> Results:
+        names = "exact", "log_likelihood"
+        record = self.finished.once(
+            key, lambda: dict(zip(names, compute().T.tolist(), strict=True))
+        )
+        return np.array([record[name] for name in names]).T
 
     def trained(self, mask: HeadMask, window: Windows | None = None) -> Results:
         """As `held_out`, of the hybrid that the recipe's own stages make of the mask and train.
@@ -338,20 +342,17 @@ class StudiedModel:
         train = next(node for node in runner.nodes if node.name == TRAIN.name)
         examples, key = self.held_out_set, str(train.key)
 
-        def compute() -> Record:
+        def compute() -> Any:
             self.release()
             runner.run()
             folders = checkpoint_folders(runner.store.published(TRAIN.name, key))
             loading = {**self.recipe.model.loading, "revision": None}
             hybrid = load_model([*folders.values()][-1], device=_device(), **loading)
-            size = self.recipe.runtime.eval_batch_size
-            results = model_results(hybrid, examples, size).T.tolist()
-            return {"exact": results[0], "log_likelihood": results[1]}
+            return model_results(hybrid, examples, self.recipe.runtime.eval_batch_size)
 
-        record = self.finished.once(
+        return self._results_once(
             {"kind": "trained", "train": key, "examples": examples.fingerprint}, compute
         )
-        return np.array([record["exact"], record["log_likelihood"]]).T
 
     def _with_mask(self, mask: HeadMask, windows: Windows | None) -> LoadedRecipe:
         """The recipe with this mask in place of a search, up to its training."""
