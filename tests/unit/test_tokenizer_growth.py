@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bosch.errors import UserError
-from data_prep.documents.tokenizer import check_growth
+from data_prep.documents.tokenizer import TokenizerSpec, check_growth, load_tokenizer
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -60,3 +62,19 @@ def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
 def test_exploding_parts_are_refused(part: str, steps: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         check_growth("tokenizer.json", {part: steps})
+
+
+def test_a_tokenizer_of_the_hub_is_checked_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the repository lacks, such as config.json here, stop no check of the others."""
+    repository = tmp_path / "models--some--one"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    steps = sequence(*[replace({"String": "e"}, "ee")] * 9)
+    (snapshot / "tokenizer.json").write_text(json.dumps({"normalizer": steps}))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"tokenizer\.json: its normalizer .* 512 times longer"):
+        load_tokenizer(TokenizerSpec("some/one"))
