@@ -79,7 +79,7 @@ class PromptEvaluation(Section):
     @property
     def data_files(self) -> list[Path]:
         """These files, by name."""
-        return sorted(Path(self.data_dir, name) for name in self.files(Path(self.data_dir)))
+        return [Path(self.data_dir, name) for name in self.files(Path(self.data_dir))]
 
     @property
     def most_tokens(self) -> tuple[str, int]:
@@ -136,7 +136,7 @@ class NolimaEvaluation(PromptEvaluation):
     def books(self, folder: Path) -> list[Path]:
         """The books among the folder's files, by name."""
         places = map(PurePosixPath, self.files(folder))
-        return sorted(folder / p for p in places if p.parts[0] == "haystack" and p.suffix == ".txt")
+        return [folder / p for p in places if p.parts[0] == "haystack" and p.suffix == ".txt"]
 
 
 class MrcrEvaluation(PromptEvaluation):
