@@ -49,11 +49,6 @@ class Window:
         return self.size - 1, 0
 
     @property
-    def transformers(self) -> int:
-        """transformers' `sliding_window`: it counts the query's own position too."""
-        return self.size
-
-    @property
     def vllm(self) -> int:
         """vLLM's `per_layer_sliding_window`: it counts the query's own position too."""
         return self.size

@@ -74,7 +74,7 @@ class HeadLayout:
     @classmethod
     def search(cls, windows: Sequence[Window | None]) -> HeadLayout:
         """Layout by index: each KV head's window on unpermuted weights, None of a full one."""
-        kinds = sorted(set(windows), key=_wider_first)
+        kinds = sorted(set(windows), key=lambda w: float("-inf") if w is None else -w.size)
         return cls(
             tuple(
                 HeadGroup(tuple(h for h, window in enumerate(windows) if window == kind), kind)
@@ -137,10 +137,6 @@ class HeadLayout:
         index = torch.tensor(heads, device=device)[:, None] * q_per_kv
         index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
         return torch.argsort(index) if group is None else index
-
-
-def _wider_first(window: Window | None) -> float:
-    return float("-inf") if window is None else -window.size
 
 
 @dataclass

@@ -25,7 +25,9 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
         gradient = states.output_gradient
         assert gradient is not None
         for begin, end, alpha in attention_blocks(states):
-            saliency = _saliency(states, gradient, alpha, begin, end)
+            # Eq. 23 of rows begin .. end - 1, [HQ, R, end], with dL/dalpha(t, j) = dO_t . V_j
+            slope = grouped_product(gradient[:, begin:end], states.value[:, :end])
+            saliency = slope.mul_(alpha).square_()
             yield local_and_all(saliency, begin, end, window_size)
 
     # Eq. 24, both sums of Eq. 25 at once
@@ -33,9 +35,3 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     local, total = sums[..., 0].numpy(), sums[..., 1].numpy()
     scores: Scores = np.divide(local, total, out=np.ones_like(local), where=total != 0)  # Eq. 25
     return scores
-
-
-def _saliency(states: LayerStates, gradient: Tensor, alpha: Tensor, begin: int, end: int) -> Tensor:
-    """Phi of rows begin .. end - 1 (Eq. 23), [HQ, R, end], with dL/dalpha(t, j) = dO_t . V_j."""
-    slope = grouped_product(gradient[:, begin:end], states.value[:, :end])
-    return slope.mul_(alpha).square_()

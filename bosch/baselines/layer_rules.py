@@ -6,6 +6,8 @@ what is left, less than a layer, are the first KV heads of the layer the rule na
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
 from bosch.budget import swa_budget
@@ -30,7 +32,7 @@ def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
         list(range(num_layers - 1, num_layers - 1 - end, -1)),
         list(range(middle_start, middle_start + middle_size)),
     ]
-    order = _round_robin(blocks)
+    order = [layer for turn in zip_longest(*blocks) for layer in turn if layer is not None]
     return _first_full(order, num_layers, num_heads, swa_ratio)
 
 
@@ -39,11 +41,6 @@ def intr(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
     order = [int((2 * i + 1) * num_layers / (2 * full_layers)) for i in range(full_layers)]
     return _first_full(order, num_layers, num_heads, swa_ratio)
-
-
-def _round_robin(blocks: list[list[int]]) -> list[int]:
-    longest = max(len(block) for block in blocks)
-    return [block[i] for i in range(longest) for block in blocks if i < len(block)]
 
 
 def _full_units(num_layers: int, num_heads: int, swa_ratio: float) -> int:

@@ -39,7 +39,6 @@ NAME = (
 )
 _STATE = "bosch_heads"
 Attend: TypeAlias = Callable[[nn.Module, AttentionCall], Tensor]
-_REFUSED = ("position_bias",)
 # Attention modules whose layer does not tell them what a pass is asked for: with eager they always
 # return weights, as transformers' own eager attention does.
 _WITHOUT_OPTIONS = ("NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention")
@@ -151,9 +150,8 @@ def attention_forward(
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
         return state.attend(module, call), None
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"hybrid attention does not support {name}")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError("hybrid attention does not support position_bias")
     own = kwargs.get("sliding_window")
     if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         return paged_attention(module, call, kwargs), None

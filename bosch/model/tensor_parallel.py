@@ -48,7 +48,8 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
             f"{_OPTION}: models of type '{config.model_type}' take more than text or have layers "
             "with other numbers of KV heads; use data"
         )
-    divided = _divides_heads(plan)
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    divided = styles.get("k_proj") == "colwise"  # each process computes its own heads only
     if divided and heads % ranks.shards:
         raise UserError(
             f"{_OPTION}: the model's {heads} KV heads cannot be divided among {ranks.shards} "
@@ -67,12 +68,6 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
         ranks.shards, 100 * share,
     )  # fmt: skip
     return model
-
-
-def _divides_heads(plan: dict[str, str]) -> bool:
-    """Whether each process computes its own heads only."""
-    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    return styles.get("k_proj") == "colwise"
 
 
 def check_shards(model: Any, shards: int) -> float:

@@ -185,17 +185,15 @@ class BatchPass:
             self._add(number, state=state)
         if number == self.last and self.owner.answers_only:
             return self._last_layer(number, forward, state, kwargs, cached)
-        return self._inner_layer(number, forward, state, kwargs, cached)
+        return self._inner_layer(number, partial(forward, state, **kwargs), cached)
 
     def _inner_layer(
         self,
         number: int,
-        forward: Callable[..., Tensor],
-        state: Tensor,
-        kwargs: dict[str, Any],
+        run: Callable[[], Tensor],
         cached: LayerActivations | None,
     ) -> Tensor:
-        """A layer at every position."""
+        """A layer at every position; `run` computes it."""
         row, flops = self.mask.choices[number], self.owner.flops
         costs, positions = flops.full_layers[number], self.batch.positions
         attention: Any = self.owner.attentions[number]
@@ -204,16 +202,16 @@ class BatchPass:
             self.savings.add(self._mixture_of(row))
             self.operations += costs.after_attention * positions
             with attention_outputs(attention, self.owner.family, mixed):
-                return forward(state, **kwargs)
+                return run()
         pairs = flops.pairs(*self.batch.input_ids.shape)
         self.operations += costs.linear * positions
         if not self._worth_every(number, cached):
             self.operations += flops.attention(row, pairs)
-            return forward(state, **kwargs)
+            return run()
         self.savings.add(self._mixture_of(row))
         self.operations += flops.every(pairs)
         with replace_attention(attention, self._attend_every(number)):
-            return forward(state, **kwargs)
+            return run()
 
     def _mixture_of(self, row: Any) -> str:
         """Name of the saving to verify: a GPU chooses kernels by the number of heads of a kind."""

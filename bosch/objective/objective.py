@@ -25,12 +25,12 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
+from bosch.model.tensor_parallel import own_shard
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.answers import answer_logits, answer_results
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
-from bosch.objective.finite import remedy
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
@@ -423,3 +423,13 @@ class Objective:
 
 def _vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
+
+
+def remedy(model: Any) -> str:
+    """Advice for the error message: mend the damaged weight, if there is one, else a wider type."""
+    for name, weight in model.state_dict().items():
+        if not bool(own_shard(weight).isfinite().all()):  # without asking other processes
+            return f"{name} of the model holds such numbers; make or fetch the model again"
+    if model.dtype == torch.float32:
+        return "they overflow even in float32"
+    return "try model.dtype float32"

@@ -41,6 +41,7 @@ from bosch.search.gates import Gates, RunningWorth, largest, scaled
 from bosch.search.gradient_search import Move, Worth
 from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
+from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,8 @@ _FAILURE = 0.05
 def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find a mask with exactly ceil(rho N) sliding units, in at most kappa L / 10 evaluations.
 
-    Gradients count at their cost in evaluations. The scorer is a `GradientScorer`; any other is
-    searched without gradients, which a note says. Raises UserError when the anchors leave nothing
-    to search for.
+    Gradients count at their cost in evaluations. A scorer without them is searched all the same,
+    which a note says. Raises UserError when the anchors leave nothing to search for.
     """
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
@@ -310,9 +310,7 @@ class _Search:
             count = 1 + int(
                 self._rng.binomial(most - 1, min(1.0, (1 + fruitless) / self.num_units))
             )
-            losses = self._rng.choice(np.flatnonzero(bits), count, replace=False)
-            gains = self._rng.choice(np.flatnonzero(~bits), count, replace=False)
-            child = _exchange(bits, losses, gains)
+            child = swap(bits, count, self._rng)
             if child.tobytes() in self._tried:
                 fruitless += 1
                 continue
@@ -460,9 +458,7 @@ class _Search:
         if most < 2:
             return None
         count = 1 + int(self._rng.integers(1, max(2, most // 8)))
-        losses = self._rng.choice(np.flatnonzero(bits), count, replace=False)
-        gains = self._rng.choice(np.flatnonzero(~bits), count, replace=False)
-        return self._exchanged(_exchange(bits, losses, gains), max(1, count))
+        return self._exchanged(swap(bits, count, self._rng), max(1, count))
 
     def _regrowth(self, track: _Track) -> Bits | None:
         """Sliding units added at random beyond the budget, then elimination back to it."""

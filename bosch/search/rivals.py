@@ -68,21 +68,7 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
     L evaluations. After arXiv 2606.27791. What is left of the budget, less than a layer, slides in
     the next layer, units of lower index first.
     """
-    anchors, _ = measure_anchors(evaluator, settings)
-    layers, units = evaluator.shape
-    full = HeadMask.all_full(layers, units)
-    likelihoods = [
-        evaluator.evaluate(
-            full.with_layer(layer, [False] * units), "ablation", f"layer {layer}", layer
-        ).log_likelihood
-        for layer in range(layers)
-    ]
-    is_full = full.is_full.copy()
-    left = evaluator.budget
-    for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
-        is_full[layer, : min(left, units)] = False
-        left -= min(left, units)
-    return final_result(evaluator, settings, HeadMask(is_full), anchors)
+    return _by_layer(evaluator, settings, stays_full=False)
 
 
 def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -92,19 +78,23 @@ def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchR
     place of a divergence on plain text, and without the training of each candidate. A last layer
     that the budget pays in part keeps its units of lower index full.
     """
+    return _by_layer(evaluator, settings, stays_full=True)
+
+
+def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) -> SearchResult:
+    """Each layer differs alone; the best ones, as the budget has room, end as they were alone."""
     anchors, _ = measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
-    sliding = HeadMask.all_sliding(layers, units)
-    likelihoods = [
-        evaluator.evaluate(
-            sliding.with_layer(layer, [True] * units), "ablation", f"layer {layer}"
-        ).log_likelihood
-        for layer in range(layers)
-    ]
-    is_full = sliding.is_full.copy()
-    left = layers * units - evaluator.budget
+    base = HeadMask(np.full((layers, units), not stays_full))
+    likelihoods = []
+    for layer in range(layers):
+        mask, shared = base.with_layer(layer, [stays_full] * units), 0 if stays_full else layer
+        result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared)
+        likelihoods.append(result.log_likelihood)
+    is_full = base.is_full.copy()
+    left = layers * units - evaluator.budget if stays_full else evaluator.budget
     for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
-        is_full[layer, : min(left, units)] = True
+        is_full[layer, : min(left, units)] = stays_full
         left -= min(left, units)
     return final_result(evaluator, settings, HeadMask(is_full), anchors)
 

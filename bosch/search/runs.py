@@ -17,8 +17,7 @@ from bosch.heads import HeadMask
 from bosch.model.search_mode import mask_shape
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
-from bosch.objective.finite import remedy
-from bosch.objective.objective import Objective
+from bosch.objective.objective import Objective, remedy
 from bosch.search.allotment import allotted
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets, TracePoint

@@ -92,31 +92,22 @@ def restore_units(
 
     The unit of a layer is the one whose return gives the best score.
     """
+
+    def worth(mask: HeadMask) -> tuple[float, float]:
+        result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)
+        return settings.rank(*result.rank)
+
     order = list(layers)
     while surplus > 0:
         for layer in order:
             sliding = mask.swa_kv_heads[layer]
             if surplus == 0 or not sliding:
                 continue
-            mask = _restore_best(evaluator, settings, mask, layer, sliding)
+            candidates = []
+            for head in sliding:
+                row = mask.is_full[layer].copy()
+                row[head] = True
+                candidates.append(mask.with_layer(layer, row))
+            mask = max(candidates, key=worth)
             surplus -= 1
     return mask
-
-
-def _restore_best(
-    evaluator: Evaluator,
-    settings: SearchSettings,
-    mask: HeadMask,
-    layer: int,
-    sliding: Sequence[int],
-) -> HeadMask:
-    def restored(head: int) -> HeadMask:
-        row = mask.is_full[layer].copy()
-        row[head] = True
-        return mask.with_layer(layer, row)
-
-    def worth(head: int) -> tuple[float, float]:
-        result = evaluator.evaluate(restored(head), "repair", f"layer {layer}", shared_layers=layer)
-        return settings.rank(*result.rank)
-
-    return restored(max(sliding, key=worth))

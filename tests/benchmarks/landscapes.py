@@ -69,7 +69,7 @@ _EITHER = [float(a & b | c & d) for d in (0, 1) for c in (0, 1) for b in (0, 1) 
 
 
 class Landscape:
-    """A `GradientScorer` made of numbers; `seed` draws weights, groups and noise."""
+    """A scorer with gradients made of numbers; `seed` draws weights, groups and noise."""
 
     def __init__(self, name: str, units: int, seed: int = 0) -> None:
         self.num_layers, self.num_key_value_heads = units // HEADS, HEADS

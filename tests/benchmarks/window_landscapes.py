@@ -29,7 +29,7 @@ _STEEPNESS = 3.0
 
 
 class WindowLandscape:
-    """A `GradientScorer` of a menu of windows, by a landscape of groups; `seed` draws it."""
+    """A scorer with gradients of a menu of windows, by a landscape of groups; `seed` draws it."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], windows: tuple[int, ...], seed: int = 0

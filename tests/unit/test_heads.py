@@ -267,7 +267,7 @@ def test_window_counts_the_query_itself() -> None:
     window = Window(1024, 4)
     left, right = window.flash
     assert (left + 1, right) == (1024, 0)
-    assert window.past + 1 == window.transformers == 1024
+    assert window.past + 1 == window.size == 1024
     assert window.most_keys == 1028
     assert (str(window), str(Window(512))) == ("1,024 with 4 sinks", "512")
 

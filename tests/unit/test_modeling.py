@@ -44,7 +44,7 @@ def _logits(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
 def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int) -> None:
     """Token for token, with and without padding."""
-    own: dict[str, Any] = {"sliding_window": Window(WINDOW).transformers}
+    own: dict[str, Any] = {"sliding_window": WINDOW}
     if family != "mistral":
         own |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}
     model, theirs = small_model(family), small_model(family, **own)
