@@ -74,8 +74,7 @@ class Ranks:
         box: list[Any] = [value]
         with _partners_alive():
             dist.broadcast_object_list(box, src=0, device=self.device)
-        result: T = box[0]
-        return result
+        return box[0]
 
     def agree(self, condition: bool) -> bool:
         """Whether `condition` holds on every shard: all must decide the same."""

@@ -52,5 +52,4 @@ class Units:
 
     def of_heads(self, values: Values) -> Values:
         """Values [L, H] of heads by unit, [L, H / g, g]."""
-        by_unit: Values = np.take_along_axis(values[:, None, :], self.heads, axis=2)
-        return by_unit
+        return np.take_along_axis(values[:, None, :], self.heads, axis=2)

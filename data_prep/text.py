@@ -140,8 +140,7 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
 def encode_answer(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that follows a prompt."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class TokenCounter:

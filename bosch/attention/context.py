@@ -107,8 +107,7 @@ class AttentionContext:
             counted = self.valid.long().cumsum(-1)
             return torch.searchsorted(counted, numbers.contiguous())
 
-        slots: Tensor = self.memo(("sink_slots", sinks), make)
-        return slots
+        return self.memo(("sink_slots", sinks), make)
 
     def left_padding(self) -> list[int] | None:
         """Slots before each row's first token, where padding is all that keeps slots apart.
@@ -124,8 +123,7 @@ class AttentionContext:
             on_left = valid == (torch.arange(valid.shape[1], device=valid.device) >= slots[:, None])
             return slots.tolist() if bool(on_left.all()) else None
 
-        padding: list[int] | None = self.memo("left_padding", make)
-        return padding
+        return self.memo("left_padding", make)
 
     def document_starts(self) -> Tensor:
         """Slot at which the document of each slot starts, [B, Tk]."""
@@ -138,8 +136,7 @@ class AttentionContext:
             begins = torch.cat([first, document[:, 1:] != document[:, :-1]], dim=1)
             return torch.where(begins, slots, 0).cummax(dim=1).values
 
-        starts: Tensor = self.memo("document_starts", make)
-        return starts
+        return self.memo("document_starts", make)
 
     def document_lengths(self) -> list[list[int]]:
         """Tokens of each document of each row, in order."""
@@ -148,8 +145,7 @@ class AttentionContext:
             starts = self.document_starts()
             return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in starts]
 
-        lengths: list[list[int]] = self.memo("document_lengths", make)
-        return lengths
+        return self.memo("document_lengths", make)
 
     def rank(self, device: torch.device) -> Tensor:
         """Number of real tokens of the same document before each slot: [B or 1, Tk]."""
@@ -162,8 +158,7 @@ class AttentionContext:
                 return self.valid.long().cumsum(-1) - self.valid.long()
             return slots
 
-        rank: Tensor = self.memo("rank", make)
-        return rank
+        return self.memo("rank", make)
 
     def _at(self, table: Tensor, slots: Tensor) -> Tensor:
         """table [B or 1, Tk] read at slots [b, ..., n], clamped into range: [B, ..., n]."""

@@ -38,8 +38,7 @@ def with_head_logits(
     heads = query.shape[-3 if kernel.heads_first else -2]
     logits = logits.repeat(heads // len(logits))
     apply: Any = _WithLogits.apply
-    out: Tensor = apply(kernel, query, key, value, logits)
-    return out
+    return apply(kernel, query, key, value, logits)
 
 
 class _WithLogits(torch.autograd.Function):

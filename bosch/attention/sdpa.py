@@ -56,8 +56,7 @@ def bands(keys: Tensor, block: int, window: int) -> Tensor:
     """Keys [H, n*C + W, D] as bands [n, H, C + W, D]; a view, differentiable."""
     width = block + window
     if keys.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Bands.apply(keys, block, width)  # type: ignore[no-untyped-call]
-        return result
+        return _Bands.apply(keys, block, width)  # type: ignore[no-untyped-call]
     return _view(keys, block, width)
 
 
@@ -228,8 +227,7 @@ def _band_mask(
         band = (k <= q) & (q - k < window.size)
         return torch.cat([band.new_ones(queries, window.sinks), band], dim=1)
 
-    mask: Tensor = context.memo(("plain band", queries, window), make)
-    return mask
+    return context.memo(("plain band", queries, window), make)
 
 
 def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor:

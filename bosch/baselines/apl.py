@@ -30,5 +30,4 @@ def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
             lags[index, layer] = (last - row.argmax(dim=-1)).cpu().numpy()  # Eq. 9
 
         visit_layers(model, torch.tensor(example.input_ids), peak)
-    scores: Scores = 1 - np.minimum(1, np.median(lags, axis=0) / window_size)  # Eq. 10
-    return scores
+    return 1 - np.minimum(1, np.median(lags, axis=0) / window_size)  # Eq. 10

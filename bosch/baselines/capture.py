@@ -50,8 +50,7 @@ Visit = Callable[[int, LayerStates], None]
 
 def query_heads(model: Any) -> int:
     """HQ: query heads of a layer with full attention."""
-    heads: int = text_config(model.config).num_attention_heads
-    return heads
+    return text_config(model.config).num_attention_heads
 
 
 def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:

@@ -22,5 +22,4 @@ def dcam(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
             yield local_and_all(alpha, begin, end, window_size)
 
     sums = summed_terms(model, calibration, terms)
-    scores: Scores = (sums[..., 0] / sums[..., 1]).numpy()  # Eq. 8
-    return scores
+    return (sums[..., 0] / sums[..., 1]).numpy()  # Eq. 8

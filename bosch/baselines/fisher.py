@@ -33,5 +33,4 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     # Eq. 24, both sums of Eq. 25 at once
     sums = summed_terms(model, calibration, terms, by_gradient=True)
     local, total = sums[..., 0].numpy(), sums[..., 1].numpy()
-    scores: Scores = np.divide(local, total, out=np.ones_like(local), where=total != 0)  # Eq. 25
-    return scores
+    return np.divide(local, total, out=np.ones_like(local), where=total != 0)  # Eq. 25

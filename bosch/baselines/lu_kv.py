@@ -42,5 +42,4 @@ def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) ->
 
         visit_layers(model, torch.tensor(example.input_ids), add)
     steps = sum(example.answer_length for example in calibration.examples)
-    losses: Scores = (sums / steps).numpy().astype(np.float64)
-    return losses
+    return (sums / steps).numpy().astype(np.float64)

@@ -41,8 +41,7 @@ def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> S
 
     for example in calibration.examples:
         visit_gradients(model, example, add)
-    losses: Scores = (sums / len(calibration)).numpy().astype(np.float64)
-    return losses
+    return (sums / len(calibration)).numpy().astype(np.float64)
 
 
 def _effects(states: LayerStates, gradient: Tensor, alpha: Tensor, begin: int, end: int) -> Tensor:

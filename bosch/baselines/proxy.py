@@ -41,8 +41,7 @@ def proxy(
 
     sums = summed_terms(model, calibration, terms)
     rows = sum(len(example.input_ids) for example in calibration.examples)
-    scores: Scores = (sums / rows).numpy()  # Eq. 14
-    return scores
+    return (sums / rows).numpy()  # Eq. 14
 
 
 def fractional_budgets(

@@ -35,8 +35,7 @@ def qada(
 
     sums = summed_terms(model, calibration, terms)
     rows = sum(len(example.input_ids) for example in calibration.examples)
-    scores: Scores = (sums / rows).numpy()  # Eq. 19
-    return scores
+    return (sums / rows).numpy()  # Eq. 19
 
 
 def _local_fractions(

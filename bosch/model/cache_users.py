@@ -27,8 +27,7 @@ class _Users(weakref.WeakSet[Any]):
 
 
 def _users_of(decoder: Any) -> _Users:
-    users: _Users = decoder.__dict__.setdefault("_bosch_users", _Users())
-    return users
+    return decoder.__dict__.setdefault("_bosch_users", _Users())
 
 
 def forget_users(model: Any) -> None:

@@ -82,8 +82,7 @@ class Family:
 def _auto_table(module: str, table: str) -> Mapping[str, str]:
     """Names of classes by model_type, from transformers' auto classes; imports transformers."""
     loaded = importlib.import_module(f"transformers.models.auto.{module}")
-    names: Mapping[str, str] = getattr(loaded, table)
-    return names
+    return getattr(loaded, table)
 
 
 HYBRID_PREFIX = "hybrid_"

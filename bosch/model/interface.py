@@ -86,10 +86,7 @@ def attention_modules(model: Any) -> list[nn.Module]:
 
 def attention_module(model: Any, layer: int) -> nn.Module:
     """The attention module of a decoder layer."""
-    module: nn.Module = getattr(
-        model.get_decoder().layers[layer], known_family(model.config).attention
-    )
-    return module
+    return getattr(model.get_decoder().layers[layer], known_family(model.config).attention)
 
 
 def set_layouts(model: Any, layouts: Sequence[HeadLayout | None], backend: str) -> None:

@@ -92,14 +92,12 @@ def check_shards(model: Any, shards: int) -> float:
 
 def own_shard(weight: Any) -> Tensor:
     """What this process holds of a weight: a DTensor where it is sharded."""
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def whole_weight(weight: Any) -> Tensor:
     """All of a weight, gathered where it is sharded; every process must ask for it."""
-    gathered: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return gathered
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def gather_heads(model: Any, states: Tensor) -> Tensor:

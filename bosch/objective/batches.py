@@ -116,8 +116,7 @@ def final_states(
     input_ids = batch.input_ids.to(device)
     inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
     output = decoder(**inputs, use_cache=False)
-    states: Tensor = output.last_hidden_state
-    return states
+    return output.last_hidden_state
 
 
 def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:

@@ -56,8 +56,7 @@ def replace_layers(layers: list[nn.Module], family: Family, step: Step) -> Itera
 
 def _states_alone(forward: Callable[..., Any]) -> Callable[..., Tensor]:
     def states(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = forward(*args, **kwargs)[0]
-        return result
+        return forward(*args, **kwargs)[0]
 
     return states
 

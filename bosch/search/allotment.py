@@ -75,8 +75,7 @@ def allotted(
 def _free(profits: Values) -> Choices:
     """The choice of largest profit of each unit; of equal ones the narrowest."""
     kinds = profits.shape[2]
-    choices: Choices = kinds - 1 - profits[..., ::-1].argmax(axis=2)
-    return choices
+    return kinds - 1 - profits[..., ::-1].argmax(axis=2)
 
 
 def _in_order(profits: Values) -> Choices:
@@ -122,8 +121,7 @@ def _filled(
 def order_of(layouts: list[Choices], values: Values) -> Order:
     """Units of each layer by the layouts that share an order, the rest by what full is worth."""
     given = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
-    order: Order = np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)
-    return order
+    return np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)
 
 
 def share_order(layouts: list[Choices]) -> bool:

@@ -229,8 +229,7 @@ class LayerRatios:
 def layer_drops(best: Sequence[float], original: float, scale: float) -> npt.NDArray[np.float64]:
     """d_l = drop_l - drop_{l+1}: what localising layer l cost on top of the layers above it."""
     drop = (original - np.asarray(best, dtype=np.float64)) / scale  # line 6, its sign corrected
-    added: npt.NDArray[np.float64] = drop - np.append(drop[1:], 0.0)  # line 7
-    return added
+    return drop - np.append(drop[1:], 0.0)  # line 7
 
 
 def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -239,8 +238,7 @@ def layer_weights(drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     if high <= low:
         return np.full(len(drops), 0.5)
     clipped = np.clip(drops, low, high)  # line 10
-    weights: npt.NDArray[np.float64] = (clipped - low) / (high - low)  # line 11
-    return weights
+    return (clipped - low) / (high - low)  # line 11
 
 
 def assign_ratios(

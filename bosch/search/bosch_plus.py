@@ -144,8 +144,7 @@ class _Track:
     @property
     def bits(self) -> Bits:
         """The best mask so far, by unit."""
-        bits: Bits = self.best.mask.is_full.reshape(-1)
-        return bits
+        return self.best.mask.is_full.reshape(-1)
 
 
 class _Search:

@@ -80,8 +80,7 @@ class Method:
     def load(self) -> Callable[..., Any]:
         """Import the function that runs the method."""
         module, _, function = self.runner.partition(":")
-        runner: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return runner
+        return getattr(importlib.import_module(module), function)
 
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:

@@ -96,8 +96,7 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     if settings.head_granularity > 1 and not (method.reads_attention or method.kind == "file"):
         evaluator.units = _units(evaluator, settings.head_granularity, method.gradients)
     if method.kind in ("search", "ablation", "one by one"):
-        result: SearchResult = method.load()(evaluator, settings)
-        return result
+        return method.load()(evaluator, settings)
     if method.kind == "profile":
         return _profiled(name, evaluator, settings)
     anchors = evaluator.anchors(settings.swa_ratio)
@@ -166,8 +165,7 @@ def unsearched_mask(
 
 
 def _rule_mask(method: Method, shape: tuple[int, int], settings: SearchSettings) -> HeadMask:
-    mask: HeadMask = method.load()(*shape, settings.swa_ratio, **_read_settings(method, settings))
-    return mask
+    return method.load()(*shape, settings.swa_ratio, **_read_settings(method, settings))
 
 
 def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:

@@ -70,8 +70,7 @@ def drawn_keys(keys: Sequence[Any], count: int | None, seed: int) -> set[Any]:
 
 def drawn_rows(rows: int, count: int | None, seed: int) -> list[int]:
     """The rows of the key-value task that are asked."""
-    chosen: list[int] = np.random.default_rng(seed).permutation(rows)[:count].tolist()
-    return chosen
+    return np.random.default_rng(seed).permutation(rows)[:count].tolist()
 
 
 def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSample:

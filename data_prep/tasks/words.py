@@ -160,8 +160,7 @@ def split_as_ruler(text: str) -> list[str]:
         return split_by_rule(text)
     from nltk.tokenize import sent_tokenize
 
-    sentences: list[str] = sent_tokenize(text)
-    return sentences
+    return sent_tokenize(text)
 
 
 def sentences_identity() -> str:

@@ -40,8 +40,7 @@ class _Loader(_Base):  # type: ignore[misc]
                 )
             if isinstance(key, Hashable):
                 keys.add(key)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
+        return super().construct_mapping(node, deep=deep)
 
 
 def _set_resolvers() -> None:

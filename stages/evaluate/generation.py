@@ -80,10 +80,9 @@ def _no_numbers() -> ModelError:
 
 def decode(tokenizer: Any, ids: torch.Tensor) -> str:
     """Generated ids as text, special tokens left out."""
-    text: str = tokenizer.decode(
+    return tokenizer.decode(
         ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    return text
 
 
 def generate(

@@ -94,8 +94,7 @@ class PromptEvaluation(Section):
     def make(self, tokenizer: Any, seed: int) -> list[Any]:
         """The samples of all lengths."""
         module, _, name = self.maker.partition(":")
-        samples: list[Any] = getattr(importlib.import_module(module), name)(self, tokenizer, seed)
-        return samples
+        return getattr(importlib.import_module(module), name)(self, tokenizer, seed)
 
 
 class NolimaEvaluation(PromptEvaluation):

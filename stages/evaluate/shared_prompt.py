@@ -74,8 +74,7 @@ class SharedPrompt:
         output = self._model(
             input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True
         )
-        logits: Tensor = output.logits
-        return logits
+        return output.logits
 
     def _new_cache(self) -> Cache:
         new_cache = getattr(self._model, "new_cache", None)

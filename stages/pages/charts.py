@@ -87,8 +87,7 @@ class Picture:
     def still(self) -> str:
         """The picture as markup for where no script runs."""
         width = 470 if self.is_half else 1040
-        svg: str = vl_convert.vegalite_to_svg(self._declared | {"width": width})
-        return svg
+        return vl_convert.vegalite_to_svg(self._declared | {"width": width})
 
 
 class Axis(NamedTuple):

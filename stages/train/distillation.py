@@ -59,8 +59,7 @@ def load_teacher(
     def forward(self: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        states: Tensor = output.last_hidden_state
-        return states
+        return output.last_hidden_state
 
     teacher.forward = MethodType(forward, teacher)
     return teacher

@@ -172,8 +172,7 @@ class Loop:
 
     def loss_of(self, batch: Batch, predicted: int) -> Tensor:
         """The loss of a micro-batch over the tokens that the whole step predicts."""
-        loss: Tensor = self.model(**batch, num_items_in_batch=predicted)["loss"]
-        return loss
+        return self.model(**batch, num_items_in_batch=predicted)["loss"]
 
     def clip(self) -> float:
         """Clip the gradients; their norm before, over all processes."""

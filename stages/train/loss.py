@@ -114,8 +114,7 @@ def head_loss(
     inputs = [states, head.weight, getattr(head, "bias", None)]
     if not torch.is_grad_enabled():  # needs_input_grad is set even under no_grad
         inputs = [None if one is None else one.detach() for one in inputs]
-    loss: Tensor = _ChunkedHead.apply(*inputs, config, chunk, chunk_loss)
-    return loss
+    return _ChunkedHead.apply(*inputs, config, chunk, chunk_loss)
 
 
 def cross_entropy(labels: Tensor) -> ChunkLoss:
@@ -164,8 +163,7 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
         # Else it sums the chunks' gradients of the head in the weight's precision, bf16 under FSDP.
         accum_dtype=torch.float32,
     )
-    loss: Tensor = result[0] if isinstance(result, tuple) else getattr(result, "loss", result)
-    return loss
+    return result[0] if isinstance(result, tuple) else getattr(result, "loss", result)
 
 
 def install_loss(

@@ -159,8 +159,7 @@ def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, torch.Tensor
     loaded = load_model(
         model_dir, dtype=saved_dtype(model_dir), trust_remote_code=model.trust_remote_code
     )
-    weights: dict[str, torch.Tensor] = loaded.state_dict()
-    return weights
+    return loaded.state_dict()
 
 
 def saved_dtype(model_dir: Path) -> torch.dtype:

@@ -25,8 +25,7 @@ def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
     from torchao.optim import AdamW8bit
 
     _let_restart_points_hold_8_bits()
-    optimizer: Optimizer = AdamW8bit(groups, lr=train.learning_rate, betas=betas)
-    return optimizer
+    return AdamW8bit(groups, lr=train.learning_rate, betas=betas)
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
@@ -48,5 +47,4 @@ def _let_restart_points_hold_8_bits() -> None:
         place = {name: value for name, value in kwargs.items() if name != "dtype"}
         codes = moment.codes.new_empty(size, **place)
         scale = moment.scale.new_empty(moment.scale.shape, **place)
-        copied: Tensor = OptimState8bit(codes, scale, moment.qmap.clone(), moment.signed)
-        return copied
+        return OptimState8bit(codes, scale, moment.qmap.clone(), moment.signed)

@@ -129,8 +129,7 @@ def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray
             f"--attention-heads: rtp-llm lists query heads; expected a multiple of the mask's "
             f"{heads} KV heads, found {query_heads}"
         )
-    repeated: npt.NDArray[np.bool_] = np.repeat(file.mask.is_full, query_heads // heads, axis=1)
-    return repeated
+    return np.repeat(file.mask.is_full, query_heads // heads, axis=1)
 
 
 def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> HeadMask:

@@ -69,8 +69,7 @@ def importances(run: SearchOutcome, measure: str) -> list[float]:
     if measure == "score":
         return [row["drop"] for row in run.layers]
     best = [row["best_log_likelihood"] for row in run.layers]
-    drops: list[float] = layer_drops(best, run.full_log_likelihood, scale=1.0).tolist()
-    return drops
+    return layer_drops(best, run.full_log_likelihood, scale=1.0).tolist()
 
 
 def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
