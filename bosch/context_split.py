@@ -2,9 +2,10 @@
 
 A sequence of T tokens is cut into 2n chunks of C = T / 2n. Process r of n holds the chunks r and
 2n - 1 - r: under causal attention a late chunk sees more keys than an early one, and so every
-process has as much to compute. A full head needs the keys and values of all tokens. A sliding head
-with window W needs, for each of the two chunks, the W - 1 tokens before it (its halo, of as many
-chunks as that takes) and the sinks.
+process has as much to compute. Of a full head each process is sent the keys and values of all
+tokens (all-gather), also of later ones, which it does not attend to. A sliding head with window W
+needs, for each of the two chunks, the W - 1 tokens before it (its halo, of as many chunks as that
+takes) and the sinks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from bosch.window import Window
 class ContextSplit:
     """A sequence of `length` tokens over `ranks` processes.
 
-    Raises ValueError where the sequence cannot be cut into 2n chunks of whole tokens.
+    Raises ValueError where there is no process, or the sequence cannot be cut into 2n chunks of
+    whole tokens.
     """
 
     length: int
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.length % (2 * self.ranks):
+        if self.ranks < 1 or self.length % (2 * self.ranks):
             raise ValueError(f"{self.length} tokens cannot be cut into {2 * self.ranks} chunks")
 
     @property
@@ -46,7 +48,8 @@ class ContextSplit:
     def received(self, rank: int, window: Window | None) -> int:
         """Tokens of a sequence of one document whose states a process is sent for a head.
 
-        None is a full head. Documents only change which tokens the sinks are: never more of them.
+        None is a full head. In a sequence of several documents each has sinks of its own, so a
+        chunk may be sent up to S tokens more; they are not counted.
         """
         own = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
         needed = [range(self.length)]
@@ -59,7 +62,7 @@ class ContextSplit:
     def traffic(self, window: Window | None) -> int:
         """Tokens that all processes together are sent for a head; its gradients go back likewise.
 
-        For W - 1 <= C about 2n (W - 1) of a sliding head, (n - 1) T of a full one.
+        (n - 1) T of a full one; of a sliding one, for W - 1 <= C, 2 (n - 1) (W - 1) and the sinks.
         """
         return sum(self.received(rank, window) for rank in range(self.ranks))
 

@@ -1,4 +1,4 @@
-"""Sequences split over processes: what a pass sends, and where it cannot be done. No torch.
+"""Sequences split over processes: what a pass sends, and when they cannot be split. No torch.
 
 `layers` are the KV heads of each layer with full attention in the original, by window.
 """
@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # it loads torch, and the checks of recipes do not
 
 
 def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: ContextSplit) -> int:
-    """Keys and values that all processes together send for a sequence in a pass forward.
+    """Numbers of keys and values that all processes together send for a sequence in a forward pass.
 
-    Layers with windows of their own are counted too.
+    Times the bytes of one number these are bytes. Layers with windows of their own are counted too,
+    the sinks of further documents in a sequence are not.
     """
     own = [{Window(size): shape.kinds.own_heads} for size in shape.kinds.windows.values()]
     widths = ((layers, shape.kinds.head_dim), (own, shape.kinds.own_head_dim))
@@ -39,7 +40,7 @@ def whole_chunks(length: int, ranks: int) -> ContextSplit:
 
 
 def split_faults(loaded: LoadedRecipe, field: str) -> Iterator[str]:
-    """Why `field`: context cannot split sequences of this model over the processes."""
+    """Why `{field}: context` is impossible here; of the model only where it is known."""
     if loaded.world.size == 1:
         yield f"{field}: context needs several processes, there is one (runtime.processes)"
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None

@@ -121,7 +121,7 @@ def publish_front(root: Path) -> dict[str, Path]:
     }  # fmt: skip
     changes = {
         "budget": budget, "point": 2, "kv_cache_bytes_per_token_after": size.per_token,
-        "sliding_bytes_constant": size.windows,
+        "sliding_bytes_constant": size.sliding_bytes,
     }  # fmt: skip
     MaterializeSummary.model_validate(summary | changes).write(inputs["materialize"])
     efficiency = json.loads((inputs["measure"] / Efficiency.FILE).read_text())

@@ -26,8 +26,9 @@ def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> S
     """Losses [L, HKV, 1 + windows] of each choice of a KV head, 0 where it is full.
 
     The loss of an example is the mean cross-entropy of its answer tokens, at the original model.
-    Influences are absolute, and of a KV head's queries the largest counts, as in the repository
-    with `num_key_value_groups`; there after the mean over examples of one length, here in each.
+    Influences are absolute, and of a KV head's query heads the largest counts, as in the repository
+    with `num_key_value_groups`: here for each example, there of the mean over examples of one
+    length. Raises UserError as `visit_gradients` does.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

@@ -45,7 +45,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
 
 
 class SinkLayerCache(HybridLayerCache):
-    """One of a model with sinks, which mlx-lm's caches of a batch would drop."""
+    """A layer's caches with sink tokens; of one sequence: mlx-lm's batched caches drop them."""
 
     @property
     def merge(self) -> Any:
@@ -79,7 +79,7 @@ class LayerPass:
     @property
     def offset(self) -> Any:
         """Position of the first token of the pass; for a batch [B]."""
-        return self._caches[0].offset
+        return self._caches.caches[0].offset
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
         """No mask fits all heads."""
@@ -113,7 +113,7 @@ class LayerPass:
         outputs = []
         for cache, group, mask, keys, values in self._parts:
             heads = slice(group.heads[0] * q_per_kv, (group.heads[-1] + 1) * q_per_kv)
-            own = {} if logits is None else {"sinks": logits[heads]}
+            own = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's word for logits
             outputs.append(
                 attention(queries[:, heads], keys, values, cache=cache, mask=mask, **own, **options)
             )
@@ -153,10 +153,20 @@ def grouped_attention(attention: Any) -> Any:
 def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) -> None:
     """Raise UserError for caches that are not those of the model."""
     fits = len(caches) == len(layouts) and all(
-        layout is None or (isinstance(cache, CacheList) and len(cache.caches) == len(layout.groups))
+        layout is None
+        or (
+            isinstance(cache, CacheList)
+            and [_window(own) for own in cache.caches] == [group.window for group in layout.groups]
+        )
         for cache, layout in zip(caches, layouts, strict=True)
     )
     if not fits:
         raise UserError(
             "mlx-lm gave this hybrid model caches of another one; make them with its make_cache()"
         )
+
+
+def _window(cache: Any) -> Window | None:
+    """The window of a group's cache; None of one that holds all tokens."""
+    most, sinks = getattr(cache, "max_size", None), getattr(cache, "keep", 0)
+    return None if most is None else Window(most - sinks, sinks)

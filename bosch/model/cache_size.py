@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 
-# Tokens of a page in transformers' continuous batching where no option says it.
+# Default page size of transformers' continuous batching, in tokens.
 PAGE_SIZE = 256
 
 
@@ -76,8 +76,8 @@ class CacheSize:
         return self.bytes_per_head * self.heads.get(None, 0)
 
     @property
-    def windows(self) -> int:
-        """Most bytes that the sliding heads hold, at any context length."""
+    def sliding_bytes(self) -> int:
+        """Most bytes of the sliding heads in a HybridCache, at any context length."""
         slots = (count * (window.past + window.sinks) for window, count in self.sliding.items())
         return self.bytes_per_head * sum(slots)
 
@@ -99,7 +99,8 @@ class CacheSize:
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
         """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
 
-        A head that slides has a ring of W tokens; every head has whole pages.
+        A head that slides has a ring of W tokens; every head has whole pages. Models with sinks or
+        with states of a fixed size are not served so (`bosch.model.families.pages_refusal`).
         """
 
         def pages(most: int) -> int:

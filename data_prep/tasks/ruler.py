@@ -122,7 +122,7 @@ class RulerTask(ABC):
         return sizes
 
     def replay(self, fit: Sequence[int], samples: Sequence[Sequence[int]]) -> None:
-        """Draw again what `fit` and `sample` drew, without a tokenizer; `size` is to be set."""
+        """Draw again what `fit` and `sample` drew, counting no tokens; `size` is to be set."""
         for size in fit:
             self.draw(0, size)
         for index, sizes in enumerate(samples):
@@ -141,15 +141,15 @@ class RulerTask(ABC):
             used = self.counter.tokens(draft.text) + self.new_tokens
             if used <= self.length:
                 return Sample(draft, self.counter.ids(draft.text), sizes)
-            if size > self.step:
-                size -= self.step
-            elif sizes.count(size) >= _REDRAWS and size > self.smallest:
-                size = max(self.smallest, size // 2)
+            if size > max(self.step, self.smallest):
+                size = max(self.smallest, size - self.step)
             elif sizes.count(size) >= _REDRAWS:
-                raise UserError(
-                    f"it does not fit into {self.length} tokens: its shortest sample has {used}; "
-                    "raise the length or leave the task out"
-                )
+                if size <= self.smallest:
+                    raise UserError(
+                        f"it does not fit into {self.length} tokens: its shortest sample has "
+                        f"{used}; raise the length or leave the task out"
+                    )
+                size = max(self.smallest, size // 2)
 
     def _step(self, regular: int, short: int) -> int:
         return max(short, 1) if self.is_short else regular
@@ -201,7 +201,7 @@ class NeedleTask(RulerTask):
         return draw_value(self.random, self.spec.key)
 
     def _draw_value(self, key: str) -> str:
-        """A value; with the built-in words, which calibration and training use, an own one."""
+        """A value; with the built-in words one that calibration and training do not use."""
         while True:
             value = draw_value(self.random, self.spec.value)
             if self.corpus.words.is_upstream or pair_owner(key, value) == "evaluation":
@@ -229,7 +229,7 @@ class VariableTracking(RulerTask):
         self.length, self.new_tokens = min(self._EXAMPLE_LENGTH, length // 2), 0
         self.step = 5
         self._bisect(self.length)
-        draft = super().sample(0).draft
+        draft = self.sample(0).draft
         self._example = f"{draft.text} {' '.join(draft.answers)}\n"
         self._example_names = draft.answers
         self.length, self.new_tokens = length, new_tokens
@@ -290,7 +290,7 @@ class CommonWords(RulerTask):
 
     step = 10
     smallest = _COMMON_WORDS
-    noise = 500  # ten words stand there thirty times each
+    noise = 500  # tokens: ten words are repeated thirty times each
     _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 
     def __init__(self, *args: Any) -> None:
@@ -428,7 +428,9 @@ class QuestionAnswering(RulerTask):
 
     def __init__(self, task: str, *args: Any) -> None:
         super().__init__(*args)
-        path = Path(self.corpus.data_dir or "", DATA_FILES[task])
+        if self.corpus.data_dir is None:
+            raise UserError(f"{task} needs a data_dir with {DATA_FILES[task]}")
+        path = self.corpus.data_dir / DATA_FILES[task]
         self._questions, self._documents = read_questions(task, path)
         self._path = path
         self.step = self._step(10, 1)
@@ -465,7 +467,8 @@ def ruler_task(
 ) -> RulerTask:
     """The samples of a task at one length.
 
-    Raises UserError when the task is unknown, or a file it needs is missing or damaged.
+    Raises UserError when the task is unknown, a file it needs is missing or damaged, or vt's worked
+    example does not fit.
     """
     arguments = (corpus, seed, length, new_tokens, counter)
     if task in RULER_NEEDLES:

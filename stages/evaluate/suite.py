@@ -44,23 +44,23 @@ class Suite(ABC):
         """How many samples the subtask has on all ranks."""
 
     def document(self, subtask: Subtask, index: int) -> str | None:
-        """What a sample is about, where others may be about the same; None: it stands alone."""
+        """The text that a sample shares with others, which count as one; None: it stands alone."""
         return None
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make or read what is asked, as far as this rank does it."""
+        """Make or read the questions, as far as this rank does it."""
 
     @abstractmethod
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         """Answer this rank's open samples; every finished batch is on disk at once."""
 
     def open_samples(self, model: Evaluated) -> int:
-        """Samples of this rank that the model has not answered."""
+        """How many samples of this rank the model has not answered."""
         return sum(len(self.open(model, subtask)) for subtask in self.subtasks)
 
     def open(self, model: Evaluated, subtask: Subtask) -> list[int]:
-        """Samples of a subtask that have no answer, in ascending order."""
+        """This rank's samples of a subtask that have no answer, in ascending order."""
         answered = self.answers.answered(model, subtask)
         mine = range(self.rank, self.samples(subtask), self.world)
         return [index for index in mine if index not in answered]
@@ -68,7 +68,7 @@ class Suite(ABC):
     def generated(
         self, loaded: Any, questions: Sequence[Question], new_tokens: int, *, one_line: bool = False
     ) -> Iterator[list[tuple[Question, str]]]:
-        """The outputs to questions, a batch at a time; with `one_line` up to a line's end."""
+        """Questions with their outputs, a batch at a time; with `one_line` up to a line's end."""
         return generate(
             loaded, self.tokenizer, questions, new_tokens, self.batch_size,
             stop_at_newline=one_line, shared=self.shared,
@@ -79,5 +79,7 @@ def answer_record(
     question: Question, score: float, answers: Sequence[str], output: str, **more: Any
 ) -> dict[str, Any]:
     """A line of the answers."""
-    record = {"index": question.index, "score": score, "answers": list(answers), **more}
-    return {**record, "question": question.tail, "output": output}
+    return {
+        "index": question.index, "score": score, "answers": list(answers), **more,
+        "question": question.tail, "output": output,
+    }  # fmt: skip

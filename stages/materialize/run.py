@@ -207,7 +207,7 @@ def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any
         **head_table(rows),
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
-        "sliding_bytes_constant": size.windows,
+        "sliding_bytes_constant": size.sliding_bytes,
         "own_windows": [asdict(own) for own in size.own],
         "state_bytes": size.state_bytes,
     }

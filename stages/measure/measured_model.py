@@ -145,7 +145,10 @@ class MeasuredModel:
 
 
 def chosen_device(settings: MeasureSettings) -> torch.device:
-    """The requested device; raises UserError for --device cuda without a GPU."""
+    """The requested device.
+
+    Raises UserError for --device cuda without a GPU, and for --clock processor on one.
+    """
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
         raise UserError("--device cuda: torch finds no GPU here; leave the option out or use cpu")
@@ -224,7 +227,7 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
 
 
 def _check_layouts(model: Any, variant: Variant, backend: str) -> None:
-    """Assert that each layer has the layout and the backend that will be reported."""
+    """Raise RunError unless each layer has the layout and the backend that will be reported."""
     rows = variant.kv_heads(decoder_layers(model.config).heads)
     for module, row in zip(attention_modules(model), rows, strict=True):
         state, expected = head_state(module), HeadLayout.deploy(row)

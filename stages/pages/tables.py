@@ -6,16 +6,13 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as TerminalTable
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _WIDEST = 100_000
 _BEST, _SECOND = 1, 2
@@ -26,9 +23,10 @@ _TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 class Cell(str):
     """A cell's text, with what only some forms of a table show.
 
-    `rank`: 1 for the best of its column and 2 for the second best. `target`: where the text leads
-    on a page. `more`: small texts below it, each with its target. `share`: strength of its tint.
-    `task`, `length`: what the page's filter knows the first cell's row, or the header's column by.
+    `rank`: 1 for the best of its column, 2 for the second best, 0 for all others. `target`: the
+    link of the text on a page. `more`: small texts below it, each with its link. `share`: strength
+    of its tint, 0 to 1; None: no tint. `task`, `length`: what the page's filter knows the first
+    cell's row, or the header's column by.
     """
 
     rank: int
@@ -56,7 +54,10 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that belong together, with a heading above them where it has one."""
+    """Rows that belong together, with a heading above them where it has one.
+
+    `is_total`: they sum up the groups above and are set apart from them.
+    """
 
     rows: Sequence[Sequence[str]]
     heading: str = ""
@@ -67,7 +68,7 @@ class Group:
 class Table:
     """A table with its title; cells are texts, or `Cell`s.
 
-    Columns after the first `text_columns` hold numbers and are aligned right; None: no column.
+    Columns after the first `text_columns` hold numbers and are aligned right; None: all hold texts.
     `name` is its place on a page, `note` stands beside its title there.
     """
 
@@ -98,12 +99,12 @@ class Table:
         lines = [_line(self.header), "|" + "|".join(rule) + "|"]
         for group in self.groups:
             if group.heading:
-                lines.append(f"| *{group.heading}* |" + " |" * (len(self.header) - 1))
+                lines.append(f"| *{_escaped(group.heading)}* |" + " |" * (len(self.header) - 1))
             lines += [_line(row) for row in group.rows]
         return "\n".join(lines) + "\n"
 
     def csv(self) -> str:
-        """Header and rows."""
+        """Header and rows, without the groups' headings."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
         return text.getvalue()
@@ -144,5 +145,10 @@ def as_cell(text: str) -> Cell:
 
 
 def _line(cells: Sequence[str]) -> str:
-    marked = (_MARKDOWN.get(as_cell(cell).rank, "{}").format(cell) for cell in cells)
+    marked = (_MARKDOWN.get(as_cell(cell).rank, "{}").format(_escaped(cell)) for cell in cells)
     return "| " + " | ".join(marked) + " |"
+
+
+def _escaped(text: str) -> str:
+    """A text in which no stroke ends a cell of Markdown."""
+    return text.replace("|", "\\|")

@@ -129,7 +129,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
             more = f"prefill and decoding, times the original's at {format_length(point.length)}"
             yield Tile("Measured speed", f"{prefill:.2f} and {decode:.2f}", more, "×")
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
-    windows = f"and at most {format_bytes(cache.windows)} for the windows"
+    windows = f"and at most {format_bytes(cache.sliding_bytes)} for the windows"
     yield Tile("KV cache per token", value, windows)
     if (budget := results.budget) is not None:
         value = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"

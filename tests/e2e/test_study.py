@@ -415,6 +415,9 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
     assert not set(first.examples) & set(every[-5:])
     assert model.calibration(0, 3).examples == first.examples[:3]
     assert "composition_8x8/calibration.jsonl" in model.about_examples
+    more = len(every) - 5 + 1
+    with pytest.raises(UserError, match=rf"too few for 5 .* and {more} to calibrate on .*--sizes"):
+        model.calibration(0, more)
 
 
 def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:

@@ -143,7 +143,9 @@ def test_quantised_caches_hold_full_heads_in_fewer_bits(
     size = size_of(folder, model[0])
     plain, quantised = (sum(one.nbytes for one in cache) for cache in caches)
     # 8 bits a number, and for 32 of them a scale and an offset in float32, instead of 32 bits.
-    assert quantised == pytest.approx(size.windows + (plain - size.windows) * 10 / 32, rel=0.05)
+    assert quantised == pytest.approx(
+        size.sliding_bytes + (plain - size.sliding_bytes) * 10 / 32, rel=0.05
+    )
 
 
 def test_a_batch_has_the_tokens_of_single_requests(
@@ -279,5 +281,9 @@ def test_faults_are_sentences(folder: Path, tmp_path: Path) -> None:
 def test_caches_of_another_model_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="caches of another one"):
         model[0](mx.array([[1, 2]]), cache=make_prompt_cache(model[0])[1:])
+    other = make_prompt_cache(model[0])
+    next(one for one in other[0].caches if hasattr(one, "max_size")).max_size += 1
+    with pytest.raises(UserError, match="caches of another one"):
+        model[0](mx.array([[1, 2]]), cache=other)
     with pytest.raises(UserError, match="not shared among several machines"):
         model[0].shard()

@@ -51,6 +51,8 @@ def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
     assert split.traffic(Window(1024)) == 6 * 1023  # none before the first, one beside its own
     with pytest.raises(ValueError, match="100 tokens cannot be cut into 8 chunks"):
         ContextSplit(100, 4)
+    with pytest.raises(ValueError, match="cannot be cut into"):
+        ContextSplit(8, -1)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ TABLE = Table(
     ["method", Cell("ρ = 0.5", target="#there"), "n"],
     [
         Group([["Original", "97.0", "1,024"]]),
-        Group([["a", Cell("9", rank=1), Cell("8", rank=2)]], "b"),
+        Group([["a|b", Cell("9", rank=1), Cell("8", rank=2)]], "b|c"),
     ],
     text_columns=1,
 )
@@ -79,10 +79,10 @@ def test_one_table_on_the_terminal_in_markdown_and_csv(capsys: pytest.CaptureFix
     assert TABLE.markdown().splitlines() == [
         "## Scores", "", "| method | ρ = 0.5 | n |", "|---|---:|---:|",
         "| Original | 97.0 | 1,024 |",
-        "| *b* | | |", "| a | **9** | <u>8</u> |",
+        r"| *b\|c* | | |", r"| a\|b | **9** | <u>8</u> |",
     ]  # fmt: skip
     lines = list(csv.reader(TABLE.csv().splitlines()))
-    assert lines == [["method", "ρ = 0.5", "n"], ["Original", "97.0", "1,024"], ["a", "9", "8"]]
+    assert lines == [["method", "ρ = 0.5", "n"], ["Original", "97.0", "1,024"], ["a|b", "9", "8"]]
     TABLE.print()
     out = capsys.readouterr().out
     assert "Scores" in out and "1,024" in out and "**" not in out

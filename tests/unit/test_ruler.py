@@ -111,6 +111,7 @@ class _Counted(ruler.RulerTask):
         (24, 12, [24, 16, 8]),
         (8, 6, [*[8] * 200, 4]),
         (8, 5, [*[8] * 200, *[4] * 200, 3]),
+        (10, 5, [10, 3]),
     ],
 )
 def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes):

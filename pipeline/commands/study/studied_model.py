@@ -1,6 +1,6 @@
 """The model under study: its calibration sets, its searches and its held-out scores, each once.
 
-S seeds, E held-out examples.
+E held-out examples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from stages.train.stage import TrainConfig, checkpoint_folders
 
 logger = logging.getLogger(__name__)
 
-# The search whose budget is a tenth of the published procedure's at the same kappa.
+# It spends at most a tenth of the published procedure's evaluations at the same kappa.
 OURS = "bosch_plus"
 
 Results = npt.NDArray[np.float64]
@@ -170,7 +170,7 @@ class StudiedModel:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Layers and KV heads."""
+        """Layers with full attention, and KV heads of each."""
         return mask_shape(self.model.config)
 
     def examples(self, space: SeedSpace, seed: int, count: int) -> CalibrationSet:
@@ -194,12 +194,14 @@ class StudiedModel:
         Raises UserError where the file holds too few of either.
         """
         rest = len(file) - self.options.held_out
-        if rest < self.recipe[PrepareConfig].calibration.examples:
+        least = self.recipe[PrepareConfig].calibration.examples
+        if space == "calibration":
+            least = count
+        if rest < least:
             raise UserError(
                 f"--examples: {self.options.examples} holds {len(file)} examples, too few for "
-                f"{self.options.held_out} to hold out (--held-out) and "
-                f"{self.recipe[PrepareConfig].calibration.examples} to calibrate on "
-                "(prepare.calibration.examples)"
+                f"{self.options.held_out} to hold out (--held-out) and {least} to calibrate on "
+                "(prepare.calibration.examples, or --sizes)"
             )
         if space == "evaluation":
             return CalibrationSet(file.examples[rest:])
@@ -224,7 +226,7 @@ class StudiedModel:
     def about_examples(self) -> str:
         """Size and kind of the calibration sets and of the held-out examples, for pages."""
         form, path = self.recipe[PrepareConfig].calibration, self.options.examples
-        own, kind = f"calibration sets of {form.examples} examples", ""
+        own = f"calibration sets of {form.examples} examples"
         if path is None:
             own += f" of {form.length} tokens"
             kind = f" of the same length and tasks ({', '.join(form.tasks)})"
@@ -260,7 +262,10 @@ class StudiedModel:
 
     @cached_property
     def held_out_set(self) -> CalibrationSet:
-        """Questions whose needles no calibration set and no training document holds."""
+        """Questions whose needles no calibration set and no training document holds.
+
+        With a file of examples: its last ones.
+        """
         return self.examples("evaluation", self.recipe.seed, self.options.held_out)
 
     def search(
