@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -219,3 +219,8 @@ class StageConfig(Generic[OwnSection]):
     def upstream_section(self, kind: type[AnySection]) -> AnySection:
         """The section of type `kind` among those upstream; StopIteration where there is none."""
         return next(section for section in self.upstream.values() if isinstance(section, kind))
+
+    def with_section(self, section: AnySection) -> StageConfig[AnySection]:
+        """The same for another stage's function, with that stage's section."""
+        own: Any = replace(self, section=section)  # type: ignore[arg-type]
+        return own

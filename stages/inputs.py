@@ -98,7 +98,7 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
     """
     config, inputs = section.in_key(), dict[str, Any]()
     for place, owner in _sections(section):
-        values = config
+        values: Any = config
         for step in place:
             values = values[step]
         prefix = "".join(f"{step}." for step in place)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic.fields import FieldInfo
-
 from stages.fields import Section
 from stages.recipe import LoadedRecipe
 
@@ -59,7 +57,7 @@ class Stage(Generic[OwnSection]):
     function: str
     section: type[OwnSection]
     version: int
-    field: FieldInfo | None = None
+    field: Any = None  # pydantic types a FieldInfo as what it declares
     key: str = ""
     needs: tuple[str, ...] | None = ()
     after: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -146,7 +146,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
 
 
-def _open_binary(path: Path) -> io.BufferedIOBase:
+def _open_binary(path: Path) -> io.BufferedIOBase | BinaryIO:
     """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
     if is_compressed(path):
         require_regular(path)

@@ -12,7 +12,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from data_prep.tasks.needles import NOISE_LINE, draw_pair, instruction, needle_sentence, question
-from data_prep.tasks.tables import TaskSpec
+from data_prep.tasks.tables import Haystack, TaskSpec
 from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
 
 
@@ -131,7 +131,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     instructed = instruction(what) + "\n"
     question_size = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
     room = characters - len(instructed) - questions * question_size
-    haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
+    haystack: Haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
     spec = TaskSpec(haystack, "words", what, 1)
     needles: dict[str, str] = {}
 

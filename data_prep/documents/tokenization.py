@@ -250,18 +250,18 @@ def _write_documents(
         elif isinstance(group, list):
             for text, ids in zip(group, encoder(group), strict=True):
                 if filters.allow_tokens(len(ids)):
-                    sink.write(ids)
-                    sink.write(end)
+                    sink.write(ids.data)
+                    sink.write(end.data)
                     yield len(ids) + len(end), _utf8_bytes(text)
                 else:
                     yield _LEFT_OUT
         else:
             begin, text_bytes = sink.tell(), 0
             for ids in encoder.in_pieces(counted(group)):
-                sink.write(ids)
+                sink.write(ids.data)
             tokens = (sink.tell() - begin) // end.itemsize
             if filters.allow_tokens(tokens):
-                sink.write(end)
+                sink.write(end.data)
                 yield tokens + len(end), text_bytes
             else:
                 sink.seek(begin)

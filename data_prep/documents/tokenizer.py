@@ -84,7 +84,7 @@ def _check_files(spec: TokenizerSpec) -> None:
 
 def _hub_files(spec: TokenizerSpec) -> Path | None:
     """tokenizer.json of a name on the hub, once all files that are read were checked."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     files = {}
     for name in (*CONFIG_FILES, TOKENIZER_FILE):

@@ -12,7 +12,7 @@ import math
 import random
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -475,7 +475,9 @@ def ruler_task(
         return NeedleTask(RULER_NEEDLES[task], *arguments)
     if task in ("qa_1", "qa_2"):
         return QuestionAnswering(task, *arguments)
-    classes = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
+    classes: dict[str, Callable[..., RulerTask]] = {
+        "vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords
+    }  # fmt: skip
     if task not in classes:
         raise UserError(f"{task} is no task of RULER: choose from {', '.join(NEW_TOKENS)}")
     return classes[task](*arguments)

@@ -167,7 +167,8 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
     """
     entries = journal.read_new_as(_line)
     head = entries[0] if entries and "fit" in entries[0] else None
-    records, start = [], 0
+    records: list[dict[str, Any]] = []
+    start = 0
     ids = np.fromfile(ids_file, np.int32) if ids_file.exists() else np.empty(0, np.int32)
     for record in entries[1:] if head is not None else []:
         own_ids = ids[start : start + record.get("tokens", 0)]

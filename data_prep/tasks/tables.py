@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Haystack = Literal["noise", "essay", "needles"]
+
 
 @dataclass(frozen=True)
 class TaskSpec:
     """Parameters of a needle task; `needles` is the number of keys."""
 
-    haystack: Literal["noise", "essay", "needles"]
+    haystack: Haystack
     key: Literal["words", "uuids"]
     value: Literal["numbers", "uuids"]
     needles: int

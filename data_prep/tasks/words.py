@@ -115,7 +115,7 @@ class WordLists:
     `is_upstream`: they are those RULER draws from.
     """
 
-    keys: Sequence[str]
+    keys: PairedWords
     single: Sequence[str]
     is_upstream: bool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bosch.budget import window_shares
+from bosch.budget import LayerHeads, window_shares
 from bosch.model.cache_size import CacheSize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
@@ -85,7 +85,7 @@ def _cost(
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
         if sharing > 1:
-            full = [{None: shape.key_value_heads}] * shape.full_layers
+            full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
             split = whole_chunks(longest, sharing)
             sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
             facts.append(

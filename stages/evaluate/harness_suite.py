@@ -175,15 +175,14 @@ class HarnessSuite(Suite):
     ) -> Iterator[list[dict[str, Any]]]:
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
-        limit, questions = self.section.max_length, []
+        limit, questions = self.section.max_length, list[Question]()
         for index in indices:
             document = task.eval_docs[index]
             text = longbench.prompt(name, task.config.doc_to_text, document)
             ids = longbench.truncated_ids(self.tokenizer, text, limit)
             if self.chat is not None and name not in longbench.NO_CHAT:
                 ids = self.chat.ids(ids)
-            ids = np.asarray(ids, np.int32)
-            questions.append(Question(index, ids, [], text[-300:]))
+            questions.append(Question(index, np.asarray(ids, np.int32), [], text[-300:]))
         new_tokens, one_line = longbench.TASKS[name].new_tokens, name == "samsum"
         for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
             records = []

@@ -104,7 +104,9 @@ def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[str]:
     """Tasks without local files, the first three by name."""
-    manager = task_manager(names) if names else None
+    if not names:
+        return
+    manager = task_manager(names)
     leaves = [one for name in names for one in leaf_configs(manager, name)]
     absent = [
         name for name in leaves if not local_files(manager.task_index, name, section.data_dir)

@@ -44,8 +44,9 @@ def run(
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     models = rivals(config, searched, prepared, work_dir)
     if config.section.windows:
-        masks = {model.name: model.mask for model in models if model.mask is not None}
-        models += other_windows(config, {None: searched, **masks})
+        masks: dict[str | None, HeadMaskFile] = {None: searched}
+        masks |= {model.name: model.mask for model in models if model.mask is not None}
+        models += other_windows(config, masks)
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         identity = published_identity(folder, config.model, stage)

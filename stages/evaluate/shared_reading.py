@@ -51,9 +51,9 @@ class SharedReading:
             outcome = None, error
         outcomes: list[Any] = [None] * self._split.ranks
         dist.all_gather_object(outcomes, outcome)
-        for _, error in outcomes:
-            if error is not None:
-                raise error
+        for _, fault in outcomes:
+            if fault is not None:
+                raise fault
         return [result for result, _ in outcomes]
 
     def of_first(self, work: Callable[[], T]) -> T:

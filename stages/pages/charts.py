@@ -60,7 +60,7 @@ _ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || even
 _NUMBERS = itertools.count()
 
 Row = Mapping[str, Any]
-Chart = alt.Chart | alt.LayerChart
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,14 @@ class Picture:
         return vl_convert.vegalite_to_svg(self._declared | {"width": width})
 
 
+AxisForm = Literal["number", "whole", "count", "share", "length", "bytes"]
+
+
 class Axis(NamedTuple):
     """Title, form of the labels, and range of an axis."""
 
     title: str
-    form: Literal["number", "whole", "count", "share", "length", "bytes"] = "number"
+    form: AxisForm = "number"
     log: bool = False
     domain: tuple[float, float] | None = None
     zero: bool = False
@@ -161,7 +164,7 @@ def picker() -> alt.Parameter:
     return alt.selection_point(name=name, fields=["series"], bind="legend", toggle="true")
 
 
-def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> alt.LayerChart:
+def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> Any:
     """Charts over each other, to be zoomed; `picked` are the series that the legend shows."""
     zoom = alt.selection_interval(name=f"zoom_{next(_NUMBERS)}", **_ZOOM)
     params = [zoom] if picked is None else [zoom, picked]
@@ -212,7 +215,7 @@ def ranking(
     reference: tuple[str, float] | None = None,
     bars: bool = True,
     step: int = 32,
-) -> alt.LayerChart:
+) -> Any:
     """A line of text, a bar or point, and its interval for each row of label, x, text, tip, series.
 
     `reference` is a dashed line with its label. `low` and `high` are the ends of the interval.
@@ -240,11 +243,12 @@ def ranking(
 def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.Y]) -> list[Any]:
     if reference is None:
         return []
-    field = "x" if channel is alt.X else "y"
+    field, place = "y", dict[str, Any](x=4, align="left", dy=-7)
+    if channel is alt.X:
+        field, place = "x", {"y": -6, "align": "right"}
     base = alt.Chart(values([{"level": reference[1], "name": reference[0]}]))
-    base = base.encode(**{field: channel("level:Q")})
+    base = base.encode(**{field: channel("level:Q")})  # type: ignore[arg-type]
     line = base.mark_rule(strokeDash=[6, 4], strokeWidth=1.5, color="var(--original)")
-    place = {"x": 4, "align": "left", "dy": -7} if field == "y" else {"y": -6, "align": "right"}
     return [line, base.mark_text(color="var(--original)", **place).encode(text="name:N")]
 
 

@@ -22,6 +22,7 @@ from stages.formats import (
 )
 from stages.pages.charts import (
     Axis,
+    AxisForm,
     Picture,
     Style,
     colour,
@@ -85,7 +86,7 @@ def against_original(results: Results) -> list[Picture]:
     models = dict.fromkeys((HYBRID, final_model(results)))
     pictures = []
     for unit, title in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"label": f"{one.name}, {kind_of(model)}", "series": kind_of(model), "x": one.mean,
              "low": one.low, "high": one.high, "text": one.text, "tip": one.text}
             for model in models for one in differences(results, model) if one.unit == unit
@@ -152,7 +153,8 @@ def layers_probed(search: Search) -> list[Picture]:
             continue
         high = max(abs(row["y"]) for row in rows)
         whole = (0.0, 1.0) if field != "drop" else None
-        form = "number" if field == "weight" or (field == "drop" and high < 0.02) else "share"
+        is_small = field == "drop" and high < 0.02
+        form: AxisForm = "number" if field == "weight" or is_small else "share"
         chart = alt.Chart(values(rows)).mark_bar(color=f"var(--{paint})").encode(
             x=alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0)),
             y=Axis(label, form, zero=True, domain=whole).of(alt.Y, "y"),
@@ -166,7 +168,7 @@ def layers_probed(search: Search) -> list[Picture]:
 
 def recovery(results: Results) -> Picture:
     """Needle average over training tokens: the hybrid's checkpoints, and the original."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for one in sorted(results.needle or [], key=lambda one: one.tokens or 0):
         if one.tokens is not None:
             average, low, high = interval_of(one.suite)
@@ -226,7 +228,7 @@ def windows(results: Results) -> Picture | None:
     for model in results.windows:
         method, size = named_window(model.name) or (None, 0)
         by_mask[METHODS[method or searched.method].label][size] = model.suite
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"series": label, "x": size, **dict(zip(("y", "low", "high"), ends, strict=True)),
          "tip": f"{label}, W = {size:,}: {format_score(ends[0])}, interval {format_score(ends[1])} "
          f"to {format_score(ends[2])}"}
@@ -294,7 +296,7 @@ def cache_lengths(cache: CacheSize) -> list[int]:
 def cache_by_length(cache: CacheSize) -> Picture:
     """KV-cache bytes of one sequence over the context length, both axes logarithmic."""
     lengths = cache_lengths(cache)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"series": series, "x": at, "y": size, "tip": f"{series}, {format_length(at)}: "
          f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original"}
         for series, of in (("original", cache.original), ("hybrid", cache.dynamic))
@@ -367,7 +369,9 @@ def extent(numbers: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
 
 def _original(results: Results) -> tuple[str, float] | None:
     original = results.checkpoint(ORIGINAL)
-    return original and (f"original {format_score(original.average)}", original.average)
+    if original is None:
+        return None
+    return f"original {format_score(original.average)}", original.average
 
 
 def _spoken_original(results: Results) -> str:

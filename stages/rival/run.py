@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,4 +35,4 @@ def run(
     make_folder(folder)
     file.save(folder / HEAD_MASK)
     section = config.upstream_section(MaterializeConfig)
-    return materialize(replace(config, section=section), {"search": folder}, work_dir)
+    return materialize(config.with_section(section), {"search": folder}, work_dir)

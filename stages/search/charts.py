@@ -98,7 +98,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
 
 def front_picture(front: Front) -> Picture:
     """Score of each point over its KV cache, held out where it was, with 95 % one-sided limits."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index, point in enumerate(front.points):
         is_held_out = point.held_out_score is not None
         score = point.held_out_score if is_held_out else point.score

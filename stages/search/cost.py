@@ -82,7 +82,8 @@ def _exchanged(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
     def sent(row: LayerHeads) -> float:
         return float(number * pass_values(shape, [row] * shape.full_layers, length))
 
-    full, heads = {None: shape.key_value_heads}, shape.key_value_heads
+    heads = shape.key_value_heads
+    full: LayerHeads = {None: heads}
     every = dict.fromkeys((None, *search.menu), heads)
     return (
         f"each example split over {processes} processes, which send each other "

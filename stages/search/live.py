@@ -27,16 +27,16 @@ def mask_file(
 ) -> HeadMaskFile:
     """`mask` as a file, with the search that it comes from."""
     section = config.section
+    ratio = section.stated_ratio
     # Among several windows a method chooses how many heads stay full.
-    is_result = (
-        section.stated_ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front
-    )
+    if ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front:
+        ratio = mask.swa_ratio
     return HeadMaskFile.of(
         mask,
         section.menu,
         model=config.model.path,
         method=section.method,
-        swa_ratio=mask.swa_ratio if is_result else section.stated_ratio,
+        swa_ratio=ratio,
         score=score,
         seed=config.seed if section.seed is None else section.seed,
         sink_bias=sink_bias,

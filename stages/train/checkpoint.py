@@ -172,7 +172,7 @@ def _name_files(writing: Path, sizes: dict[str, int]) -> None:
         parts[0].rename(writing / SAFE_WEIGHTS_NAME)
         return
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = writing / f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
         part.rename(file)

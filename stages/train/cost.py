@@ -128,11 +128,11 @@ def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> I
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
         return
-    heads = shape.key_value_heads
+    full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
     layers = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     sent, of_full = (
         step_traffic(shape, rows, recipe[TrainConfig], runtime, length) / processes
-        for rows in (layers, [{None: heads}] * shape.full_layers)
+        for rows in (layers, full)
     )
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "

@@ -119,8 +119,8 @@ class TeacherLoss:
             if self._split is None:
                 chosen = largest(*every_one, self._tokens).flatten()
             else:
-                whole = (self._split.whole(one) for one in every_one)
-                chosen = self._split.own(largest(*whole, self._tokens)).flatten()
+                values, valid = (self._split.whole(one) for one in every_one)
+                chosen = self._split.own(largest(values, valid, self._tokens)).flatten()
         else:
             chosen = labels != IGNORED
         # Cross-entropy is for all predicted tokens, the divergence for those that are chosen.

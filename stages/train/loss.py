@@ -61,7 +61,7 @@ class _ChunkedHead(torch.autograd.Function):
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
         used = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
         # Sums of many chunks in float32: in bf16 small terms would be lost.
-        sums = [
+        sums: list[Any] = [
             torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None
             for leaf in leaves
         ]
@@ -87,7 +87,7 @@ class _ChunkedHead(torch.autograd.Function):
                     assert state_gradient is not None
                     state_gradient[rows] = gradient
                 else:
-                    sums[index - 1] += gradient
+                    sums[index - 1].add_(gradient)
         ctx.gradients = [
             state_gradient,
             *(
@@ -211,7 +211,8 @@ def install_loss(
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = num_items_in_batch or (targets != IGNORED).sum()
         if context_parallel is not None:
-            position_ids = context_parallel.begin(*targets.shape, position_ids, targets.device)
+            rows, length = targets.shape
+            position_ids = context_parallel.begin(rows, length, position_ids, targets.device)
             input_ids, targets = (context_parallel.own(x) for x in (input_ids, targets))
         flat = targets.flatten()
         loss_of: HeadLoss

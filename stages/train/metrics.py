@@ -21,7 +21,7 @@ from bosch.errors import UserError
 from bosch.files import remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
-from bosch.model.head_table import heads_by_window, kv_budgets
+from bosch.model.head_table import Rows, heads_by_window, kv_budgets
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.formats import format_seconds
@@ -229,9 +229,11 @@ def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> dict
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
     teacher = distilled * shape.forward_flops(tokens, length)
+    rows_of: dict[int | None, Rows] = {None: heads_by_window(config)}
+    rows_of |= kv_budgets(config).items()
     return {
         budget: shape.training_flops(tokens, length, window_shares(rows)) + teacher
-        for budget, rows in {None: heads_by_window(config), **kv_budgets(config)}.items()
+        for budget, rows in rows_of.items()
     }
 
 

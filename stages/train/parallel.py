@@ -203,7 +203,8 @@ def check_sharding_runs(model: Any, runtime: Runtime) -> None:
 
 def _actual_sharding(model: Any) -> str:
     if isinstance(model, FSDPModule):
-        whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        names: Any = model.named_parameters()  # type: ignore[attr-defined]
+        whole = [n for n, p in names if not isinstance(p, DTensor)]
         return "fsdp" if not whole else f"fsdp with {whole[0]} not sharded"
     if type(model).__name__ == "DeepSpeedEngine":
         stage = model.zero_optimization_stage()

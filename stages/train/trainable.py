@@ -73,7 +73,8 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
     ]
     if not targets:
         raise UserError("train.lora: the model has no linear map that could take an adapter")
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    alpha: Any = lora.alpha  # peft's type says int, it divides by the rank
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets)
     peft.inject_adapter_in_model(config, model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,4 +22,4 @@ def run(
     """
     section = config.upstream_section(TrainConfig).model_copy(update={"budgets": None})
     inputs = {"prepare": inputs["prepare"], "materialize": inputs["rival"]}
-    return train(replace(config, section=section), inputs, work_dir)
+    return train(config.with_section(section), inputs, work_dir)
