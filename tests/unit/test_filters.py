@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +11,7 @@ import pytest
 
 from bosch.errors import UserError
 from bosch.progress import Progress
+from data_prep.documents import records
 from data_prep.documents.records import Filters
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import Block, TokenisedSource, tokenise_source
@@ -113,3 +116,15 @@ def test_characters_of_a_file_are_counted(tmp_path):
     file = TextFile(tmp_path / "a.txt")
     assert Filters(max_characters=300_000).allow_text(file)
     assert not Filters(max_characters=299_999).allow_text(file)
+
+
+def test_what_a_compressed_file_becomes_is_bounded_by_its_size(tmp_path, monkeypatch):
+    """By a constant and a multiple of it, so that neither small nor large files are refused."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one two"}\n' * 500))
+    times = 10_000 // path.stat().st_size + 1
+    for constant, ratio, is_read in ((10_000, 0, True), (0, times, True), (9_999, 0, False)):
+        monkeypatch.setattr(records, "_MOST_DECOMPRESSED", constant)
+        monkeypatch.setattr(records, "_MOST_RATIO", ratio)
+        with nullcontext() if is_read else pytest.raises(UserError, match="that is no text"):
+            assert len(list(records.read_rows(path, ()))) == 500

@@ -97,6 +97,19 @@ def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
     assert tried > 40
 
 
+def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
+    """Of those that could, half, drawn at random; full units have nowhere to grow."""
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        moves, drawn = object.__new__(Moves), rng.random((3, 4))
+        moves.shape, moves.costs, moves.kinds = (3, 4), np.array([20.0, 7.0, 3.0]), 3
+        moves._rng = SimpleNamespace(random=lambda shape, drawn=drawn: drawn)
+        choices, worth = rng.integers(0, 3, moves.shape), rng.normal(size=(3, 4, 3))
+        stepped = moves._stepped(choices, worth, int(moves.costs[choices].sum()), 12)
+        stays = (choices > 0) & (drawn < 0.5)
+        assert (stepped[stays] >= choices[stays]).all()
+
+
 @pytest.mark.parametrize(
     ("budgets", "counts"),
     [

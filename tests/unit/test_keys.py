@@ -278,13 +278,15 @@ def test_an_input_that_changes_before_its_stage_begins_is_told_at_once(case: Cas
 SHARDS = Path(__file__).parents[1] / "data" / "mds"
 
 
-def identity(folder: Path, kind: str, store: Path) -> tuple[dict, set[str]]:
+def identity(
+    folder: Path, kind: str, store: Path, tokenizer: str | None = None
+) -> tuple[dict, set[str]]:
     """The identity, and the names of the files that were hashed for it."""
     hasher = FileHasher(store / "hashes.json")
     hashed = set()
     sha256 = hasher.sha256
     hasher.sha256 = lambda path: hashed.add(path.name) or sha256(path)
-    source = SourceConfig(name="a", kind=kind, path=str(folder))
+    source = SourceConfig(name="a", kind=kind, path=str(folder), tokenizer=tokenizer)
     return section_identity(source, hasher)[1], hashed
 
 
@@ -296,6 +298,18 @@ def test_shards_with_hashes_in_their_index_are_not_read_for_the_key(tmp_path):
     index["shards"][1]["raw_data"]["hashes"]["sha1"] = "0" * 40
     (folder / "index.json").write_text(json.dumps(index))
     assert identity(folder, "mds", tmp_path)[0] != before
+
+
+def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
+    folder, own = shutil.copytree(SHARDS / "plain", tmp_path / "mds"), tmp_path / "tokenizer"
+    own.mkdir()
+    (own / "tokenizer.json").write_text("{}")
+    before, hashed = identity(folder, "mds", tmp_path, str(own))
+    assert hashed == {"index.json", "tokenizer.json"}
+    (own / "tokenizer.json").write_text("[]")
+    assert identity(folder, "mds", tmp_path, str(own))[0] != before
+    named = identity(folder, "mds", tmp_path, "org/name")[0]
+    assert {"hub": "org/name"} in named.values()
 
 
 def test_shards_without_hashes_are_identified_by_content(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from importlib.resources import files
+
 import pytest
 
 from data_prep.tasks.longbench import TASKS, groups, prompt, score, truncated_ids
@@ -16,6 +19,13 @@ def test_categories():
     assert sizes["LongBench summarisation, with samsum"] == 5
     categories = [name for name in table if name != "LongBench" and "samsum" not in name]
     assert sorted(task for name in categories for task in table[name]) == sorted(table["LongBench"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_as_long_as_lm_eval_has_them(task):
+    file = files("lm_eval") / "tasks" / "longbench" / f"{task}.yaml"
+    stated = re.search(r"max_gen_toks: (\d+)", file.read_text())
+    assert TASKS[task].new_tokens == int(stated[1])
 
 
 def test_prompt_takes_both_field_names_and_the_benchmarks_ends():

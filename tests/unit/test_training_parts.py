@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
-from stages.train.metrics import MetricsLog, numbers
+from stages.train.metrics import MetricsLog, Stopwatch, numbers
 from stages.train.model import (
     apply_liger,
     attention_backend,
@@ -500,6 +501,15 @@ def test_the_line_of_a_step_says_all_that_is_known_of_it(
         "skipped, "
     )
     assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"
+
+
+def test_seconds_that_went_elsewhere_count_once() -> None:
+    watch = Stopwatch()
+    with watch.timed("saving"):
+        time.sleep(0.02)
+    seconds, elsewhere = watch.read()
+    assert seconds >= elsewhere["saving"] >= 0.02
+    assert watch.read()[1] == {}
 
 
 def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
