@@ -33,7 +33,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "no mask": (["search.method=given"], "search.mask: method given takes", []),
     "a bias and sinks": (
-        ["search.sink=bias", "search.sinks=1"], "search.sinks asks for 1; set one of the two",
+        ["search.sink=bias", "search.sinks=1"],
+        "search.sink: bias takes the place of sink tokens, search.sinks asks for 1; set one of the",
         ["search.sink=bias", "search.sinks=0"],
     ),
     "a bias in a front": (
@@ -118,11 +119,13 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "search.swa_ratio: 0.4 means 7 sliding heads of 16", ["search.swa_ratio=0.4"],
     ),
     "float32 in flash": (
-        ["runtime.attention=flash", "model.dtype=float32"], "model.dtype asks for float32",
-        ["runtime.attention=flash", "model.dtype=bfloat16"],
+        ["runtime.attention=flash", "model.dtype=float32"],
+        "flash computes in float16 and bfloat16, model.dtype asks for float32",
+        ["runtime.attention=sdpa", "model.dtype=float32"],
     ),
     "sinks in flash": (
-        ["runtime.attention=flash", "search.sinks=2"], "search.sinks asks for 2",
+        ["runtime.attention=flash", "search.sinks=2"],
+        "flash has no sinks, search.sinks asks for 2",
         ["runtime.attention=flash", "search.sink=bias"],
     ),
 }  # fmt: skip
@@ -139,25 +142,37 @@ def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -
 @pytest.mark.parametrize(
     ("options", "env", "said"),
     [
-        (["tensor"], {}, "tensor needs several processes"),
-        (["tensor"], TWO, None),
-        (["tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
-        (["data"], {**TWO, **NODES}, None),
-        (["context"], {}, "context needs several processes"),
-        (["context"], TWO, None),
-        (["context", "search.method=dcam"], TWO, "dcam reads the examples in one process"),
-        (["context", "search.method=rand"], TWO, None),
-        (["data", "search.method=dcam"], TWO, None),
-        (["context", "search.sink=bias"], TWO, "search.sink is estimated on whole examples"),
-        (["tensor", "search.sink=bias"], TWO, None),
+        (["search_parallel=tensor"], {}, "search_parallel: tensor needs several processes"),
+        (["search_parallel=tensor"], TWO, None),
+        (["search_parallel=tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
+        (["search_parallel=data"], {**TWO, **NODES}, None),
+        (["search_parallel=context"], {}, "search_parallel: context needs several processes"),
+        (["search_parallel=context"], TWO, None),
+        (["search_parallel=context", "search.method=dcam"], TWO,
+         "dcam reads the examples in one process"),
+        (["search_parallel=context", "search.method=rand"], TWO, None),
+        (["search_parallel=data", "search.method=dcam"], TWO, None),
+        (["search_parallel=context", "search.sink=bias"], TWO,
+         "search.sink is estimated on whole examples"),
+        (["search_parallel=tensor", "search.sink=bias"], TWO, None),
+        (["search_parallel=context", "runtime.attention=varlen"], TWO,
+         "search_parallel = context splits them"),
+        (["evaluate_parallel=context"], {}, "evaluate_parallel: context needs several processes"),
+        (["evaluate_parallel=context"], TWO, None),
+        (["evaluate_parallel=context", "runtime.attention=varlen"], TWO,
+         "evaluate_parallel = context splits them"),
+        (["evaluate_parallel=context", "evaluate.rivals=[dcam]"], TWO,
+         "rivals names dcam, which read the examples"),
+        (["evaluate_parallel=context", "evaluate.harness.tasks=[gsm8k]"], TWO,
+         "harness reads its prompts in one"),
     ],
     ids=str,
-)
-def test_processes_share_a_search_where_they_can(
+)  # fmt: skip
+def test_processes_share_a_search_or_an_evaluation_where_they_can(
     options: list[str], env: dict[str, str], said: str | None, case: Case
 ) -> None:
     way, *more = options
-    overrides = [f"runtime.search_parallel={way}", *more]
+    overrides = [f"runtime.{way}", *more]
     if said is None:
         load_recipe(case.file, overrides, env=env)
     else:

@@ -43,7 +43,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "sequences kept from training": (
         ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=17"],
-        "need prepare.train_tokens = 4,224, and it is 4,096",
+        "runtime.heldout_every_steps: 17 sequences that training does not read need "
+        "prepare.train_tokens = 4,224, and it is 4,096",
         ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=16"],
     ),
     "a checkpoint behind the end": (
