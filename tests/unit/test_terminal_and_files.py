@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch import progress
-from bosch.errors import LostRankError, RunError
+from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
     open_regular,
@@ -203,15 +203,6 @@ def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
         assert temporary.exists()
 
 
-@pytest.mark.parametrize("end", ["os._exit(130)", "os._exit(143)", "os.kill(os.getpid(), 15)"])
-def test_a_stopped_process_is_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    monkeypatch.setattr(launch, "PROCESS", ("-c", f"import os; {end}"))
-    with pytest.raises(RunError, match=r"was ended \(signal .* resumes from here"):
-        launch.launch({"stage": "search", "work_dir": str(tmp_path)}, launch.World())
-
-
 def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -238,41 +229,6 @@ def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
     assert expected in str(caught.value)
 
 
-_ENDED = "import os, sys, pathlib; control = pathlib.Path(sys.argv[-1]).parent; "
-_RANK = "(control / 'ended.json').write_text('{\"rank\": 3}'); "
-_UNEXPECTED = (
-    """(control / 'failure.0.json').write_text('{"kind": "unexpected", "message": "GLHF!"}'); """
-)
-
-
-@pytest.mark.parametrize(("code", "lost", "expected"), [
-    ("sys.exit(143)", True, "search: its process was ended (signal 15, SIGTERM) by a person, a job "
-     "scheduler or the system, see their logs of this machine; the same command resumes from here"),
-    ("os.kill(os.getpid(), 6)", True, "search: its process crashed (signal 6, SIGABRT): a fault of "
-     "a library or a device; see what it printed and WORK/stage.log; the same command resumes"),
-    (_RANK + "sys.exit(134)", True, "search: process 3 crashed (signal 6, SIGABRT): a fault of a "
-     "library or a device, or NCCL gave up on one that hangs, after runtime.collective_tim"),
-    (_RANK + _UNEXPECTED + "sys.exit(137)", True, "search: process 3 was ended (signal 9, SIGK"),
-    (_RANK + _UNEXPECTED + "sys.exit(1)", False, "search: GLHF!"),
-    (_RANK + "sys.exit(5)", False, "search: process 3 ended with status 5 without a reason in "
-     "WORK/stage.rank3.log"),
-    ("(control / 'lost-rank.1.json').write_text('{\"message\": \"node 1 is silent\"}'); "
-     "sys.exit(76)", True, "search: node 1 is silent; the same command resumes from here"),
-])  # fmt: skip
-def test_a_lost_process_is_told_with_its_number_and_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, lost: bool, expected: str
-) -> None:
-    monkeypatch.setattr(launch, "killed_by_kernel", lambda: 0)
-    monkeypatch.setattr(launch, "PROCESS", ("-c", _ENDED + code))
-    work = tmp_path / "work"
-    work.mkdir()
-    world = launch.World(processes_per_node=4 if _RANK in code else 1)
-    with pytest.raises(RunError) as caught:
-        launch.launch({"stage": "search", "work_dir": str(work)}, world)
-    assert str(caught.value).replace(str(work), "WORK").startswith(expected)
-    assert isinstance(caught.value, LostRankError) == lost
-
-
 @pytest.mark.parametrize(("node_rank", "mark"), [(0, "WORK"), (1, "WORK node 1")])
 def test_a_stage_runs_in_folders_of_its_work_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, mark: str
@@ -294,17 +250,6 @@ def test_a_stage_runs_in_folders_of_its_work_directory(
     assert place == f"WORK.control-{node_rank}/order.json"
     assert read == {"stage": "search", "work_dir": "WORK"} and variable == mark
     assert not list(tmp_path.glob("*control*"))
-
-
-def test_a_full_disk_is_told_with_the_work_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = f"import os; os._exit({launch.DISK_FULL_STATUS})"
-    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
-    work = tmp_path / "work"
-    work.mkdir()
-    with pytest.raises(RunError, match=f"^search: the disk of {work} is full"):
-        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
 
 
 @pytest.mark.parametrize("command", ["status", "validate"])
