@@ -53,7 +53,8 @@ def test_the_ring_holds_the_last_tokens_and_the_sinks(
     for size in sizes:
         tokens = torch.arange(length, length + size).float()[None, None, :, None]
         keys, _ = layer.update(tokens, tokens.clone())
-        keys.settle(AttentionContext(size, length))
+        start = torch.tensor(length) if size == 1 else None  # a pass of one reads no number
+        keys.settle(AttentionContext(size, length, start=start))
         length += size
         ring = [-1] * window
         for token in range(length):
@@ -62,3 +63,5 @@ def test_the_ring_holds_the_last_tokens_and_the_sinks(
         assert entries[:sinks][:length] == list(range(sinks))[:length]
         filled = [place for place, token in enumerate(ring) if token >= 0]
         assert [entries[sinks + place] for place in filled] == [ring[place] for place in filled]
+        if size == 1 and length >= window:
+            assert keys.groups[0].slots.tolist() == ring
