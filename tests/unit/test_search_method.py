@@ -360,31 +360,6 @@ def test_budgets_are_counted_per_layer():
     assert [point.step for point in evaluator.trace] == list(range(1, len(phases) + 1))
 
 
-def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
-    path = tmp_path / "evaluations.jsonl"
-    mask, other = HeadMask.all_full(2, 3), HeadMask.all_sliding(2, 3)
-    first = EvaluationLog(path, CONTEXT)
-    first.append(mask, Evaluation(0.5, -1.25, 0.1, 0.5), "anchors")
-    with path.open("a") as file:
-        file.write('{"mask": "2x3:')
-    again = EvaluationLog(path, CONTEXT)
-    assert again.get(mask) == Evaluation(0.5, -1.25, 0.1, 0.5)
-    again.append(other, Evaluation(0.25, -2.0), "anchors")
-    assert len(EvaluationLog(path, CONTEXT)) == 2
-    stranger = EvaluationLog(path, EvaluationContext("data", "another model", 16, 0))
-    assert len(stranger) == 0
-    assert "another model" in caplog.text
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "damaged", lines[1]]) + "\n")
-    assert len(EvaluationLog(path, CONTEXT)) == 2
-    assert "1 damaged lines are not used" in caplog.text
-    caplog.clear()
-    path.write_text("\n".join([lines[0].replace("0.5", "0.75", 1), lines[1]]) + "\n")
-    changed = EvaluationLog(path, CONTEXT)
-    assert changed.get(mask) is None and changed.get(other) is not None
-    assert "1 damaged lines are not used" in caplog.text
-
-
 def test_a_log_that_cannot_be_read_is_said_in_a_sentence(tmp_path):
     with pytest.raises(RunError, match="cannot be read"):
         EvaluationLog(tmp_path, CONTEXT)
