@@ -55,7 +55,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         [FRONT, "search.windows=[16,252]", "search.sinks=3"],
     ),
     "keep by one mask": (
-        ["search.budget={keep: 0.01}"], "search.budget.keep: method bosch finds one mask",
+        ["search.budget={keep: 0.01}"],
+        "search.budget.keep: method bosch finds one mask of a known size; set search.method: front",
         [FRONT, "search.budget={keep: 0.01}"],
     ),
     "keep by few": (
@@ -89,7 +90,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.875]"],
     ),
     "bytes below all sliding": (
-        ["search.budget={kv_cache: 0.12 @ 256}"], "search.budget.kv_cache: ",
+        ["search.budget={kv_cache: 0.12 @ 256}"],
+        "that all heads with a window of 32 hold at 256 tokens",
         ["search.budget={kv_cache: 0.1211 @ 256}"],
     ),
     "a budget at few tokens": (
@@ -98,7 +100,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["search.budget={kv_cache: 0.99 @ 32}"],
     ),
     "ranks of generate": (
-        ["search.budget={ratio: 0.5, ranks: 2}"], "search.budget.ranks: counts with",
+        ["search.budget={ratio: 0.5, ranks: 2}"],
+        "search.budget.ranks: counts with search.budget.engine: vllm alone",
         ["search.budget={ratio: 0.5, ranks: 2, engine: vllm}"],
     ),
     "sinks in vLLM": (
@@ -107,7 +110,7 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["search.budget={ratio: 0.5, engine: vllm}"],
     ),
     "ranks that share no heads": (
-        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: ",
+        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: 4 KV",
         ["search.budget={ratio: 0.5, engine: vllm, ranks: 4}"],
     ),
     "groups that are no divisor": (
