@@ -7,12 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,12 +30,7 @@ from bosch.files import (
 from bosch.this_process import process_place
 from pipeline import cli
 from pipeline.run import launch
-from pipeline.run.graph import document_key
-from pipeline.run.store import Store
 from tests.pipeline_case import Case
-
-DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
-KEY = document_key(DOCUMENT)
 
 
 @pytest.fixture
@@ -132,67 +125,6 @@ def test_what_is_no_regular_file_is_told_and_not_read(
     for command in ("validate", "status"):
         assert cli.main([command, str(case.file), *given]) == 2
         assert path.name in capsys.readouterr().err
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "runs")
-
-
-def publish(store: Store) -> Path:
-    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
-    return store.publish("search", DOCUMENT, {"summary": {}}, store.hasher())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda manifest: manifest["files"].clear(),
-        lambda manifest: manifest["files"][0].update(size=8),
-        lambda manifest: manifest.update(seconds=1e9),
-        lambda manifest: manifest.update(git_commit="another"),
-    ],
-)
-def test_a_manifest_that_was_changed_is_damaged(store: Store, change: Any) -> None:
-    path = publish(store) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
-    damage = store.damage("search", KEY, store.hasher())
-    assert damage == "manifest.json is missing or damaged"
-
-
-def test_a_clock_set_back_gives_no_negative_seconds(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now - 3600)
-    folder = store.publish("search", DOCUMENT, {}, store.hasher())
-    assert read_json(folder / "manifest.json")["seconds"] == 0
-
-
-def test_what_killed_writers_left_is_removed(store: Store) -> None:
-    publish(store)
-    old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    here, shared = f".tmp-{process_place()}", store.root / "shared" / "search" / "a"
-    shared.mkdir(parents=True)
-    killed = [
-        store.root / "store" / f"{here}-{dead.pid}-0.json",
-        shared / f"{here}-{dead.pid}-0.json",
-    ]
-    others = [
-        store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
-        store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
-    ]
-    for path in (old, new, *killed, *others):
-        path.write_text("part")
-    os.utime(old, (1, 1))
-    store.tidy("tiny")
-    assert not old.exists() and new.exists()
-    assert not any(path.exists() for path in killed) and all(path.exists() for path in others)
 
 
 def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
