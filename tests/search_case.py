@@ -41,7 +41,7 @@ class Additive:
 
 
 def random_costs(layers: int, heads: int, seed: int, exponent: int = 1) -> np.ndarray:
-    """Costs of units that sum to 1; those of few are high, of fewer with an exponent."""
+    """Costs that sum to 1; the higher the exponent, the fewer of them are high."""
     costs = np.random.default_rng(seed).exponential(size=(layers, heads)) ** exponent
     return costs / costs.sum()
 
