@@ -146,9 +146,7 @@ def test_what_the_log_knows_does_not_change_the_search(tmp_path, seed):
     lines = path.read_text().splitlines(keepends=True)
     assert any("gradient" in line for line in lines)
     for count in range(1, len(lines) + 1):
-        path.write_text(
-            "".join([*lines[:count], *(line[:20] for line in lines[count : count + 1])])
-        )
+        path.write_text("".join(lines[:count]) + [*lines, ""][count][:20])
         scorer = Shared(3, 4, seed)
         again, resumed = exact(scorer, 0.5, log=EvaluationLog(path, CONTEXT))
         assert again == whole

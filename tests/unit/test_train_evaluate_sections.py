@@ -88,7 +88,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "outputs that a backend does not give": (
         ["runtime.attention=flex", "runtime.checkpointing=attention"],
-        "runtime.checkpointing = attention saves its outputs",
+        "runtime.checkpointing = attention saves its outputs; choose sdpa or flash or varlen, or "
+        "runtime.checkpointing = full",
         ["runtime.attention=flex", "runtime.checkpointing=full"],
     ),
     "float32 in flash": (
