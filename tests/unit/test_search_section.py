@@ -60,7 +60,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         [FRONT, "search.budget={keep: 0.01}"],
     ),
     "keep by few": (
-        [FRONT, "search.budget={keep: 0.06}"], "search.budget.keep: 1 held-out examples",
+        [FRONT, "search.budget={keep: 0.06}"],
+        "search.budget.keep: 1 held-out examples, one in 4 of prepare.calibration.examples, show",
         [FRONT, "search.budget={keep: 0.05}"],
     ),
     "points of one mask": (
@@ -71,6 +72,12 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "a point below all sliding": (
         [FRONT, "search.points=[0.12,0.5]"], "0.12 of the KV cache at 256 tokens is no point",
         [FRONT, "search.points=[0.122,0.99]"],
+    ),
+    # 7 of 256 tokens are 0.02734375.
+    "a point just below all sliding": (
+        [FRONT, "search.windows=[8,32]", "search.points=[0.0273]"],
+        "no point; choose from 0.027344, all heads",
+        [FRONT, "search.windows=[8,32]", "search.points=[0.027344]"],
     ),
     "a point of all": ([FRONT, "search.points=[1]"], "search.points: 1 of the KV cache", []),
     "a ratio above the buckets": (
@@ -99,6 +106,11 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "search.window_size: 32 is no cheaper than a full head at the 31 tokens of search.budget",
         ["search.budget={kv_cache: 0.99 @ 32}"],
     ),
+    "a context of few tokens": (
+        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 20}"],
+        "search.windows: 32 is no cheaper than a full head at the 20 tokens",
+        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 32}"],
+    ),
     "ranks of generate": (
         ["search.budget={ratio: 0.5, ranks: 2}"],
         "search.budget.ranks: counts with search.budget.engine: vllm alone",
@@ -106,7 +118,7 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "sinks in vLLM": (
         ["search.budget={ratio: 0.5, engine: vllm}", "search.sinks=1"],
-        "vllm serves no sliding heads with sinks (search.sinks = 1)",
+        "search.budget.engine: vllm serves no sliding heads with sinks (search.sinks = 1)",
         ["search.budget={ratio: 0.5, engine: vllm}"],
     ),
     "ranks that share no heads": (

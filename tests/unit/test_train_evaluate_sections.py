@@ -253,10 +253,11 @@ def test_files_that_a_task_needs(
 def test_what_an_evaluation_lacks(case: Case) -> None:
     """Data of a task that is no option, and a template of the tokenizer."""
     needle = "evaluate.needle.tasks=[vt,qa_2]"
+    template = f"the tokenizer in {case.model} has no chat template; set it to false"
     for overrides, said in (
         ([needle], ["evaluate.needle.data_dir: qa_2 needs"]),
         ([needle, "evaluate.needle.optional=[qa_2]"], []),
-        (["evaluate.chat_template=true"], ["evaluate.chat_template: the tokenizer in"]),
+        (["evaluate.chat_template=true"], [f"evaluate.chat_template: {template}"]),
         ([], []),
         (["evaluate=null"], []),
     ):
