@@ -1,18 +1,53 @@
-"""A small model with a calibration set that it answers, for the tests of the search."""
+"""A small model with a calibration set that it answers, and scores without a model, to search."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.search.evaluator import Evaluator
 from stages.context import StageConfig
 from tests.hybrid_case import small_model, tokens
 
 WINDOW = 8
+CONTEXT = EvaluationContext("data", "model", 16, 0)
+
+
+class Additive:
+    """Score = 1 - the costs of the sliding units, or `score` of a mask; remembers its calls."""
+
+    quantum = 1e-9
+
+    def __init__(self, costs: Any, score: Callable[[HeadMask], float] | None = None) -> None:
+        self.costs = np.asarray(costs, dtype=float)
+        self.num_layers, self.num_key_value_heads = self.costs.shape
+        self.score = score
+        self.calls: list[tuple[str, int]] = []
+
+    def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
+        self.calls.append((mask.key, shared_layers))
+        lost = float(self.costs[~mask.is_full].sum())
+        steps = round(max(0.0, 1.0 - lost) / self.quantum)
+        score = self.score(mask) if self.score else steps * self.quantum
+        return Evaluation(score, -lost, 0.01, 1.0)
+
+
+def random_costs(layers: int, heads: int, seed: int, exponent: int = 1) -> np.ndarray:
+    """Costs that sum to 1; the higher the exponent, the fewer of them are high."""
+    costs = np.random.default_rng(seed).exponential(size=(layers, heads)) ** exponent
+    return costs / costs.sum()
+
+
+def evaluator_of(scorer: Any, path: Path | None = None) -> Evaluator:
+    return Evaluator(scorer, EvaluationLog(path, CONTEXT))
 
 
 def answered_records(model: Any, examples: int = 6, seed: int = 0) -> list[dict[str, Any]]:

@@ -140,12 +140,12 @@ def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
     window = draw(st.sampled_from([1, 2, 5, 16]))
     one = st.sampled_from([1, 1, 2, window, window + 1, 19, 40])
     sizes = draw(st.lists(one, min_size=1, max_size=5))
-    sizes += [1] * draw(st.integers(0, 3))
+    sizes += [1] * draw(st.integers(0, 12))
     backend = draw(st.sampled_from(["eager", "sdpa", "flash"]))
     case = Case(
         sum(sizes),
         window,
-        0 if backend == "flash" else draw(st.sampled_from([0, 4])),
+        0 if backend == "flash" else draw(st.sampled_from([0, 1, 4])),
         tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4))),
         batch=2,
         padding=draw(st.sampled_from(["none", "left"])),

@@ -167,9 +167,12 @@ def test_packed_documents_that_a_family_would_mix() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])
 def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) -> None:
-    hybrid = materialize(base, random_mask(), Window(WINDOW))
-    with pytest.raises(ValueError, match=f"takes a 2-D attention mask .* not a {len(shape)}-D one"):
-        hybrid(tokens(2, 12), attention_mask=torch.ones(shape))
+    hybrid, searched = materialize(base, random_mask(), Window(WINDOW)), small_model()
+    prepare_for_search(searched)
+    said = f"takes a 2-D attention mask .* not a {len(shape)}-D one"
+    for model in (hybrid, searched):
+        with pytest.raises(ValueError, match=said):
+            model(tokens(2, 12), attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize("name", [*ABSENT, "triton"])

@@ -169,35 +169,6 @@ def test_a_budget_in_bytes_gives_the_fewest_sliding_heads(case: Case) -> None:
     assert rows == [{None: 1, Window(32): 3}] * 4
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["windows=[64,16]"], "search.windows: the values must rise and not repeat"),
-        (["windows=[16,64]"], "search.windows: method bosch knows one window"),
-        (["windows=[]"], "search.windows: expected at least 1 item"),
-        (["windows=[16,256]", "method=given"], "search.windows: 256 is not shorter than prepare"),
-        (
-            ["budget.kv_cache=0.5 @ 31"],
-            "search.window_size: 32 is no cheaper than a full head at the 31 tokens",
-        ),
-        (["budget.kv_cache=0.01 @ 512"], "search.budget.kv_cache: "),
-        (["budget.kv_cache=0.01 @ 512"], "that all heads with a window of 32 hold at 512 tokens"),
-        (["budget.bytes=1kB @ 512"], "search.budget.bytes: 1000 B is less than the 15.5 KiB"),
-        (["budget.bytes=1kB"], "search.budget.bytes: expected a size and its context"),
-        (["budget.keep=0.9"], "search.budget.keep: method bosch finds one mask of a known size; "),
-        (["budget.keep=0.9"], "set search.method: front"),
-        (["budget.ratio=0.5", "budget.engine=vllm", "sinks=2"], "serves no sliding heads with"),
-        (["budget.ratio=0.5", "budget.engine=vllm", "budget.ranks=3"], "search.budget.ranks: 4 KV"),
-        (["budget.ratio=0.5", "budget.ranks=2"], "counts with search.budget.engine: vllm alone"),
-        (["budget.ratio=0.9", "buckets=[0,0.5]"], "search.budget: 0.9 cannot be reached"),
-        (["swa_ratio=null"], "search: names no budget; set swa_ratio, or one of ratio, kv_cache"),
-    ],
-    ids=str,
-)
-def test_bad_budgets_and_menus(case: Case, overrides: list[str], expected: str) -> None:
-    assert expected in case.fault(*(f"search.{one}" for one in overrides))
-
-
 def test_a_given_mask_is_held_to_the_bytes_that_it_needs(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:

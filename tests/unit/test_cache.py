@@ -11,7 +11,6 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
-from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache, HybridCacheLayer
 from bosch.model.cache_size import CacheSize
@@ -52,18 +51,6 @@ def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize(
-    "sizes",
-    [[1] * 30, [30], [20] + [1] * 10, [3, 5, 1, 6, 7, 1, 7], [WINDOW - 1, WINDOW, WINDOW + 1, 12]],
-    ids=["tokens", "whole", "prefill", "chunks", "window"],
-)
-def test_any_chunking_equals_one_pass(sinks: int, sizes: list[int]) -> None:
-    model, ids = _hybrid(sinks), tokens(2, 30)
-    whole = model(ids, use_cache=False).logits
-    torch.testing.assert_close(_in_chunks(model, ids, sizes), whole, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("sizes", [[30], [20] + [1] * 10, [2, 5, 1, 6, 8, 1, 7]])
 def test_left_padding_equals_each_row_alone(sinks: int, sizes: list[int]) -> None:
     """Also where a row starts long after the first chunk: its sinks are its own first tokens."""
@@ -77,19 +64,6 @@ def test_left_padding_equals_each_row_alone(sinks: int, sizes: list[int]) -> Non
     for row, pad in enumerate(pads):
         alone = model(ids[row : row + 1, pad:], use_cache=False).logits
         torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_bytes_are_the_formula_and_really_held(sinks: int) -> None:
-    model, length, batch = _hybrid(sinks), 50, 2
-    cache = model.new_cache()
-    with torch.inference_mode():
-        model(tokens(batch, length), past_key_values=cache)
-        model(tokens(batch, 1), past_key_values=cache)
-    mask = random_mask()
-    full, total = int(mask.is_full.sum()), mask.is_full.size
-    entries = full * (length + 1) + (total - full) * (WINDOW - 1 + sinks)
-    assert cache.num_bytes == entries * batch * 2 * model.config.head_dim * 4
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 40])
@@ -180,12 +154,6 @@ def test_generate_uses_and_returns_the_hybrid_cache() -> None:
     assert isinstance(generated.past_key_values, HybridCache)
     assert max(_most_of_windows(x) for x in generated.past_key_values.hybrid_layers) == WINDOW - 1
     assert isinstance(model(tokens(1, 5), use_cache=True).past_key_values, HybridCache)
-
-
-def test_other_implementations_are_refused_by_name() -> None:
-    model, ids = _hybrid(2), tokens(1, 20)
-    with pytest.raises(UserError, match="'offloaded' has no hybrid form: choose dynamic or static"):
-        model.generate(ids, max_new_tokens=2, cache_implementation="offloaded")
 
 
 @pytest.mark.parametrize("draft", ["model", "hybrid", "prompt"])

@@ -6,8 +6,9 @@ import argparse
 import csv
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def comparison(case: Case, *arguments: str, launches: Launches | None = None) ->
     return compare.run_comparison(loaded, options, launches or Launches())
 
 
+def printed(
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compared: Callable[..., Comparison],
+    *arguments: str,
+    is_json: bool = False,
+) -> tuple[int, str]:
+    """The exit status and output of the command, which gets its comparison from `compared`."""
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    options = parser.parse_args(arguments, argparse.Namespace(json=is_json))
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "run_comparison", compared)
+        status = compare.run(load_recipe(case.file, env={}, stages=table()), options)
+    return status, capsys.readouterr().out
+
+
 def compared(case: Case) -> str:
     """What stands on the page of three methods at two ratios by two seeds, with training."""
     arguments = ("--methods", "bosch,bme,bosch_plus", "--ratios", "0.25,0.5", "--seeds", "1,2")
@@ -108,22 +127,15 @@ def test_the_page_is_the_golden_one(case: Case) -> None:
 def test_the_command_prints_the_report_as_json_alone_or_its_tables(
     case: Case, is_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = compare.run_comparison
-    monkeypatch.setattr(
-        compare, "run_comparison", lambda loaded, options: here(loaded, options, Launches())
-    )
-    parser = argparse.ArgumentParser()
-    compare.add_options(parser)
-    arguments = parser.parse_args(["--methods", "bosch,bme", "--ratios", "0.5"])
-    arguments.json = is_json
-    loaded = load_recipe(case.file, env={}, stages=table())
-    assert compare.run(loaded, arguments) == 0
-    printed = capsys.readouterr().out
+    here = partial(compare.run_comparison, launcher=Launches())
+    arguments = ("--methods", "bosch,bme", "--ratios", "0.5")
+    status, text = printed(case, monkeypatch, capsys, here, *arguments, is_json=is_json)
+    assert status == 0
     (file,) = case.folder.rglob("compare.json")
     if is_json:
-        assert json.loads(printed) == json.loads(file.read_text())
+        assert json.loads(text) == json.loads(file.read_text())
     else:
-        assert "BOSCH" in printed and printed.endswith(f"compare: {file.with_suffix('.html')}\n")
+        assert "BOSCH" in text and text.endswith(f"compare: {file.with_suffix('.html')}\n")
 
 
 def test_every_method_of_the_paper_has_its_place() -> None:
@@ -203,16 +215,8 @@ def test_a_model_without_scores_is_said(
     assert result.missing == [sentence]
     for name in ("compare.md", "compare.html"):
         assert sentence in (result.folder / name).read_text()
-    parser = argparse.ArgumentParser()
-    compare.add_options(parser)
-    monkeypatch.setattr(compare, "run_comparison", lambda *_: result)
-    assert (
-        compare.run(
-            load_recipe(case.file, env={}), parser.parse_args([], argparse.Namespace(json=False))
-        )
-        == 1
-    )
-    assert sentence in capsys.readouterr().out
+    status, text = printed(case, monkeypatch, capsys, lambda *_: result)
+    assert status == 1 and sentence in text
 
 
 def test_a_refused_combination_leaves_the_others_their_scores(
@@ -231,18 +235,8 @@ def test_a_refused_combination_leaves_the_others_their_scores(
     for name in ("compare.md", "compare.html"):
         text = (result.folder / name).read_text()
         assert "BOSCH at 0.5 has no scores: " in text and "BME" in text
-    parser = argparse.ArgumentParser()
-    compare.add_options(parser)
-    with monkeypatch.context() as patch:
-        patch.setattr(compare, "run_comparison", lambda *_: result)
-        assert (
-            compare.run(
-                load_recipe(case.file, env={}),
-                parser.parse_args([], argparse.Namespace(json=False)),
-            )
-            == 1
-        )
-    assert "BOSCH at 0.5 has no scores: " in capsys.readouterr().out
+    status, text = printed(case, monkeypatch, capsys, lambda *_: result)
+    assert status == 1 and "BOSCH at 0.5 has no scores: " in text
     # What is mended resumes from there.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
     assert len(again.results) == 2 and not again.failures

@@ -55,40 +55,6 @@ def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
         ContextSplit(8, -1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "processes", "message"),
-    [
-        (["runtime.context_parallel=4"], 6, "4 does not divide the 6 process"),
-        (["runtime.context_parallel=3"], 3, "is no multiple of 6"),
-        (["runtime.context_parallel=2", "runtime.sharding=deepspeed"], 2, "set fsdp or none"),
-        (["runtime.context_parallel=2", "runtime.compile=true"], 2, "set runtime.compile = false"),
-        (["runtime.context_parallel=2", "runtime.attention=varlen"], 2,
-         r"varlen computes whole sequences only, runtime\.context_parallel = 2 splits them; "),
-        (["runtime.context_parallel=4", "runtime.micro_batch_size=16"], 16,
-         r"on 16 process\(es\) .*, 4 for each sequence"),
-        (["runtime.context_parallel=2"], 1, None),
-        (["runtime.context_parallel=2"], 2, None),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_split_is_one_sentence(
-    tmp_path: Path, overrides: list[str], processes: int, message: str | None
-) -> None:
-    """A machine of one process may check a recipe for others."""
-    case = Case(tmp_path)
-    case.content["train"]["mixed_precision"] = "bf16"
-    case.save()
-
-    def load() -> Any:
-        return load_recipe(case.file, [*overrides, f"runtime.processes={processes}"], env={})
-
-    if message is None:
-        load()
-        return
-    with pytest.raises(UserError, match=message) as caught:
-        load()
-    assert str(caught.value).count("runtime.context_parallel") >= (processes != 16)
-
-
 QWEN3 = {
     "model_type": "qwen3", "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

@@ -230,12 +230,6 @@ def test_scores_of_a_damaged_output_are_not_taken(
     assert len(launches.orders) == (0 if damaged is None else 1)
 
 
-@pytest.mark.parametrize("path", ["~nobody_of_that_name/model", "x" * 5000, "x" * 300, ""])
-def test_a_path_that_no_model_can_have(case: Case, launches: Launches, path: str) -> None:
-    with pytest.raises(UserError, match=r"--model .*: (there is no user|no path|expected a path)"):
-        run(case, model=[path])
-
-
 def test_a_task_without_a_score_shows_in_the_exit_status(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,11 +419,12 @@ def test_a_model_that_the_samples_cannot_be_asked_is_refused(
     assert launches.orders == []
 
 
-@pytest.mark.parametrize("place", ["~nobody-here/x", "x" * 300, "a/" * 2500, "loop"])
+@pytest.mark.parametrize("place", ["~nobody-here/x", "x" * 300, "a/" * 2500, "loop", ""])
 def test_a_path_that_leads_nowhere_is_no_model(
     case: Case, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     (case.folder / "loop").symlink_to("loop")
     monkeypatch.chdir(case.folder)
-    with pytest.raises(UserError, match=r"not a model directory|there is no user|no path"):
+    said = "not a model directory|there is no user|no path|expected a path"
+    with pytest.raises(UserError, match=f"--model .*: .*({said})"):
         run(case, model=[place])

@@ -154,31 +154,6 @@ def test_another_budget_takes_no_new_search(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["budget.keep=0.9"], "1 held-out examples, one in 4 of prepare.calibration.examples, sho"),
-        (["budget.keep=0.9"], "show at most that 0.05 of a perfect score is kept; choose that or "),
-        (["budget.keep=0.9"], "choose that or less, or 116 examples"),
-        (["budget.keep=1"], "no number of them shows that all is; choose less than 1"),
-        (["points=[0.01]"], "search.points: 0.01 of the KV cache at 256 tokens is no point; "),
-        (["points=[0.0273]"], "no point; choose from 0.027344, all heads"),  # above 7/256
-        (["points=[0.5,1]"], "search.points: 1 of the KV cache"),
-        (["budget.kv_cache=0.02 @ 256"], "search.budget.kv_cache: "),
-        (["budget.kv_cache=0.5 @ 20"], "search.windows: 32 is no cheaper than a full head at the"),
-        (["budget.ratio=0.5", "budget.context=20"], "search.windows: 32 is no cheaper than a full"),
-        (
-            ["budget.ratio=0.5", "budget.engine=vllm", "sinks=1"],
-            "search.budget.engine: vllm serves",
-        ),
-        (["points=[0.5]", "method=bosch_plus", "window_size=8"], "finds one mask; leave them out"),
-    ],
-    ids=str,
-)
-def test_bad_fronts(case: Case, overrides: list[str], expected: str) -> None:
-    assert expected in case.fault(*(f"search.{one}" for one in overrides))
-
-
 def test_an_engine_that_does_not_serve_the_model_is_refused(case: Case) -> None:
     vllm = ("search.budget.ratio=0.5", "search.budget.engine=vllm")
     load_recipe(case.file, vllm, env={})

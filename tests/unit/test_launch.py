@@ -150,21 +150,33 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
         ({"failure.0": LOST, "failure.1": RUN}, 1, 2, RunError, "search: full"),
         ({"failure.0": RUN, "failure.1": USER}, 1, 2, UserError, "search: a: b"),
         ({"failure.0": RUN, "failure.1": DAMAGED}, 1, 2, DamagedWorkError, "search: no end"),
-        ({"failure.0": LOST}, 1, 2, RunError, "search: unexpected DistBackendError: gone"),
+        ({"ended": {"rank": 3}, "failure.0": LOST}, 1, 4, RunError,
+         "search: unexpected DistBackendError: gone"),
         ({"failure.0": LOST}, -9, 2, LostRankError, "process 0 was ended (signal 9, SIGKILL)"),
         ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
-        ({}, DISK_FULL_STATUS, 1, RunError, "disk"),
+        ({}, DISK_FULL_STATUS, 1, RunError, "search: the disk of WORK is full"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, LOST_RANK_STATUS, 2, LostRankError,
          "search: rank 0 hangs; the same command resumes"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, 1, 2, RunError, "ended with status 1"),
         ({"frozen-rank.1": {"message": "rank 0 froze"}}, -9, 2, LostRankError, "rank 0 froze"),
         ({"ended": {"rank": 3}}, 1, 4, RunError,
-         "process 3 ended with status 1 without a reason in "),
+         "search: process 3 ended with status 1 without a reason in WORK/stage.rank3.log"),
+        ({"ended": {"rank": 3}}, 134, 4, LostRankError,
+         "search: process 3 crashed (signal 6, SIGABRT)"),
+        ({"ended": {"rank": 3}, "failure.0": LOST}, 137, 4, LostRankError,
+         "process 3 was ended (signal 9"),
         ({}, 1, 1, RunError, "its process ended with status 1 without a reason in "),
         ({}, 64, 1, RunError, "ended with status 64"),
-        ({}, 128 + 15, 1, LostRankError, "was ended (signal 15, SIGTERM) by a person"),
-        ({}, -11, 1, LostRankError, "(signal 11, SIGSEGV): a fault of a library or a device;"),
-        ({}, -6, 2, LostRankError, "or NCCL gave up on one that hangs"),
+        ({}, 128 + 2, 1, LostRankError, "was ended (signal 2, SIGINT)"),
+        ({}, 128 + 15, 1, LostRankError,
+         "search: its process was ended (signal 15, SIGTERM) by a person, a job scheduler or the "
+         "system, see their logs of this machine; the same command resumes from here"),
+        ({}, -15, 1, LostRankError, "was ended (signal 15, SIGTERM)"),
+        ({}, -11, 1, LostRankError,
+         "search: its process crashed (signal 11, SIGSEGV): a fault of a library or a device; see "
+         "what it printed and WORK/stage.log; the same command resumes"),
+        ({}, -6, 2, LostRankError,
+         "or NCCL gave up on one that hangs, after runtime.collective_timeout"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure(
@@ -176,7 +188,7 @@ def test_the_reason_of_a_failure(
     order = {"stage": "search", "work_dir": str(tmp_path)}
     world = World(processes_per_node=processes)
     error = launcher.failure_of(tmp_path, status, order, world, False)
-    assert type(error) is kind and said in str(error)
+    assert type(error) is kind and said in str(error).replace(str(tmp_path), "WORK")
 
 
 def test_a_process_that_was_killed_as_memory_ran_out(tmp_path: Path) -> None:

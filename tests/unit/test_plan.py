@@ -19,7 +19,6 @@ from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.stage_list import STAGES
 from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
@@ -347,27 +346,6 @@ def test_offloaded_inputs_are_in_the_hosts_memory_by_plan() -> None:
     assert "host memory a node for the inputs of layers: 200 GiB" in text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["runtime.gradient_checkpointing=true"], "is now checkpointing: true is full"),
-        (
-            ["runtime.checkpointing=none", "runtime.offload_activations=true"],
-            "set full, attention or auto",
-        ),
-        (
-            ["runtime.checkpointing=attention", "runtime.attention=flex"],
-            "runtime.checkpointing = full",
-        ),
-    ],
-)
-def test_ways_of_checkpointing_that_do_not_exist_are_refused(
-    overrides: list[str], sentence: str
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        _paper("qwen3_8b", *overrides)
-
-
 def test_a_remedy_fits(tmp_path: Path) -> None:
     loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
     shape, capacity = shape_of(loaded), 80 * 2.0**30
@@ -405,11 +383,6 @@ def test_a_run_is_refused_before_it_starts(
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "store").exists()
-
-
-def test_distributed_stages_are_those_the_runner_starts_on_all_processes() -> None:
-    distributed = {stage.name for stage in STAGES if stage.distributed}
-    assert distributed == {"search", "train", "train_rival", "original", "evaluate"}
 
 
 def test_hardware_names() -> None:

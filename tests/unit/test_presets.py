@@ -300,20 +300,3 @@ def test_validate_names_gaps_and_returns_1(
         lines = capsys.readouterr().out.splitlines()
         gaps = [line for line in lines if line.startswith("a run continues without short: ")]
         assert len(gaps) == 5 * status
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fault"),
-    [
-        (["evaluate.presets=[shorts]"], r"evaluate\.presets.*short"),
-        (["evaluate.harness={data_dir: data}"], "evaluate.harness.tasks: names no task"),
-        (["evaluate.harness.settings={mmlu: {}}"], "settings: mmlu is not among"),
-        (["evaluate.harness.optional=[mmlu]"], "optional: mmlu is not among"),
-        (["evaluate.chat_template=true"], "has no chat template; set it to false"),
-        (["evaluate.needle.yarn={4k: 1.5}", "evaluate.needle.lengths=[4k]"], "times the 2,048"),
-    ],
-)
-def test_faults_of_a_recipe(tmp_path: Path, overrides: list[str], fault: str) -> None:
-    (tmp_path / "data").mkdir()
-    with pytest.raises(UserError, match=fault):
-        load_recipe(ROOT / "recipes/quickstart.yaml", overrides, input_files=True)

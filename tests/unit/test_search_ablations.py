@@ -8,37 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch.budget import swa_budget
-from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.ablations import b_layer, b_multi, b_single
-from bosch.search.evaluator import Evaluator
 from bosch.search.groups import layer_groups, split_evenly
 from bosch.search.settings import SearchSettings
-
-
-class Additive:
-    """Score = 1 - the costs of the sliding units; remembers what it was asked."""
-
-    def __init__(self, costs, score=None):
-        self.costs = np.asarray(costs, dtype=float)
-        self.num_layers, self.num_key_value_heads = self.costs.shape
-        self.quantum = 1e-9
-        self.score = score
-        self.calls: list[tuple[str, int]] = []
-
-    def evaluate(self, mask, shared_layers=0):
-        self.calls.append((mask.key, shared_layers))
-        lost = float(self.costs[~mask.is_full].sum())
-        score = self.score(mask) if self.score else 1.0 - lost
-        return Evaluation(score, -lost, 0.0, 1.0)
-
-
-def evaluator_of(scorer):
-    return Evaluator(scorer, EvaluationLog(None, EvaluationContext("data", "model", 16, 0)))
-
-
-def costs_of(layers, heads, seed):
-    costs = np.random.default_rng(seed).exponential(size=(layers, heads))
-    return costs / costs.sum()
+from tests.search_case import Additive, evaluator_of, random_costs
 
 
 @given(
@@ -51,7 +24,7 @@ def costs_of(layers, heads, seed):
 )
 @settings(max_examples=40, deadline=None)
 def test_any_shape_and_ratio_meets_the_budget(layers, heads, ratio, variables, method, seed):
-    evaluator = evaluator_of(Additive(costs_of(layers, heads, seed)))
+    evaluator = evaluator_of(Additive(random_costs(layers, heads, seed)))
     options = SearchSettings(
         ratio, "one_plus_one", budget_per_layer=2, max_group_variables=variables, seed=seed
     )
@@ -83,14 +56,15 @@ def test_groups_are_neighbours_of_equal_size_or_nearly_so():
 def test_b_multi_of_single_layers_is_b_single():
     options = SearchSettings(0.6, budget_per_layer=6, max_group_variables=4)
     results = [
-        method(evaluator_of(Additive(costs_of(4, 4, 3))), options) for method in (b_multi, b_single)
+        method(evaluator_of(Additive(random_costs(4, 4, 3))), options)
+        for method in (b_multi, b_single)
     ]
     assert results[0].mask == results[1].mask
     assert results[0].layers == results[1].layers
 
 
 def test_b_multi_spreads_what_a_group_cost_over_its_layers():
-    costs = costs_of(4, 2, 7)
+    costs = random_costs(4, 2, 7)
     evaluator = evaluator_of(Additive(costs))
     result = b_multi(evaluator, SearchSettings(0.5, budget_per_layer=9, max_group_variables=4))
     drops = [row["drop"] for row in result.layers]
@@ -99,7 +73,7 @@ def test_b_multi_spreads_what_a_group_cost_over_its_layers():
 
 
 def test_b_layer_enumerates_the_layers_where_that_fits():
-    costs = costs_of(6, 4, 2)
+    costs = random_costs(6, 4, 2)
     scorer = Additive(costs)
     evaluator = evaluator_of(scorer)
     result = b_layer(evaluator, SearchSettings(0.5, budget_per_layer=4))
@@ -111,7 +85,7 @@ def test_b_layer_enumerates_the_layers_where_that_fits():
 
 @pytest.mark.parametrize("solver", ["nomad", "one_plus_one"])
 def test_b_layer_is_one_run_of_kappa_evaluations_per_layer(solver):
-    scorer = Additive(costs_of(16, 2, 5))
+    scorer = Additive(random_costs(16, 2, 5))
     evaluator = evaluator_of(scorer)
     result = b_layer(evaluator, SearchSettings(0.5, solver, budget_per_layer=3))
     probes = [point for point in evaluator.trace if point.phase == "layer_importance"]
@@ -136,11 +110,11 @@ def test_ties_are_said(strict, word):
     def flat(mask):
         return 1.0 if mask.is_full.any() else 0.0
 
-    evaluator = evaluator_of(Additive(costs_of(4, 2, 0), flat))
+    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
     options = SearchSettings(0.5, budget_per_layer=3, max_group_variables=4, strict=strict)
     b_layer(evaluator, options)
     assert any("every choice of 2 layers" in note and word in note for note in evaluator.notes)
-    evaluator = evaluator_of(Additive(costs_of(4, 2, 0), flat))
+    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
     b_multi(evaluator, options)
     assert any("all groups of layers" in note for note in evaluator.notes)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bosch.baselines import layer_rules
 from bosch.budget import swa_budget
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.ablations import b_layer, b_multi, b_single
 from bosch.search.bosch import (
     assign_ratios,
@@ -25,39 +25,10 @@ from bosch.search.bosch import (
     layer_weights,
     ratio_groups,
 )
-from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
 from bosch.search.loss import Anchors, Loss
 from bosch.search.settings import SearchSettings
-
-CONTEXT = EvaluationContext("data", "model", 16, 0)
-
-
-class Oracle:
-    """Score = 1 - sum of the costs of sliding units, in steps of `quantum`; counts its calls."""
-
-    def __init__(self, costs, quantum=1e-9, log_likelihood=None):
-        self.costs = np.asarray(costs, dtype=float)
-        self.num_layers, self.num_key_value_heads = self.costs.shape
-        self.quantum = quantum
-        self.log_likelihood = self.costs if log_likelihood is None else np.asarray(log_likelihood)
-        self.calls: list[tuple[str, int]] = []
-
-    def evaluate(self, mask, shared_layers=0):
-        self.calls.append((mask.key, shared_layers))
-        sliding = ~mask.is_full
-        score = max(0.0, 1.0 - float(self.costs[sliding].sum()))
-        score = round(score / self.quantum) * self.quantum
-        return Evaluation(score, -float(self.log_likelihood[sliding].sum()), 0.01, 1.0)
-
-
-def random_costs(layers, heads, seed):
-    costs = np.random.default_rng(seed).exponential(size=(layers, heads)) ** 2
-    return costs / costs.sum()
-
-
-def evaluator_of(oracle, path=None):
-    return Evaluator(oracle, EvaluationLog(path, CONTEXT))
+from tests.search_case import CONTEXT, Additive, evaluator_of, random_costs
 
 
 @given(
@@ -71,7 +42,7 @@ def evaluator_of(oracle, path=None):
 )
 @settings(max_examples=60, deadline=None)
 def test_every_mask_meets_the_budget(layers, heads, ratio, buckets, seed, method, solver):
-    evaluator = evaluator_of(Oracle(random_costs(layers, heads, seed)))
+    evaluator = evaluator_of(Additive(random_costs(layers, heads, seed, exponent=2)))
     options = SearchSettings(ratio, solver, budget_per_layer=4, buckets=tuple(buckets), seed=seed)
     result = method(evaluator, options)
     assert (~result.mask.is_full).sum() == swa_budget(layers * heads, ratio)
@@ -176,8 +147,8 @@ def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
 
 def test_algorithm_one_is_the_algorithm_on_an_additive_score():
     """With 4 heads and rho = 0.5 every layer is enumerated, so the mask is known."""
-    costs = random_costs(3, 4, 5)
-    oracle = Oracle(costs)
+    costs = random_costs(3, 4, 5, exponent=2)
+    oracle = Additive(costs)
     options = SearchSettings(0.5, budget_per_layer=6)
     importance = layer_importance(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)))
     cheapest = [sorted(np.argsort(row)[:2].tolist()) for row in costs]
@@ -190,8 +161,8 @@ def test_algorithm_one_is_the_algorithm_on_an_additive_score():
 
 
 def test_algorithm_three_searches_groups_jointly_from_all_full():
-    costs = random_costs(4, 3, 8)
-    oracle = Oracle(costs)
+    costs = random_costs(4, 3, 8, exponent=2)
+    oracle = Additive(costs)
     options = SearchSettings(0.5, budget_per_layer=10)
     mask = head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), [3, 1, 0, 1])
     assert mask.swa_kv_heads[0] == [0, 1, 2]
@@ -217,7 +188,7 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
     quotas = [1, 1, 1, 1, 1, 1, 2]
     subgroups = [[6], [4, 5], [2, 3], [0, 1]]
     assert [layers for layers, _ in ratio_groups(quotas, 3, 6)] == subgroups
-    oracle = Oracle(random_costs(7, 3, 2))
+    oracle = Additive(random_costs(7, 3, 2, exponent=2))
     options = SearchSettings(0.4, budget_per_layer=8, max_group_variables=6)
     head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), quotas)
     shared = [shared for _, shared in oracle.calls]
@@ -230,9 +201,9 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
 def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
     costs = np.full((4, 4), 0.001)
     costs[1, :3] = 0.3
-    result = bosch(evaluator_of(Oracle(costs)), SearchSettings(0.75, budget_per_layer=25))
+    result = bosch(evaluator_of(Additive(costs)), SearchSettings(0.75, budget_per_layer=25))
     assert result.evaluation.score > 0.98
-    rule = Oracle(costs).evaluate(layer_rules.intr(4, 4, 0.75))
+    rule = Additive(costs).evaluate(layer_rules.intr(4, 4, 0.75))
     assert rule.score < 0.9
 
 
@@ -242,7 +213,7 @@ def test_tied_layers_are_ranked_by_log_likelihood():
     hidden[1] = 5.0
 
     def search(strict):
-        oracle = Oracle(hidden)
+        oracle = Additive(hidden)
         oracle.evaluate = lambda mask, shared_layers=0: Evaluation(
             mask.is_full.any() * (1.0 if mask.is_full[4].all() else 0.5),
             -float(hidden[~mask.is_full].sum()),
@@ -260,7 +231,7 @@ def test_tied_layers_are_ranked_by_log_likelihood():
     assert broken.evaluation.rank > plain.evaluation.rank
 
 
-class OneHeadOfEachLayer(Oracle):
+class OneHeadOfEachLayer(Additive):
     """Answers all examples as long as unit 0 of every layer is full, and none otherwise."""
 
     def evaluate(self, mask, shared_layers=0):
@@ -287,7 +258,7 @@ def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
 def test_a_better_mask_of_an_earlier_stage_is_returned():
     """Only the mask of Algorithm 1 scores, and the ratios of Algorithm 2 exclude it."""
     costs = np.array([[0.0, 0.1], [0.0, 0.2]])
-    oracle = Oracle(costs)
+    oracle = Additive(costs)
     algorithm_one = HeadMask(np.array([[False, True], [False, True]]))
     plain = oracle.evaluate
     oracle.evaluate = lambda mask, shared_layers=0: (
@@ -300,21 +271,10 @@ def test_a_better_mask_of_an_earlier_stage_is_returned():
     assert any("the latter is returned" in note for note in evaluator.notes)
 
 
-@pytest.mark.parametrize(
-    ("costs", "word"), [(np.full((2, 2), 1e-12), "nothing to search"), (None, "answers none")]
-)
-def test_hopeless_anchors_are_refused(costs, word):
-    oracle = Oracle(np.full((2, 2), 1e-12) if costs is None else costs)
-    if costs is None:
-        oracle.evaluate = lambda mask, shared_layers=0: Evaluation(0.0, -9.0)
-    with pytest.raises(UserError, match=word):
-        bosch(evaluator_of(oracle), SearchSettings(0.5))
-
-
 def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tmp_path):
-    costs = random_costs(4, 8, 2)
+    costs = random_costs(4, 8, 2, exponent=2)
     options = SearchSettings(0.5, budget_per_layer=12, seed=1)
-    undisturbed = Oracle(costs)
+    undisturbed = Additive(costs)
     whole = evaluator_of(undisturbed)
     whole_result = bosch(whole, options)
 
@@ -325,12 +285,12 @@ def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tm
     calls: list[str] = []
     stop_after = 17
     for _ in range(20):
-        oracle = Oracle(costs)
+        oracle = Additive(costs)
 
         def evaluate(mask, shared_layers=0, oracle=oracle):
             if len(oracle.calls) == stop_after:
                 raise Killed
-            return Oracle.evaluate(oracle, mask, shared_layers)
+            return Additive.evaluate(oracle, mask, shared_layers)
 
         oracle.evaluate = evaluate
         evaluator = evaluator_of(oracle, path)
@@ -349,7 +309,7 @@ def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tm
 
 
 def test_budgets_are_counted_per_layer():
-    oracle = Oracle(random_costs(6, 8, 0))
+    oracle = Additive(random_costs(6, 8, 0, exponent=2))
     evaluator = evaluator_of(oracle)
     bosch(evaluator, SearchSettings(0.5, budget_per_layer=25))
     phases = [point.phase for point in evaluator.trace]
@@ -358,31 +318,6 @@ def test_budgets_are_counted_per_layer():
     assert phases.count("head_selection") <= 6 * 25
     assert len(oracle.calls) == len(set(oracle.calls)) == evaluator.costs()["evaluations"]
     assert [point.step for point in evaluator.trace] == list(range(1, len(phases) + 1))
-
-
-def test_the_log_survives_a_torn_line_and_ignores_strangers(tmp_path, caplog):
-    path = tmp_path / "evaluations.jsonl"
-    mask, other = HeadMask.all_full(2, 3), HeadMask.all_sliding(2, 3)
-    first = EvaluationLog(path, CONTEXT)
-    first.append(mask, Evaluation(0.5, -1.25, 0.1, 0.5), "anchors")
-    with path.open("a") as file:
-        file.write('{"mask": "2x3:')
-    again = EvaluationLog(path, CONTEXT)
-    assert again.get(mask) == Evaluation(0.5, -1.25, 0.1, 0.5)
-    again.append(other, Evaluation(0.25, -2.0), "anchors")
-    assert len(EvaluationLog(path, CONTEXT)) == 2
-    stranger = EvaluationLog(path, EvaluationContext("data", "another model", 16, 0))
-    assert len(stranger) == 0
-    assert "another model" in caplog.text
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "damaged", lines[1]]) + "\n")
-    assert len(EvaluationLog(path, CONTEXT)) == 2
-    assert "1 damaged lines are not used" in caplog.text
-    caplog.clear()
-    path.write_text("\n".join([lines[0].replace("0.5", "0.75", 1), lines[1]]) + "\n")
-    changed = EvaluationLog(path, CONTEXT)
-    assert changed.get(mask) is None and changed.get(other) is not None
-    assert "1 damaged lines are not used" in caplog.text
 
 
 def test_a_log_that_cannot_be_read_is_said_in_a_sentence(tmp_path):

@@ -33,7 +33,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "no mask": (["search.method=given"], "search.mask: method given takes", []),
     "a bias and sinks": (
-        ["search.sink=bias", "search.sinks=1"], "search.sinks asks for 1; set one of the two",
+        ["search.sink=bias", "search.sinks=1"],
+        "search.sink: bias takes the place of sink tokens, search.sinks asks for 1; set one of the",
         ["search.sink=bias", "search.sinks=0"],
     ),
     "a bias in a front": (
@@ -54,11 +55,13 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         [FRONT, "search.windows=[16,252]", "search.sinks=3"],
     ),
     "keep by one mask": (
-        ["search.budget={keep: 0.01}"], "search.budget.keep: method bosch finds one mask",
+        ["search.budget={keep: 0.01}"],
+        "search.budget.keep: method bosch finds one mask of a known size; set search.method: front",
         [FRONT, "search.budget={keep: 0.01}"],
     ),
     "keep by few": (
-        [FRONT, "search.budget={keep: 0.06}"], "search.budget.keep: 1 held-out examples",
+        [FRONT, "search.budget={keep: 0.06}"],
+        "search.budget.keep: 1 held-out examples, one in 4 of prepare.calibration.examples, show",
         [FRONT, "search.budget={keep: 0.05}"],
     ),
     "points of one mask": (
@@ -69,6 +72,12 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "a point below all sliding": (
         [FRONT, "search.points=[0.12,0.5]"], "0.12 of the KV cache at 256 tokens is no point",
         [FRONT, "search.points=[0.122,0.99]"],
+    ),
+    # 7 of 256 tokens are 0.02734375.
+    "a point just below all sliding": (
+        [FRONT, "search.windows=[8,32]", "search.points=[0.0273]"],
+        "no point; choose from 0.027344, all heads",
+        [FRONT, "search.windows=[8,32]", "search.points=[0.027344]"],
     ),
     "a point of all": ([FRONT, "search.points=[1]"], "search.points: 1 of the KV cache", []),
     "a ratio above the buckets": (
@@ -88,7 +97,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.875]"],
     ),
     "bytes below all sliding": (
-        ["search.budget={kv_cache: 0.12 @ 256}"], "search.budget.kv_cache: ",
+        ["search.budget={kv_cache: 0.12 @ 256}"],
+        "that all heads with a window of 32 hold at 256 tokens",
         ["search.budget={kv_cache: 0.1211 @ 256}"],
     ),
     "a budget at few tokens": (
@@ -96,17 +106,23 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "search.window_size: 32 is no cheaper than a full head at the 31 tokens of search.budget",
         ["search.budget={kv_cache: 0.99 @ 32}"],
     ),
+    "a context of few tokens": (
+        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 20}"],
+        "search.windows: 32 is no cheaper than a full head at the 20 tokens",
+        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 32}"],
+    ),
     "ranks of generate": (
-        ["search.budget={ratio: 0.5, ranks: 2}"], "search.budget.ranks: counts with",
+        ["search.budget={ratio: 0.5, ranks: 2}"],
+        "search.budget.ranks: counts with search.budget.engine: vllm alone",
         ["search.budget={ratio: 0.5, ranks: 2, engine: vllm}"],
     ),
     "sinks in vLLM": (
         ["search.budget={ratio: 0.5, engine: vllm}", "search.sinks=1"],
-        "vllm serves no sliding heads with sinks (search.sinks = 1)",
+        "search.budget.engine: vllm serves no sliding heads with sinks (search.sinks = 1)",
         ["search.budget={ratio: 0.5, engine: vllm}"],
     ),
     "ranks that share no heads": (
-        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: ",
+        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: 4 KV",
         ["search.budget={ratio: 0.5, engine: vllm, ranks: 4}"],
     ),
     "groups that are no divisor": (
@@ -118,11 +134,13 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "search.swa_ratio: 0.4 means 7 sliding heads of 16", ["search.swa_ratio=0.4"],
     ),
     "float32 in flash": (
-        ["runtime.attention=flash", "model.dtype=float32"], "model.dtype asks for float32",
-        ["runtime.attention=flash", "model.dtype=bfloat16"],
+        ["runtime.attention=flash", "model.dtype=float32"],
+        "flash computes in float16 and bfloat16, model.dtype asks for float32",
+        ["runtime.attention=sdpa", "model.dtype=float32"],
     ),
     "sinks in flash": (
-        ["runtime.attention=flash", "search.sinks=2"], "search.sinks asks for 2",
+        ["runtime.attention=flash", "search.sinks=2"],
+        "flash has no sinks, search.sinks asks for 2",
         ["runtime.attention=flash", "search.sink=bias"],
     ),
 }  # fmt: skip
@@ -139,25 +157,37 @@ def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -
 @pytest.mark.parametrize(
     ("options", "env", "said"),
     [
-        (["tensor"], {}, "tensor needs several processes"),
-        (["tensor"], TWO, None),
-        (["tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
-        (["data"], {**TWO, **NODES}, None),
-        (["context"], {}, "context needs several processes"),
-        (["context"], TWO, None),
-        (["context", "search.method=dcam"], TWO, "dcam reads the examples in one process"),
-        (["context", "search.method=rand"], TWO, None),
-        (["data", "search.method=dcam"], TWO, None),
-        (["context", "search.sink=bias"], TWO, "search.sink is estimated on whole examples"),
-        (["tensor", "search.sink=bias"], TWO, None),
+        (["search_parallel=tensor"], {}, "search_parallel: tensor needs several processes"),
+        (["search_parallel=tensor"], TWO, None),
+        (["search_parallel=tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
+        (["search_parallel=data"], {**TWO, **NODES}, None),
+        (["search_parallel=context"], {}, "search_parallel: context needs several processes"),
+        (["search_parallel=context"], TWO, None),
+        (["search_parallel=context", "search.method=dcam"], TWO,
+         "dcam reads the examples in one process"),
+        (["search_parallel=context", "search.method=rand"], TWO, None),
+        (["search_parallel=data", "search.method=dcam"], TWO, None),
+        (["search_parallel=context", "search.sink=bias"], TWO,
+         "search.sink is estimated on whole examples"),
+        (["search_parallel=tensor", "search.sink=bias"], TWO, None),
+        (["search_parallel=context", "runtime.attention=varlen"], TWO,
+         "search_parallel = context splits them"),
+        (["evaluate_parallel=context"], {}, "evaluate_parallel: context needs several processes"),
+        (["evaluate_parallel=context"], TWO, None),
+        (["evaluate_parallel=context", "runtime.attention=varlen"], TWO,
+         "evaluate_parallel = context splits them"),
+        (["evaluate_parallel=context", "evaluate.rivals=[dcam]"], TWO,
+         "rivals names dcam, which read the examples"),
+        (["evaluate_parallel=context", "evaluate.harness.tasks=[gsm8k]"], TWO,
+         "harness reads its prompts in one"),
     ],
     ids=str,
-)
-def test_processes_share_a_search_where_they_can(
+)  # fmt: skip
+def test_processes_share_a_search_or_an_evaluation_where_they_can(
     options: list[str], env: dict[str, str], said: str | None, case: Case
 ) -> None:
     way, *more = options
-    overrides = [f"runtime.search_parallel={way}", *more]
+    overrides = [f"runtime.{way}", *more]
     if said is None:
         load_recipe(case.file, overrides, env=env)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.files import replace, replacing, write_json
+from bosch.this_process import process_place
 from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher, NotHashed
@@ -56,10 +58,6 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert store.damage("search", KEY, store.hasher()) is None
 
 
-def test_stages_read_the_manifest_of_a_store(store: Store) -> None:
-    assert Manifest.read(publish(store)).hashes.keys() == {"b.txt", "sub/a.txt"}
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, mode: int) -> None:
     """safetensors makes its files for their owner alone, whatever the umask."""
@@ -93,6 +91,12 @@ def _replace_by_link(path: Path) -> None:
     path.symlink_to(elsewhere)
 
 
+def _edit(folder: Path, change: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("harm", "expected"),
     [
@@ -111,6 +115,15 @@ def _replace_by_link(path: Path) -> None:
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is missing or damaged"),
+        *(
+            (lambda f, change=change: _edit(f, change), "manifest.json is missing or damaged")
+            for change in (
+                lambda manifest: manifest["files"].clear(),
+                lambda manifest: manifest["files"][0].update(size=9),
+                lambda manifest: manifest.update(seconds=1e9),
+                lambda manifest: manifest.update(git_commit="another"),
+            )
+        ),
     ],
 )
 def test_damage_is_found(store: Store, harm: Any, expected: str) -> None:
@@ -253,6 +266,39 @@ def test_time_of_killed_attempts_counts(store: Store) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["attempts"] == 2
     assert manifest["seconds"] == pytest.approx(100, abs=5)
+
+
+def test_a_clock_set_back_gives_no_negative_seconds(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    folder = store.publish("search", DOCUMENT, {}, store.hasher())
+    assert json.loads((folder / "manifest.json").read_text())["seconds"] == 0
+
+
+def test_what_killed_writers_left_is_removed(store: Store) -> None:
+    publish(store)
+    old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    here, shared = f".tmp-{process_place()}", store.root / "shared" / "search" / "a"
+    shared.mkdir(parents=True)
+    killed = [
+        store.root / "store" / f"{here}-{dead.pid}-0.json",
+        shared / f"{here}-{dead.pid}-0.json",
+    ]
+    others = [
+        store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
+        store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
+    ]
+    for path in (old, new, *killed, *others):
+        path.write_text("part")
+    os.utime(old, (1, 1))
+    store.tidy("tiny")
+    assert not old.exists() and new.exists()
+    assert not any(path.exists() for path in killed) and all(path.exists() for path in others)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -7,19 +7,17 @@ import os
 import signal
 import socket
 import subprocess
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch import progress
-from bosch.errors import LostRankError, RunError
+from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
     open_regular,
@@ -32,12 +30,7 @@ from bosch.files import (
 from bosch.this_process import process_place
 from pipeline import cli
 from pipeline.run import launch
-from pipeline.run.graph import document_key
-from pipeline.run.store import Store
 from tests.pipeline_case import Case
-
-DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
-KEY = document_key(DOCUMENT)
 
 
 @pytest.fixture
@@ -134,82 +127,12 @@ def test_what_is_no_regular_file_is_told_and_not_read(
         assert path.name in capsys.readouterr().err
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "runs")
-
-
-def publish(store: Store) -> Path:
-    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
-    return store.publish("search", DOCUMENT, {"summary": {}}, store.hasher())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda manifest: manifest["files"].clear(),
-        lambda manifest: manifest["files"][0].update(size=8),
-        lambda manifest: manifest.update(seconds=1e9),
-        lambda manifest: manifest.update(git_commit="another"),
-    ],
-)
-def test_a_manifest_that_was_changed_is_damaged(store: Store, change: Any) -> None:
-    path = publish(store) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
-    damage = store.damage("search", KEY, store.hasher())
-    assert damage == "manifest.json is missing or damaged"
-
-
-def test_a_clock_set_back_gives_no_negative_seconds(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (store.begin("search", KEY, afresh=False) / "a.txt").write_text("content")
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now - 3600)
-    folder = store.publish("search", DOCUMENT, {}, store.hasher())
-    assert read_json(folder / "manifest.json")["seconds"] == 0
-
-
-def test_what_killed_writers_left_is_removed(store: Store) -> None:
-    publish(store)
-    old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    here, shared = f".tmp-{process_place()}", store.root / "shared" / "search" / "a"
-    shared.mkdir(parents=True)
-    killed = [
-        store.root / "store" / f"{here}-{dead.pid}-0.json",
-        shared / f"{here}-{dead.pid}-0.json",
-    ]
-    others = [
-        store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
-        store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
-    ]
-    for path in (old, new, *killed, *others):
-        path.write_text("part")
-    os.utime(old, (1, 1))
-    store.tidy("tiny")
-    assert not old.exists() and new.exists()
-    assert not any(path.exists() for path in killed) and all(path.exists() for path in others)
-
-
 def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
     with replacing(tmp_path / "a.json") as temporary:
         temporary.write_text("x")
         assert temporary.name.startswith(f".tmp-{process_place()}-{os.getpid()}-")
         remove_old_temporaries(tmp_path, 3600)
         assert temporary.exists()
-
-
-@pytest.mark.parametrize("end", ["os._exit(130)", "os._exit(143)", "os.kill(os.getpid(), 15)"])
-def test_a_stopped_process_is_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    monkeypatch.setattr(launch, "PROCESS", ("-c", f"import os; {end}"))
-    with pytest.raises(RunError, match=r"was ended \(signal .* resumes from here"):
-        launch.launch({"stage": "search", "work_dir": str(tmp_path)}, launch.World())
 
 
 def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:
@@ -238,41 +161,6 @@ def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
     assert expected in str(caught.value)
 
 
-_ENDED = "import os, sys, pathlib; control = pathlib.Path(sys.argv[-1]).parent; "
-_RANK = "(control / 'ended.json').write_text('{\"rank\": 3}'); "
-_UNEXPECTED = (
-    """(control / 'failure.0.json').write_text('{"kind": "unexpected", "message": "GLHF!"}'); """
-)
-
-
-@pytest.mark.parametrize(("code", "lost", "expected"), [
-    ("sys.exit(143)", True, "search: its process was ended (signal 15, SIGTERM) by a person, a job "
-     "scheduler or the system, see their logs of this machine; the same command resumes from here"),
-    ("os.kill(os.getpid(), 6)", True, "search: its process crashed (signal 6, SIGABRT): a fault of "
-     "a library or a device; see what it printed and WORK/stage.log; the same command resumes"),
-    (_RANK + "sys.exit(134)", True, "search: process 3 crashed (signal 6, SIGABRT): a fault of a "
-     "library or a device, or NCCL gave up on one that hangs, after runtime.collective_tim"),
-    (_RANK + _UNEXPECTED + "sys.exit(137)", True, "search: process 3 was ended (signal 9, SIGK"),
-    (_RANK + _UNEXPECTED + "sys.exit(1)", False, "search: GLHF!"),
-    (_RANK + "sys.exit(5)", False, "search: process 3 ended with status 5 without a reason in "
-     "WORK/stage.rank3.log"),
-    ("(control / 'lost-rank.1.json').write_text('{\"message\": \"node 1 is silent\"}'); "
-     "sys.exit(76)", True, "search: node 1 is silent; the same command resumes from here"),
-])  # fmt: skip
-def test_a_lost_process_is_told_with_its_number_and_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, lost: bool, expected: str
-) -> None:
-    monkeypatch.setattr(launch, "killed_by_kernel", lambda: 0)
-    monkeypatch.setattr(launch, "PROCESS", ("-c", _ENDED + code))
-    work = tmp_path / "work"
-    work.mkdir()
-    world = launch.World(processes_per_node=4 if _RANK in code else 1)
-    with pytest.raises(RunError) as caught:
-        launch.launch({"stage": "search", "work_dir": str(work)}, world)
-    assert str(caught.value).replace(str(work), "WORK").startswith(expected)
-    assert isinstance(caught.value, LostRankError) == lost
-
-
 @pytest.mark.parametrize(("node_rank", "mark"), [(0, "WORK"), (1, "WORK node 1")])
 def test_a_stage_runs_in_folders_of_its_work_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, mark: str
@@ -294,17 +182,6 @@ def test_a_stage_runs_in_folders_of_its_work_directory(
     assert place == f"WORK.control-{node_rank}/order.json"
     assert read == {"stage": "search", "work_dir": "WORK"} and variable == mark
     assert not list(tmp_path.glob("*control*"))
-
-
-def test_a_full_disk_is_told_with_the_work_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = f"import os; os._exit({launch.DISK_FULL_STATUS})"
-    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
-    work = tmp_path / "work"
-    work.mkdir()
-    with pytest.raises(RunError, match=f"^search: the disk of {work} is full"):
-        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
 
 
 @pytest.mark.parametrize("command", ["status", "validate"])

@@ -43,7 +43,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "sequences kept from training": (
         ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=17"],
-        "need prepare.train_tokens = 4,224, and it is 4,096",
+        "runtime.heldout_every_steps: 17 sequences that training does not read need "
+        "prepare.train_tokens = 4,224, and it is 4,096",
         ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=16"],
     ),
     "a checkpoint behind the end": (
@@ -87,7 +88,8 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "outputs that a backend does not give": (
         ["runtime.attention=flex", "runtime.checkpointing=attention"],
-        "runtime.checkpointing = attention saves its outputs",
+        "runtime.checkpointing = attention saves its outputs; choose sdpa or flash or varlen, or "
+        "runtime.checkpointing = full",
         ["runtime.attention=flex", "runtime.checkpointing=full"],
     ),
     "float32 in flash": (
@@ -97,15 +99,20 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "a split sequence in DeepSpeed": (
         ["runtime.context_parallel=2", "runtime.sharding=deepspeed"],
-        "runtime.context_parallel: it does not run under", ["runtime.context_parallel=2"],
+        "runtime.context_parallel: it does not run under runtime.sharding = deepspeed; set fsdp or "
+        "none",
+        ["runtime.context_parallel=2"],
     ),
     "a split sequence, compiled": (
-        ["runtime.context_parallel=2", "runtime.compile=true"], "are not compiled",
+        ["runtime.context_parallel=2", "runtime.compile=true"],
+        "runtime.context_parallel: layers that exchange keys and values are not compiled; set "
+        "runtime.compile = false",
         ["runtime.compile=true"],
     ),
     "a split sequence in a backend": (
         ["runtime.context_parallel=2", "runtime.attention=varlen"],
-        "runtime.context_parallel = 2 splits them", ["runtime.attention=varlen"],
+        "varlen computes whole sequences only, runtime.context_parallel = 2 splits them; ",
+        ["runtime.attention=varlen"],
     ),
     "budgets that are not there": (
         ["evaluate.budgets=all"], "evaluate.budgets: ", [*FRONT, "evaluate.budgets=all"],
@@ -182,15 +189,17 @@ def test_a_section_is_refused_and_its_neighbour_is_taken(name: str, case: Case) 
         ({"micro_batch_size": 2}, 128, 2, None),
         ({"micro_batch_size": 2}, 128, 4, "micro batches of 2"),
         ({"context_parallel": 2}, 128, 8, None),
-        ({"context_parallel": 2}, 128, 16, "(runtime.processes), 2 for each sequence"),
+        ({"context_parallel": 2}, 128, 16, "on 16 process(es) (runtime.processes), 2 for each"),
         ({"context_parallel": 2, "micro_batch_size": 4}, 128, 2, None),
         ({"context_parallel": 3}, 128, 4, "3 does not divide the 4 process(es)"),
         ({"context_parallel": 4}, 8, 4, None),
-        ({"context_parallel": 8}, 8, 8, "sequence_length = 8 is no multiple of 16"),
+        ({"context_parallel": 8}, 8, 8,
+         "runtime.context_parallel: 8 processes hold two chunks of a sequence each, and "
+         "prepare.sequence_length = 8 is no multiple of 16"),
         ({}, 512, 1, None),
         ({}, 1024, 1, "train.batch_tokens: 512 is no multiple of"),
     ],
-)
+)  # fmt: skip
 def test_a_batch_splits_over_processes_or_says_why(
     runtime: dict[str, object], length: int, processes: int, said: str | None
 ) -> None:
@@ -244,10 +253,11 @@ def test_files_that_a_task_needs(
 def test_what_an_evaluation_lacks(case: Case) -> None:
     """Data of a task that is no option, and a template of the tokenizer."""
     needle = "evaluate.needle.tasks=[vt,qa_2]"
+    template = f"the tokenizer in {case.model} has no chat template; set it to false"
     for overrides, said in (
         ([needle], ["evaluate.needle.data_dir: qa_2 needs"]),
         ([needle, "evaluate.needle.optional=[qa_2]"], []),
-        (["evaluate.chat_template=true"], ["evaluate.chat_template: the tokenizer in"]),
+        (["evaluate.chat_template=true"], [f"evaluate.chat_template: {template}"]),
         ([], []),
         (["evaluate=null"], []),
     ):

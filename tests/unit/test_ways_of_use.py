@@ -119,9 +119,16 @@ def test_scores_and_hidden_states_of_generate(hybrid: Any) -> None:
     assert len(output[0].hidden_states) == NEW
 
 
-@pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static"])
-def test_other_caches_of_generate_are_refused(hybrid: Any, name: str) -> None:
-    with pytest.raises((UserError, ValueError), match=name):
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("quantized", "quantized"),
+        ("offloaded", "'offloaded' has no hybrid form: choose dynamic or static"),
+        ("offloaded_static", "'offloaded_static' has no hybrid form: choose dynamic or static"),
+    ],
+)
+def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: str) -> None:
+    with pytest.raises((UserError, ValueError), match=sentence):
         _greedy(hybrid, tokens(1, LENGTH), cache_implementation=name)
 
 
