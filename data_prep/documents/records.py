@@ -31,8 +31,8 @@ RECORD_LIMITS = JsonLimits(MOST_RECORD_BYTES, 2_000_000, most_depth=1000)
 # A shorter line cannot hold as many values as the limit.
 _COUNTED_BYTES = 2**20
 # What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
-_MOST_DECOMPRESSED = 2**26
-_MOST_RATIO = 256
+MOST_DECOMPRESSED = 2**26
+MOST_RATIO = 256
 _MOST_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
@@ -115,7 +115,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
     """Lines that are not empty and begin in bytes `start` to `stop`, each with its place."""
     try:
         size = path.stat().st_size
-        most_bytes = _MOST_DECOMPRESSED + _MOST_RATIO * size if is_compressed(path) else math.inf
+        most_bytes = MOST_DECOMPRESSED + MOST_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
             at, empty_lines = start, 0
             if at:
@@ -140,7 +140,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 if empty_lines > _MOST_EMPTY_LINES or at > most_bytes:
                     raise UserError(
                         f"{path}: more than {_MOST_EMPTY_LINES:,} empty lines one after another, "
-                        f"or {_MOST_RATIO} times its size decompressed; that is no text"
+                        f"or {MOST_RATIO} times its size decompressed; that is no text"
                     )
     except OSError as error:
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.model.cache_size import CacheSize
-from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
@@ -84,6 +83,8 @@ def _cost(
         cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
+        others = len(shape.kinds.states)
+        beside = f" beside the states of {others} layers of other kinds" if others else ""
         if sharing > 1:
             full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
             split = whole_chunks(longest, sharing)
@@ -95,7 +96,7 @@ def _cost(
         facts.append(f"{samples:,} samples{of_whom}")
         memory += (
             f", {format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}{where}"
-            f"{_states_text(shape)}, about {format_bytes(sizes.plain_pass(rows * longest))} in a "
+            f"{beside}, about {format_bytes(sizes.plain_pass(rows * longest))} in a "
             "pass"
         )
     return Cost(
@@ -154,9 +155,3 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work],
         work += [_Work(samples, samples * length, length, length) for length in needle.lengths]
         facts.append(f"RULER: {samples:,} samples at each length")
     return work, facts
-
-
-def _states_text(shape: DecoderShape) -> str:
-    """What the cache's bytes leave out."""
-    layers = len(shape.kinds.states)
-    return f" beside the states of {layers} layers of other kinds" if layers else ""

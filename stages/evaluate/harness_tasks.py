@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -285,21 +286,20 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     return loaded
 
 
-class _built_by:
+@contextlib.contextmanager
+def _built_by(manager: Any, build: Callable[..., Any]) -> Iterator[None]:
     """While it lasts lm-eval builds every task of an index by `build(original, entry, overrides)`.
 
     lm-eval has no setting for one task of a group: what is set for a group all its tasks inherit.
     """
 
-    def __init__(self, manager: Any, build: Callable[..., Any]) -> None:
-        self._factory, self._build = manager._factory, build
-
-    def __enter__(self) -> None:
-        original = self._factory._build_task
-        self._factory._build_task = lambda entry, overrides: self._build(original, entry, overrides)
-
-    def __exit__(self, *_: object) -> None:
-        del self._factory._build_task
+    factory = manager._factory
+    original = factory._build_task
+    factory._build_task = lambda entry, overrides: build(original, entry, overrides)
+    try:
+        yield
+    finally:
+        del factory._build_task
 
 
 def _build(

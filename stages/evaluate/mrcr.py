@@ -15,7 +15,7 @@ from data_prep.documents.records import read_rows
 from data_prep.tasks import mrcr
 from data_prep.text import encode_answer
 from stages.evaluate.prompt_sections import MrcrEvaluation
-from stages.evaluate.prompt_suite import PromptSample, Turns
+from stages.evaluate.prompt_suite import PromptSample
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
                 PromptSample(
                     task=f"{sample.needles} needles",
                     length=length,
-                    turns=partial(_turns, sample),
+                    turns=partial(getattr, sample, "turns"),
                     answers=(sample.answer,),
                     new_tokens=answer,
                     score=partial(mrcr.score, answer=sample.answer, prefix=sample.prefix),
@@ -88,7 +88,3 @@ def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[mrcr.M
     for path, rows in repeated.items():
         # Counted again, they would make the score look more certain than it is.
         logger.warning("%s: left out %d that equal an earlier row of MRCR's data", path, rows)
-
-
-def _turns(sample: mrcr.MrcrSample) -> Turns:
-    return sample.turns

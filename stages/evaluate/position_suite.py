@@ -81,7 +81,7 @@ class PositionSuite(Suite):
         for index in self.open(model, subtask):
             losses = token_losses(loaded, self._documents[index], self.shared)
             bounds = edges(self.section.length)
-            bins = [float(losses[a - 1 : b - 1].mean()) for a, b in _pairs(bounds)]
+            bins = [float(losses[a - 1 : b - 1].mean()) for a, b in itertools.pairwise(bounds)]
             journal.append({"index": index, "loss": bins})
             bar.update(note="loss by position")
 
@@ -173,10 +173,6 @@ def documents_identity(path: str | None) -> str:
     if path is not None:
         return path
     return f"models of transformers {installed_versions(['transformers'])['transformers']}"
-
-
-def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(bounds))
 
 
 def _beginning(path: Path, characters: int) -> str:

@@ -6,7 +6,6 @@ Whoever adds one adds a section here, its samples in a module that `maker` names
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
@@ -18,6 +17,7 @@ from data_prep.documents.source_files import files_below
 from data_prep.tasks.tables import HELMET_TASKS, HelmetTaskName
 from stages.fields import Count, PathText, Section, different
 from stages.inputs import Hasher, Input, hashed_files
+from stages.stage import call
 
 
 def _identity(section: PromptEvaluation, folder: str | None, hasher: Hasher) -> Any:
@@ -93,8 +93,7 @@ class PromptEvaluation(Section):
 
     def make(self, tokenizer: Any, seed: int) -> list[Any]:
         """The samples of all lengths."""
-        module, _, name = self.maker.partition(":")
-        return getattr(importlib.import_module(module), name)(self, tokenizer, seed)
+        return call(self.maker, self, tokenizer, seed)
 
 
 class NolimaEvaluation(PromptEvaluation):

@@ -40,6 +40,10 @@ def run(
     if "train" in inputs:
         checkpoints = checkpoint_folders(inputs["train"])
         folders |= {name: (folder, inputs["train"]) for name, folder in checkpoints.items()}
+    if "train_rival" in inputs:
+        checkpoint, folder = list(checkpoint_folders(inputs["train_rival"]).items())[-1]
+        name = rival_name(config.upstream_section(RivalConfig).method, checkpoint)
+        folders[name] = folder, inputs["train_rival"]
     prepared = inputs["prepare"]
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     models = rivals(config, searched, prepared, work_dir)
@@ -51,13 +55,8 @@ def run(
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         identity = published_identity(folder, config.model, stage)
         models.append(Evaluated(name, model, identity))
-        models += at_other_budgets(models[-1], config.section)
-    if "train_rival" in inputs:
-        checkpoint, folder = list(checkpoint_folders(inputs["train_rival"]).items())[-1]
-        name = rival_name(config.upstream_section(RivalConfig).method, checkpoint)
-        model = config.model.model_copy(update={"path": str(folder), "revision": None})
-        identity = published_identity(folder, config.model, inputs["train_rival"])
-        models.append(Evaluated(name, model, identity))
+        if stage != inputs.get("train_rival"):
+            models += at_other_budgets(models[-1], config.section)
     return evaluate_models(
         config,
         models,

@@ -72,8 +72,8 @@ def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> No
     list(files_below(Path(folder)))  # raises for what is no regular file
 
 
-def _sources_of_transformers() -> dict[str, Any]:
-    return dict(installed_versions(["transformers"]))
+def _transformers() -> dict[str, Any]:
+    return {**installed_versions(["transformers"])}
 
 
 class NeedleEvaluation(Section):
@@ -206,7 +206,7 @@ class PositionEvaluation(Section):
 
     length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
     documents: Count = Field(32, description="Documents, the first that are long enough.")
-    path: Annotated[PathText | None, prose(_sources_of_transformers)] = Field(
+    path: Annotated[PathText | None, prose(_transformers)] = Field(
         None,
         description=(
             "Folder of .txt or .md files that are no training data; default: the source files of "
@@ -306,7 +306,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if not any(evaluate.suites.values()):
         names = ", ".join(evaluate.suites)
         yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
-    yield from _one_window(loaded)
+    if evaluate.windows and len(menu := loaded.recipe[SearchConfig].menu) > 1:
+        yield (
+            f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
+            "that another could replace; leave the field out"
+        )
     yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets != "chosen")
     if evaluate.needle is not None:
         yield from _needle(loaded, evaluate.needle)
@@ -340,16 +344,6 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
     requests = {"chunks": "runtime.evaluate_parallel = context splits them"}
     for message in lacking(runtime.attention, requests):
         yield f"runtime.attention: {message}"
-
-
-def _one_window(loaded: LoadedRecipe) -> Iterator[str]:
-    """A mask of several windows has no other one to be scored at."""
-    menu, evaluate = loaded.recipe[SearchConfig].menu, loaded.recipe.get(EvaluateConfig)
-    if evaluate is not None and evaluate.windows and len(menu) > 1:
-        yield (
-            f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
-            "that another could replace; leave the field out"
-        )
 
 
 def _needle(loaded: LoadedRecipe, needle: NeedleEvaluation) -> Iterator[str]:

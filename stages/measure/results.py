@@ -31,6 +31,8 @@ _HEADER = (
     "peak\nmemory", "KV\ncache", "per\ntoken",
 )  # fmt: skip
 
+_OF_RUN = ("prefill_seconds", "token_seconds", "memory_peak_bytes", "memory_p90_bytes")
+
 
 def point_of(
     variant: Variant, length: int, batch: int, runs: Sequence[dict[str, Any]]
@@ -61,21 +63,14 @@ def point_of(
         "prefill_tokens_per_second": batch * length / statistics.median(seconds),
         "decode_tokens_per_second": statistics.median(rates),
         "decode_seconds_per_token_p90": float(np.percentile(np.concatenate(tokens), 90)),
-        "memory_peak_bytes": statistics.median(run["memory_peak_bytes"] for run in runs),
-        "memory_p90_bytes": statistics.median(run["memory_p90_bytes"] for run in runs),
-        "memory_start_bytes": statistics.median(run["memory_start_bytes"] for run in runs),
+        **{
+            name: statistics.median(run[name] for run in runs)
+            for name in ("memory_peak_bytes", "memory_p90_bytes", "memory_start_bytes")
+        },
         "kv_cache_bytes": cache,
         "kv_cache_bytes_per_token": cache / (batch * length),
         "attention": runs[0]["attention"],
-        "runs": [
-            {
-                "prefill_seconds": run["prefill_seconds"],
-                "token_seconds": run["token_seconds"],
-                "memory_peak_bytes": run["memory_peak_bytes"],
-                "memory_p90_bytes": run["memory_p90_bytes"],
-            }
-            for run in runs
-        ],
+        "runs": [{name: run[name] for name in _OF_RUN} for run in runs],
     }
 
 

@@ -131,7 +131,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
     windows = f"and at most {format_bytes(cache.sliding_bytes)} for the windows"
     yield Tile("KV cache per token", value, windows)
-    if (budget := results.budget) is not None:
+    if (budget := results.served.budget) is not None:
         value = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"
         yield Tile(f"KV cache at {format_length(budget.tokens)}", value, budget_text(budget))
     heads = f"{search.sliding} of {search.total} KV heads"

@@ -28,7 +28,7 @@ from stages.evaluate.scores import (
     named_window,
     read_samples,
 )
-from stages.materialize.stage import MODEL, BudgetedCache, MaterializeSummary, read_model_config
+from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
 from stages.published import Manifest
@@ -170,15 +170,12 @@ class Results:
     search: Search
     cache: CacheSize
     positions: int | None
-    parameters: int
-    budget: BudgetedCache | None
     training: list[TrainingStep] | None
     needle: list[NeedleScores] | None
     rivals: list[NeedleScores]
     windows: list[NeedleScores]
     served: MaterializeSummary
     scores: Scores | None
-    corpus: dict[str, Any] | None
     statistics: dict[str, Any]
     present: frozenset[str]
     absent: tuple[str, ...]
@@ -265,19 +262,17 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     search = Search(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
     materialized = MaterializeSummary.read(inputs["materialize"])
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else None
+    needle, rivals, windows = _needle_scores(scores)
     return Results(
         search=search,
         cache=cache_size(materialized, search),
         positions=read_model_config(inputs["materialize"]).max_positions,
-        parameters=materialized.parameters,
-        budget=materialized.budget,
         training=read_metrics(inputs["train"]) if "train" in inputs else None,
-        needle=_needle(scores) or None if scores else None,
-        rivals=_rivals(scores) if scores else [],
-        windows=_windows(scores) if scores else [],
+        needle=needle or None,
+        rivals=rivals,
+        windows=windows,
         served=materialized,
         scores=scores,
-        corpus=scores.corpus if scores else None,
         predictions=collect_predictions(_answers(inputs)),
         samples=collect_scores(_answers(inputs), scores),
         cached_answers=sum(
@@ -333,31 +328,21 @@ def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
             yield from read_samples(inputs[stage])
 
 
-def _needle(scores: Scores) -> list[NeedleScores]:
-    """The original, the untrained hybrid, and the checkpoints in the order of training."""
-    models = [
-        NeedleScores(name, suites["needle"])
-        for name, suites in scores.checkpoints.items()
-        if "needle" in suites and name not in METHODS
-        if all(of(name) is None for of in (named_window, named_budget, named_rival))
-    ]
-    return sorted(models, key=lambda model: -1 if model.tokens is None else model.tokens)
+def _needle_scores(
+    scores: Scores | None,
+) -> tuple[list[NeedleScores], list[NeedleScores], list[NeedleScores]]:
+    """The search's models, rivals' hybrids, and untrained hybrids at other windows.
 
-
-def _rivals(scores: Scores) -> list[NeedleScores]:
-    """The hybrids of rules and rankings, the lowest score first, a trained one last."""
-    models = [
-        NeedleScores(name, suites["needle"])
-        for name, suites in scores.checkpoints.items()
-        if "needle" in suites and (name in METHODS or named_rival(name) is not None)
-    ]
-    return sorted(models, key=lambda one: (named_rival(one.name) is not None, one.average))
-
-
-def _windows(scores: Scores) -> list[NeedleScores]:
-    """The untrained hybrids at other windows than the search's."""
-    return [
-        NeedleScores(name, suites["needle"])
-        for name, suites in scores.checkpoints.items()
-        if "needle" in suites and named_window(name) is not None
-    ]
+    The first are the original, the untrained hybrid, and checkpoints in the order of training. Of
+    rules and rankings the lowest score comes first, a trained one last.
+    """
+    known = scores.checkpoints.items() if scores is not None else ()
+    every = [NeedleScores(name, suites["needle"]) for name, suites in known if "needle" in suites]
+    rivals = [one for one in every if one.name in METHODS or named_rival(one.name) is not None]
+    windows = [one for one in every if named_window(one.name) is not None]
+    others = [one for one in every if one not in rivals + windows and not named_budget(one.name)]
+    return (
+        sorted(others, key=lambda one: -1 if one.tokens is None else one.tokens),
+        sorted(rivals, key=lambda one: (named_rival(one.name) is not None, one.average)),
+        windows,
+    )

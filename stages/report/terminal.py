@@ -55,7 +55,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "window_size": search.mask.window_size,
         **({"window_sizes": sizes} if len(sizes) > 1 else {}),
         "sinks": search.mask.sinks,
-        **({} if results.budget is None else {"budget": results.budget.model_dump()}),
+        **({} if results.served.budget is None else {"budget": results.served.budget.model_dump()}),
         **({} if search.front is None else {"point": search.front.chosen}),
         **({"sink": "bias"} if search.mask.sink_bias is not None else {}),
         "kv_cache_bytes_per_token": {
@@ -132,7 +132,7 @@ def _rows(results: Results) -> list[tuple[str, str]]:
 
 
 def _budget(results: Results) -> list[tuple[str, str]]:
-    if (budget := results.budget) is None:
+    if (budget := results.served.budget) is None:
         return []
     sizes = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"
     return [(f"KV cache at {budget.tokens:,} tokens ({budget.engine})", sizes)]

@@ -110,12 +110,8 @@ def collate_documents(rows: Sequence[dict[str, Any]]) -> Batch:
     borders; a document's first token has nothing to be predicted from, so its label is ignored.
     """
     batch = collate(rows)
-    positions = torch.stack([_positions(row["document_lengths"]) for row in rows])
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in row["document_lengths"].tolist()]) for row in rows]
+    )
     batch["labels"].masked_fill_(positions == 0, IGNORED)
     return {**batch, "position_ids": positions}
-
-
-def _positions(document_lengths: np.ndarray) -> torch.Tensor:
-    lengths = np.asarray(document_lengths, dtype=np.int64)
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(np.arange(len(starts)) - starts)

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.loading import load_config, load_model
+from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
-from stages.train.loss import IGNORED, HeadLoss, head_loss
+from stages.train.loss import IGNORED, HeadLoss, head_loss, noted
 from stages.train.memory import distillation_chunk_tokens
 from stages.train.stage import TrainConfig
 
@@ -94,7 +94,10 @@ class TeacherLoss:
         head = self.teacher.get_output_embeddings()
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
-            weights = [_whole(head.weight), _whole(getattr(head, "bias", None))]
+            weights = [
+                None if weight is None else whole_weight(weight).detach()
+                for weight in (head.weight, getattr(head, "bias", None))
+            ]
             divergence = _Divergence(states, weights, self.teacher.config)
             return self._loss(student_head, student_states, config, targets, divergence)
 
@@ -109,12 +112,8 @@ class TeacherLoss:
         if self._tokens < 1:
             values = torch.empty(len(labels), device=labels.device)
 
-            def note(logits: Tensor, chunk: slice) -> Tensor:
-                values[chunk] = divergence.of(logits, every[chunk])
-                return values.new_zeros(())
-
             with torch.no_grad():
-                head_loss(head, states, config, note, chunk)
+                head_loss(head, states, config, noted(divergence.of, every, values), chunk)
             every_one = values.view_as(targets), targets != IGNORED
             if self._split is None:
                 chosen = largest(*every_one, self._tokens).flatten()
@@ -164,10 +163,3 @@ def largest(values: Tensor, valid: Tensor, share: float) -> Tensor:
     for row, count in enumerate(valid.sum(1).tolist()):
         chosen[row, values[row].topk(math.ceil(share * count)).indices] = True
     return chosen
-
-
-def _whole(weight: Any) -> Tensor | None:
-    """A weight of the teacher's head, gathered where FSDP has sharded it again."""
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-    return None if weight is None else weight.detach()

@@ -138,7 +138,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
 
-def _noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
+def noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
     """Writes the `measure` of every token into `values` [N]; there is no loss."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
@@ -218,13 +218,13 @@ def install_loss(
         loss_of: HeadLoss
         values = torch.zeros(flat.shape if measure else 0, device=flat.device)
         if measure is not None:
-            loss_of = partial(_summed, config, _noted(measure, flat, values))
+            loss_of = partial(head_loss, config=config, chunk_loss=noted(measure, flat, values))
         elif distillation is not None:
             loss_of = distillation.loss_of(config, input_ids, targets, position_ids)
         elif fused:
             loss_of = partial(liger_cross_entropy, labels=flat, config=config)
         else:
-            loss_of = partial(_summed, config, cross_entropy(flat))
+            loss_of = partial(head_loss, config=config, chunk_loss=cross_entropy(flat))
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)
@@ -238,7 +238,3 @@ def install_loss(
     head = model.get_output_embeddings()
     head.forward = MethodType(head_forward, head)
     model.forward = MethodType(forward, model)
-
-
-def _summed(config: Any, chunk_loss: ChunkLoss, head: Any, states: Tensor) -> Tensor:
-    return head_loss(head, states, config, chunk_loss)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,46 +32,6 @@ from stages.train.stage import METRICS, TrainingStep
 logger = logging.getLogger(__name__)
 
 _WORTH_SAYING = 1.0  # seconds of a step that went into data or saving
-
-
-class Board(Protocol):
-    """What shows numbers over the steps."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Tensorboard:
-    """Event files below the work directory; those from step `purge_step` on are void."""
-
-    def __init__(self, folder: Path, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """A run at Weights & Biases; an interrupted one resumes under the same id."""
-
-    def __init__(self, project: str, run_id: str) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(project=project, id=run_id, resume="allow")
-        # Its own step must rise; steps that are taken again after a restart would be dropped.
-        self._run.define_metric("train/*", step_metric="train/step")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({**values, "train/step": step})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def check_wandb(runtime: Runtime) -> None:
@@ -110,9 +70,17 @@ class MetricsLog:
         board = work_dir / TENSORBOARD
         if not board.is_dir():
             remove(board)
-        self._boards: list[Board] = [Tensorboard(board, done_steps + 1)]
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events from `purge_step` on are void.
+        self._tensorboard = SummaryWriter(str(board), purge_step=done_steps + 1)
+        self._wandb: Any = None
         if wandb_project is not None:
-            self._boards.append(Wandb(wandb_project, work_dir.name))
+            wandb = importlib.import_module("wandb")
+            # An interrupted run resumes under the same id.
+            self._wandb = wandb.init(project=wandb_project, id=work_dir.name, resume="allow")
+            # Its own step must rise; steps that are taken again after a restart would be dropped.
+            self._wandb.define_metric("train/*", step_metric="train/step")
 
     @property
     def final_loss(self) -> float | None:
@@ -143,8 +111,10 @@ class MetricsLog:
             for name, value in numbers(record)
             if name not in ("step", "tokens", "seconds")
         }
-        for board in self._boards:
-            board.write(step, drawn)
+        for name, value in drawn.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**drawn, "train/step": step})
         self._log_line(record)
 
     def _log_line(self, record: dict[str, Any]) -> None:
@@ -168,8 +138,9 @@ class MetricsLog:
         return seconds / (step - self._done_steps) * (self._schedule.steps - step)
 
     def close(self) -> None:
-        for board in self._boards:
-            board.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
 from stages.train.loss import install_loss
 from stages.train.stage import TrainConfig
-from stages.train.trainable import first_adapters, restrict_training
+from stages.train.trainable import first_adapters, restrict_training, saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -214,17 +213,14 @@ def check_liger_runs(model: Any) -> None:
             )
 
 
-def shard_and_fill(
-    accelerator: Any, model: Any, weights: dict[str, Tensor], names: Callable[[str], str]
-) -> None:
+def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> None:
     """Shard `model`, whose parameters are on the meta device, and fill it with `weights`.
 
     So no process holds all of them in float32. Only the first process has `weights`, in the
-    precision they were saved in and by what `names` makes of a parameter's name; it sends one after
-    the other.
+    precision and by the names they were saved in; it sends one after the other.
     """
     fsdp2_prepare_model(accelerator, model)
-    _fill(model, weights, accelerator.device, names)
+    _fill(model, weights, accelerator.device)
 
 
 def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device) -> None:
@@ -234,18 +230,16 @@ def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device
     for layer in teacher.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(teacher, mesh=mesh)
-    _fill(teacher, weights, device, str)
+    _fill(teacher, weights, device)
 
 
-def _fill(
-    model: Any, weights: dict[str, Tensor], device: torch.device, names: Callable[[str], str]
-) -> None:
+def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     model.tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if dist.get_rank() == 0:
-                whole = weights.pop(names(name)).to(device, parameter.dtype)
+                whole = weights.pop(saved_name(name)).to(device, parameter.dtype)
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))

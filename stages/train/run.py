@@ -54,7 +54,7 @@ from stages.train.parallel import (
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, check_layout, restart_step, wait
-from stages.train.trainable import first_adapters, saved_name
+from stages.train.trainable import first_adapters
 from stages.train.watch import make_held_out_watch, make_needle_watch
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _prepared_model(
         weights = read_weights()
         if weights:
             weights |= first_adapters(model, config.seed)
-        shard_and_fill(accelerator, model, weights, saved_name)
+        shard_and_fill(accelerator, model, weights)
         if distillation is not None:
             shard_teacher(distillation.teacher, read_weights(), device)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))

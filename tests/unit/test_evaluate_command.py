@@ -20,7 +20,6 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.answers import TaskGroup
-from stages.evaluate.score_tables import score_tables
 from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
@@ -176,7 +175,7 @@ def test_a_table_has_what_any_model_has_a_score_of() -> None:
         "b": {"harness": suite_table({("one", 0): [1.0], ("two", 0): [0.0]}, groups=group)},
         "broken": {},
     }
-    [table] = score_tables(SelectedScores.model_validate({"checkpoints": tables}))
+    [table] = evaluate.score_tables(SelectedScores.model_validate({"checkpoints": tables}))
     text = table.markdown()
     assert "| two | – | 0.0 (" in text and "| all (2 of 2 tasks) | – | 50.0 (" in text
 
