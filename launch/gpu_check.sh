@@ -9,4 +9,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 page=$(realpath -m "${1:-gpu_check.md}")
 cd "$root"
 launch/setup.sh test
-exec .venv/bin/python -m tests.gpu_check "$page"
+exec .venv/bin/python -m tests.tools.gpu_check "$page"

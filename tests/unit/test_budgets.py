@@ -21,7 +21,7 @@ from stages.search.budget import Budget, Price
 from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_model, tokens
 from tests.pipeline_case import Case
-from tests.vllm_planner import RECORD, layers_of
+from tests.tools.vllm_planner import RECORD, layers_of
 
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
 

@@ -18,7 +18,7 @@ from bosch.objective.evaluation_log import (
     EvaluationLog,
     GateGradient,
 )
-from tests.compare_runs import main, run_results
+from tests.tools.compare_runs import main, run_results
 
 MASK = HeadMask.all_full(1, 2)
 METRICS = {"step": 1, "tokens": 64, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": 0.4}

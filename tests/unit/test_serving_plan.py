@@ -38,7 +38,7 @@ from bosch.vllm.weights import reorder_heads
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model
-from tests.vllm_planner import RECORD, by_plan, cases, two_kinds
+from tests.tools.vllm_planner import RECORD, by_plan, cases, two_kinds
 
 _ROWS = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 

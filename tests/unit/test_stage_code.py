@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests import stage_code
+from tests.tools import stage_code
 
 
 def test_the_code_of_every_stage_is_the_recorded_one() -> None:
@@ -14,9 +14,9 @@ def test_the_code_of_every_stage_is_the_recorded_one() -> None:
     changed = stage_code.behind(recorded, now)
     assert not changed, (
         f"code of stages changed since their VERSION was looked at: {changed}. Raise VERSION in "
-        "the stages whose results change, then run: python -m tests.stage_code"
+        "the stages whose results change, then run: python -m tests.tools.stage_code"
     )
-    assert recorded == now, "run: python -m tests.stage_code"
+    assert recorded == now, "run: python -m tests.tools.stage_code"
 
 
 def test_only_what_code_does_counts() -> None:

@@ -22,7 +22,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of each family's hybrid, by the command that tries all of them."""
     results = tmp_path_factory.mktemp("families") / "results.jsonl"
     subprocess.run(
-        [sys.executable, "-m", "tests.vllm_families", *FAMILIES, "--results", str(results)],
+        [sys.executable, "-m", "tests.tools.vllm_families", *FAMILIES, "--results", str(results)],
         cwd=ROOT, check=True,
     )  # fmt: skip
     entries = Journal(results).read_new()

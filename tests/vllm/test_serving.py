@@ -23,9 +23,10 @@ from bosch.vllm.plan import Request, engine_heads, module_plan
 from bosch.window import Window
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.stage import CHECKPOINTS, checkpoint_name
-from tests import vllm_planner
 from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, small_model
+from tests.tools import vllm_planner
+from tests.tools.vllm_planner import two_kinds
 from tests.vllm_case import (
     BLOCK,
     SIZES,
@@ -37,7 +38,6 @@ from tests.vllm_case import (
     save_hybrid,
     save_menu_hybrid,
 )
-from tests.vllm_planner import two_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 40  # no multiple of a block

@@ -1,10 +1,10 @@
 """What the stages' code was when their VERSIONs were last looked at.
 
-    python -m tests.stage_code
+    python -m tests.tools.stage_code
 
-writes tests/stage_code.json again: the digest of every module that a stage imports, directly or
-not, and the stages' versions. A test fails while the file is behind. Whoever runs this answers one
-question first: do results change? If so, the VERSION of each stage named is raised.
+writes tests/tools/stage_code.json again: the digest of every module that a stage imports, directly
+or not, and the stages' versions. A test fails while the file is behind. Whoever runs this answers
+one question first: do results change? If so, the VERSION of each stage named is raised.
 
 Comments, docstrings, annotations and layout are no part of a digest.
 """
@@ -23,7 +23,7 @@ from pipeline.recipe.stage_list import STAGES
 from stages.evaluate.answers import VERSIONS
 from stages.evaluate.prompt_sections import PromptEvaluation
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".json")
 _PACKAGES = ("bosch", "data_prep", "stages")
 # What the key of the answers that runs share stands for: its GENERATION and SCORING count as the

@@ -1,6 +1,6 @@
 """Every test and benchmark that needs a GPU, on one page: what launch/gpu_check.sh runs.
 
-python -m tests.gpu_check PAGE
+python -m tests.tools.gpu_check PAGE
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faulty recipes and model directories by the thousand, from a seed.
 
-    python -m tests.fuzz --cases 5000 --seed 1
+    python -m tests.tools.fuzz --cases 5000 --seed 1
 
 Each case breaks a valid recipe or model directory: by bytes, by values of wrong types and sizes, by
 files that are missing or cut. Loading it, and computing the keys of all stages, must end within

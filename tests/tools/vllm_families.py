@@ -1,8 +1,8 @@
 """Serve a small random hybrid model of every family with vLLM; hold it against transformers.
 
-    .venv-vllm/bin/python -m tests.vllm_families                every family, into docs/reference/
-    .venv-vllm/bin/python -m tests.vllm_families phimoe opt     only these, on the terminal
-    .venv-vllm/bin/python -m tests.vllm_families --page         the page of what was tried already
+    .venv-vllm/bin/python -m tests.tools.vllm_families              every family, into docs
+    .venv-vllm/bin/python -m tests.tools.vllm_families phimoe opt   only these, on the terminal
+    .venv-vllm/bin/python -m tests.tools.vllm_families --page       the page of those tried
 
 Each family has processes of its own: vLLM's transformers backend changes transformers' classes.
 What is not served is tried as the original model too, which says whose the fault is. Results are
@@ -44,7 +44,7 @@ from tests.vllm_case import (
     stated_logprobs,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "serving_families.md"
 WINDOW, TOLERANCE = 16, 1e-4
 COUNTS = (1, 3, 2)
@@ -240,7 +240,7 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
         "Distance: the largest between vLLM's and transformers' log-probabilities; served means "
         f"below {TOLERANCE:g}, and every token is transformers' most likely one. The original "
         "stands beside what is not served.\n\n"
-        "    .venv-vllm/bin/python -m tests.vllm_families\n\n"
+        "    .venv-vllm/bin/python -m tests.tools.vllm_families\n\n"
         + Table.of_rows("", header, lines).markdown_table()
         + (f"\nNot tried: {', '.join(rest)}.\n" if rest else "")
     )

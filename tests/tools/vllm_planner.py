@@ -1,7 +1,7 @@
 """What vLLM's own planner makes of a plan's modules.
 
-python -m tests.vllm_planner                 records it
-python -m tests.vllm_planner compare SEED    masks, menus and sizes that nobody has chosen
+python -m tests.tools.vllm_planner                 records it
+python -m tests.tools.vllm_planner compare SEED    masks, menus and sizes that nobody has chosen
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from bosch.vllm.groups import groups_of_modules
 from bosch.vllm.plan import Grouping, ModulePlan, Request, module_plan
 
-RECORD = Path(__file__).parent / "data" / "vllm_planner.json"
+RECORD = Path(__file__).parents[1] / "data" / "vllm_planner.json"
 CACHE_BYTES = 2**37
 
 

@@ -1,6 +1,6 @@
 """Compare the results of two runs of one recipe, bit for bit.
 
-    python -m tests.compare_runs runs/before/quickstart runs/after/quickstart
+    python -m tests.tools.compare_runs runs/before/quickstart runs/after/quickstart
 
 Compares the training data, the calibration set, every evaluated mask with its score and
 log-likelihood and every gradient in order, the head masks, losses and all weights, those of the

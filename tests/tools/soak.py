@@ -1,6 +1,6 @@
 """Kill runs at random until time is up, and compare what they end with to undisturbed runs.
 
-    python -m tests.soak --kills 100 --minutes 60
+    python -m tests.tools.soak --kills 100 --minutes 60
 
 A tiny recipe goes through all stages, in turn on one and on two processes. Killed are the whole
 process group, the runner alone or one of its processes, by KILL, TERM or INT; then the same command
@@ -28,9 +28,9 @@ from typing import Any
 import yaml
 
 from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
-from tests.compare_runs import differences, run_results
+from tests.tools.compare_runs import differences, run_results
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "soak"
 _MARK = "SOAK_RUN"  # in the environment of all processes of a run, its name
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -1,6 +1,6 @@
 """Quantised weights behind vLLM: a hybrid and its original in each format, against transformers.
 
-    .venv-vllm/bin/python -m tests.vllm_quantised [FORMAT ...]
+    .venv-vllm/bin/python -m tests.tools.vllm_quantised [FORMAT ...]
 
 A model's projections are rounded and written as each tool writes them; transformers computes with
 the same rounded weights, in full precision. Where a format rounds activations too, so does a hook.
@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.hybrid_case import small_model
+from tests.tools.vllm_families import COUNTS, WINDOW, in_process, prepare
+from tests.tools.vllm_families import outputs as serve
 from tests.vllm_case import SIZES, largest_difference, load_reference, save_hybrid
-from tests.vllm_families import COUNTS, WINDOW, in_process, prepare
-from tests.vllm_families import outputs as serve
 
 GROUP = 32
 _SHIFTS = torch.arange(8, dtype=torch.int32) * 4
