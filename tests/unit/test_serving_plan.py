@@ -352,6 +352,9 @@ def test_every_number_of_ranks_has_figures() -> None:
         served_caches(two_kinds([4, 0, 6], 6, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
     )
     assert [bool(cache.refusal) for cache in refused] == [False] * 4 + [True] * 4
+    assert [(c.engine, c.ranks, c.tokens) for c in refused] == [
+        (LARGE_GPU, c.ranks, c.tokens) for c in caches
+    ]
 
 
 @given(

@@ -37,6 +37,7 @@ def test_text_folder_file_and_glob(tmp_path):
     assert read(Source("s", "text", str(tmp_path))) == ["one", "two"]
     assert read(Source("s", "text", str(tmp_path / "a.txt"))) == ["one"]
     assert read(Source("s", "text", str(tmp_path / "**" / "c*.txt"))) == ["two"]
+    assert read(Source("s", "text", str(tmp_path / "**" / "*.txt"))) == ["one", "two"]
 
 
 TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
