@@ -51,6 +51,12 @@ class Estimate(NamedTuple):
     low: float | None
     high: float | None
 
+    @property
+    def drawn(self) -> Interval:
+        """For a chart: the mean in place of ends that there are not."""
+        mean, low, high = self
+        return Interval(mean, mean if low is None else low, mean if high is None else high)
+
 
 class Comparison(NamedTuple):
     """First model against second: difference of scores, first over second, and a p-value.

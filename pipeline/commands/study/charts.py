@@ -9,7 +9,6 @@ import altair as alt
 import numpy as np
 import numpy.typing as npt
 
-from bosch.analysis.intervals import Estimate
 from bosch.analysis.optimality import Standing
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
@@ -52,7 +51,8 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
         for ratio in ratios:
             rows: list[dict[str, Any]] = []
             for point in points:
-                ends, passes = _ends(point.mean(quantity)), point.cost("full_forward_equivalents")
+                ends: tuple[float, ...] = point.mean(quantity).drawn
+                passes = point.cost("full_forward_equivalents")
                 own = point.setting
                 if y.log:
                     ends = tuple(map(_missing, ends))
@@ -115,12 +115,6 @@ def jaccard_maps(
         text = f"Jaccard distances at {heading}, from {matrix.min():.2f} to {matrix.max():.2f}."
         pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading, True))
     return pictures
-
-
-def _ends(estimate: Estimate) -> tuple[float, ...]:
-    """Mean and ends of its interval; of too few values only the mean is drawn."""
-    mean, low, high = estimate
-    return mean, mean if low is None else low, mean if high is None else high
 
 
 def _missing(log_likelihood: float) -> float:

@@ -249,10 +249,8 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     bars = []
     own = [row for row in rows if row.ratio == ratio]
     for row in sorted(own, key=lambda row: float(row.of(kind).mean())):
-        interval = crossed_mean(row.of(kind), is_score=True)
-        low = interval.mean if interval.low is None else interval.low
-        high = interval.mean if interval.high is None else interval.high
-        bars.append(ranked(row.label, kind, 100 * interval.mean, 100 * low, 100 * high))
+        mean, low, high = crossed_mean(row.of(kind), is_score=True).drawn
+        bars.append(ranked(row.label, kind, 100 * mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)
