@@ -345,6 +345,23 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[3]["over_original"] is None
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "original"),
+    [
+        ("model", "even over the layers, full heads first", "{folder}/model"),
+        ("hybrid", "of the hybrid model", "the hybrid's weights, every head full"),
+    ],
+)
+def test_a_report_says_whose_layout_it_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, layout: str, original: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(measurement, "run_in_process", lambda request, what: run(1.0))
+    settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
+    model = measurement.measure(str(folder / name), None, settings, tmp_path)["model"]
+    assert (model["layout"], model["original"]) == (layout, original.format(folder=folder))
+
+
 def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
