@@ -34,7 +34,14 @@ SHARES = 8
 
 
 class Scorer(Protocol):
-    """Measures a mask: a model on a calibration set, or a function in a test."""
+    """Measures a mask: a model on a calibration set, or a function in a test.
+
+    One with `gate_gradient(mask, share, shares)`, over one of equal shares of the examples, and
+    `gradient_passes(share, shares)`, what that costs at most in full-forward equivalents, serves
+    searches by gradients. Its `evaluate` takes `can_win` too and gives bounds as soon as
+    `can_win(score, log_likelihood)` is False. It may have `observe(evaluation)`, which takes in
+    what was evaluated before a search was stopped.
+    """
 
     @property
     def num_layers(self) -> int: ...
@@ -48,25 +55,6 @@ class Scorer(Protocol):
 
     def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
         """S(z); the masks that follow will agree with this one below layer `shared_layers`."""
-
-
-class GradientScorer(Scorer, Protocol):
-    """A scorer that can end a losing evaluation early, and knows what each unit is worth.
-
-    It may have `observe(evaluation)`, which takes in an evaluation that was made before a search
-    was stopped, as if this scorer had made it.
-    """
-
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
-        """As `Scorer.evaluate`; bounds as soon as `can_win(score, log_likelihood)` is False."""
-
-    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        """Gradient at `mask` over one of `shares` equal shares of the examples."""
-
-    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        """What that gradient will cost at most, in full-forward equivalents, on any machine."""
 
 
 @dataclass(frozen=True)
