@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import importlib
 import json
 import math
@@ -243,6 +244,7 @@ def _test_files() -> Iterator[str]:
             yield path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def _import_graph() -> dict[str, set[str]]:
     """The project's modules that each module imports, tests and their helpers included."""
     files = [path for top in (*PRODUCT, "tests") for path in (ROOT / top).rglob("*.py")]

@@ -357,6 +357,7 @@ def test_a_report_says_whose_layout_it_measured(
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(measurement, "run_in_process", lambda request, what: run(1.0))
+    monkeypatch.setattr(measurement, "draw_figures", lambda points, output: None)
     settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
     model = measurement.measure(str(folder / name), None, settings, tmp_path)["model"]
     assert (model["layout"], model["original"]) == (layout, original.format(folder=folder))
