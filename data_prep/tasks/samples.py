@@ -30,8 +30,8 @@ from data_prep.text import TokenCounter
 
 logger = logging.getLogger(__name__)
 
-# To be raised when a task's samples change.
-GENERATOR = 2
+# To be raised when samples change: those of all tasks, or of one alone.
+_GENERATOR, _GENERATOR_OF_TASK = 2, {"cwe": 3}
 _TAIL_CHARACTERS = 300
 # Fields of the lines of samples.jsonl: of the first, and of a sample's.
 _HEAD = {"fit", "size"}
@@ -76,7 +76,7 @@ class SampleFolder:
         """All that the samples depend on."""
         file = self._data_file
         return {
-            "generator": GENERATOR,
+            "generator": _GENERATOR_OF_TASK.get(self.task, _GENERATOR),
             "task": self.task,
             "length": self.length,
             "new_tokens": self.new_tokens,

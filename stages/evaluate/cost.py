@@ -83,8 +83,8 @@ def _cost(
         cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
-        others = len(shape.kinds.states)
-        beside = f" beside the states of {others} layers of other kinds" if others else ""
+        stateful = len(shape.kinds.states)
+        beside = f" beside the states of {stateful} layers of other kinds" if stateful else ""
         if sharing > 1:
             full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
             split = whole_chunks(longest, sharing)

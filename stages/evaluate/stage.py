@@ -72,7 +72,7 @@ def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> No
     list(files_below(Path(folder)))  # raises for what is no regular file
 
 
-def _transformers() -> dict[str, Any]:
+def _transformers_version() -> dict[str, Any]:
     return {**installed_versions(["transformers"])}
 
 
@@ -206,7 +206,7 @@ class PositionEvaluation(Section):
 
     length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
     documents: Count = Field(32, description="Documents, the first that are long enough.")
-    path: Annotated[PathText | None, prose(_transformers)] = Field(
+    path: Annotated[PathText | None, prose(_transformers_version)] = Field(
         None,
         description=(
             "Folder of .txt or .md files that are no training data; default: the source files of "

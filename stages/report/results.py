@@ -340,9 +340,9 @@ def _needle_scores(
     every = [NeedleScores(name, suites["needle"]) for name, suites in known if "needle" in suites]
     rivals = [one for one in every if one.name in METHODS or named_rival(one.name) is not None]
     windows = [one for one in every if named_window(one.name) is not None]
-    others = [one for one in every if one not in rivals + windows and not named_budget(one.name)]
+    own = [one for one in every if one not in rivals + windows and not named_budget(one.name)]
     return (
-        sorted(others, key=lambda one: -1 if one.tokens is None else one.tokens),
+        sorted(own, key=lambda one: -1 if one.tokens is None else one.tokens),
         sorted(rivals, key=lambda one: (named_rival(one.name) is not None, one.average)),
         windows,
     )

@@ -108,12 +108,7 @@ def run(
             views = contextlib.closing(LiveView(work_dir, config, sink_bias))
         with bars as bar, views as view:
             evaluator = Evaluator(objective, log, bar)
-            if finds_front:
-                slots = point_slots(config.section, price)
-                # Masks are made to be nested with the one in the middle.
-                evaluator.slot_budgets = SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
-            else:
-                evaluator.slot_budgets = SlotBudgets(price.tokens)
+            evaluator.slot_budgets = _slot_budgets(config.section, price)
             if view is not None:
                 evaluator.watch = view.update
             try:
@@ -130,6 +125,14 @@ def run(
         name: summary[name]
         for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     }
+
+
+def _slot_budgets(section: SearchConfig, price: Price) -> SlotBudgets:
+    """KV slots of a front's points; masks are made to be nested with the one in the middle."""
+    if not METHODS[section.method].finds_front:
+        return SlotBudgets(price.tokens)
+    slots = point_slots(section, price)
+    return SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
 
 
 def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:

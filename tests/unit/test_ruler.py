@@ -121,6 +121,27 @@ def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes
     assert generator.sample(0).sizes == sizes
 
 
+@pytest.mark.parametrize(
+    ("task", "lengths", "new_tokens"),
+    [("vt", range(560, 700, 10), 30), ("cwe", range(800, 1180, 20), 60)],
+)
+def test_the_shortest_samples_are_whole_or_refused(task, lengths, new_tokens, tokenizer):
+    """Where a haystack just fits, one step less of it is no haystack of the task."""
+    refused = 0
+    for length in lengths:
+        counter = TokenCounter(tokenizer)
+        try:
+            generator = ruler_task(task, _corpus(None), 1, length, new_tokens, counter)
+            generator.fit()
+            samples = [generator.sample(index) for index in range(3)]
+        except UserError as fault:
+            assert "it does not fit" in str(fault)
+            refused += 1
+        else:
+            assert {len(sample.draft.answers) for sample in samples} == {_answers(task)}
+    assert 0 < refused < len(lengths)
+
+
 def _answers(task):
     if task in RULER_NEEDLES:
         return RULER_NEEDLES[task].values * RULER_NEEDLES[task].queries

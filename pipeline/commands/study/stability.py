@@ -25,6 +25,7 @@ _STAGE_ONE = "b_single"
 def study(model: StudiedModel) -> StudyResult:
     """Rank correlations of Algorithm 1 over seeds; score against budget and calibration size."""
     options = model.options
+    model.calibration(0, max(options.sizes))  # a file with too few is refused before all searches
     ranks = _rankings(model)
     searches = [method for method in options.methods if METHODS[method].searches]
     by_budget = budgets(model, searches)
