@@ -95,15 +95,26 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or folder, on disk before its new name appears; an older target is replaced."""
+    """Rename a file or folder, on disk before its new name appears; an older target is replaced.
+
+    Raises OSError, with the target as it was, where this fails: also for a link in the place of a
+    folder, which might be a person's.
+    """
     old = target.with_name(f"{TEMPORARY}old-{target.name}")
-    if not source.is_symlink():
+    is_link = source.is_symlink()
+    if not is_link:
         sync_tree(source)
-    if source.is_dir() and os.path.lexists(target):
-        # No system call replaces a folder that is not empty, nor anything else by a folder.
+    # Python has no call that replaces a folder which is not empty, or anything by a folder.
+    moved = source.is_dir() and not is_link and os.path.lexists(target)
+    if moved:
         remove(old)
         os.rename(target, old)
-    os.replace(source, target)
+    try:
+        os.replace(source, target)
+    except BaseException:
+        if moved:
+            os.rename(old, target)
+        raise
     sync(target.parent)
     remove(old)
 
@@ -136,7 +147,7 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None where it is missing, torn or beyond all limits."""
+    """The value of a JSON file; None where it is missing, truncated, invalid or too large."""
     try:
         return load_json(path)
     except (OSError, ValueError):
@@ -280,7 +291,7 @@ def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """SHA-256 of every file below the named files and folders of `folder`, once on disk.
 
-    A file that is written last and holds them says that all is whole: see `hash_fault`.
+    Once they stand in a file, it says that all is whole: see `hash_fault`.
     """
     hashes = {}
     for name in names:
@@ -381,7 +392,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def share_files(folder: Path) -> None:
-    """Let whoever may enter the folders below read and write the files too, as the umask has it.
+    """Give each file its folder's permissions to read and write.
 
     safetensors makes its files for their owner alone, and then no server's user can read a model.
     """
@@ -401,7 +412,10 @@ def files_below(folder: Path) -> Iterator[str]:
 
 
 def make_symlink(link: Path, target: Path) -> None:
-    """Point a relative symbolic link at a folder, replacing an older link in one step."""
+    """Point a relative symbolic link at a folder, replacing an older link in one step.
+
+    Raises OSError where a folder is in the link's place.
+    """
     with replacing(link) as temporary:
         # The link's own folder may be a link to another place.
         place = os.path.relpath(os.path.realpath(target), os.path.realpath(link.parent))

@@ -124,9 +124,9 @@ def hybrid_attention(
 def pass_context(
     context: AttentionContext | None, query: Tensor, key: Tensor | CachedStates
 ) -> AttentionContext:
-    """The context of a pass: where none is given, one document without padding."""
+    """The context of a pass on a layer's device; by default one document without padding."""
     if context is not None:
-        return context
+        return context.on(query.device)
     if isinstance(key, CachedStates):
         raise ValueError("keys from a HybridCache need the context of the pass")
     return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])

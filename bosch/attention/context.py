@@ -7,7 +7,7 @@ padded sequence; key slots run from 0, whether or not a cache still holds them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,22 @@ class AttentionContext:
         first = self.q_offset if self.start is None else self.start
         return (torch.arange(self.q_length, device=device) + first)[None]
 
+    def on(self, device: torch.device) -> AttentionContext:
+        """This pass for a layer on `device`: the layers of a model may be on several.
+
+        The device of the first layer has this object, each other one a copy with its own masks.
+        """
+
+        def copy() -> AttentionContext:
+            tables = {name: getattr(self, name) for name in ("valid", "document", "start")}
+            moved = {name: x.to(device) for name, x in tables.items() if x is not None}
+            return replace(self, _memo={"device": device}, **moved)
+
+        first = self.memo("device", lambda: device)
+        return self if first == device else self.memo(device, copy)
+
     def row(self, row: int) -> AttentionContext:
-        """The same pass for one row of the batch."""
+        """The padding and documents of one row, in a pass without `start`."""
         pick = slice(row, row + 1)
         return AttentionContext(
             self.q_length,
@@ -66,7 +80,7 @@ class AttentionContext:
         )
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, called once per pass and key; in a compiled pass each time, with no state."""
+        """`make()`, called once per pass and key; in a compiled pass each time, and not kept."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._memo:
@@ -110,9 +124,9 @@ class AttentionContext:
         return self.memo(("sink_slots", sinks), make)
 
     def left_padding(self) -> list[int] | None:
-        """Slots before each row's first token, where padding is all that keeps slots apart.
+        """Padding slots before each row's tokens.
 
-        None also where a row has padding between or after its tokens.
+        None without padding, with documents, or where a row has padding elsewhere.
         """
         valid = self.valid
         if valid is None or self.document is not None:

@@ -25,6 +25,9 @@ from bosch.model.families import (
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
+# Families' names of a norm between the feed-forward block and the sum it is added to.
+_NORMS_AFTER = ("post_feedforward", "post_mlp")
+
 
 @dataclass(frozen=True)
 class LayerFlops:
@@ -34,7 +37,8 @@ class LayerFlops:
     key_value: int
     output: int
     feed_forward: int
-    gate: int = 0  # what of `query` follows the attention too
+    gate: int = 0  # of `query`, what is computed again where attention is reused
+    norm_follows: bool = False  # a norm after the feed-forward block keeps its input for backward
 
     @property
     def linear(self) -> int:
@@ -64,7 +68,7 @@ class Flops:
             else LayerFlops(0, 0, 0, sum(linear_flops(module, text) for module in layer.modules()))
             for number, layer in enumerate(layers)
         ]
-        # Maps of the decoder that no layer owns: Gemma 4's inputs of each layer.
+        # Maps of the decoder that no layer owns, like Gemma 4's embeddings for each layer.
         self.outside = sum(
             2 * module.weight.numel()
             for name, module in decoder.named_modules()
@@ -124,31 +128,33 @@ class Flops:
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Forward and backward pass for the gates: attention of every choice, no weight gradients.
 
-        With `recompute` the backward pass computes every layer a second time first. Backward
-        through a linear map costs as much as the map, through attention 2.5 times that. It ends at
-        the lowest layer's attention outputs.
+        With `recompute` the backward pass first computes a second time every layer that it reaches,
+        and a feed-forward block whose output it needs a third time. Backward through a linear map
+        costs as much as the map, through attention 2.5 times that. It ends at the attention outputs
+        of the lowest full layer.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         linear = self.all_linear * batch.positions
         attention = self.every(self.pairs(*batch.input_ids.shape))
         own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
+        reached = sum(layer.linear for layer in above) * batch.positions
+        own_reached = sum(cost for layer, cost in own.items() if layer > first)
         forward = linear + count * attention + sum(own.values())
-        backward = sum(layer.linear for layer in above) * batch.positions
-        backward -= (above[0].query + above[0].key_value) * batch.positions
-        backward += (count - 1) * 5 * attention // 2
-        backward += sum(5 * cost // 2 for layer, cost in own.items() if layer > first)
-        again = forward - self.outside * batch.positions if recompute else 0
+        backward = reached - (above[0].query + above[0].key_value) * batch.positions
+        backward += ((count - 1) * attention + own_reached) * 5 // 2
+        again = 0
+        if recompute:
+            third = sum(layer.feed_forward for layer in above if layer.norm_follows)
+            again = reached + third * batch.positions + count * attention + own_reached
         return forward + again + backward + 2 * self.head * len(batch.answers)
 
 
 def sliding_pairs(length: int, window: Window) -> int:
     """Pairs of query and key for one sliding head: bands of `block_size` queries."""
     causal, block = window.most_keys, block_size(window.size)
-    if length <= causal:
+    if length <= causal or length < block:
         return length * length
-    if length < block:
-        return length * (length + window.sinks)
     count, rest = divmod(length - causal, block)
     return causal * causal + count * block * (causal + block) + rest * (causal + rest)
 
@@ -161,11 +167,14 @@ def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
         fused = linear_flops(getattr(attention, family.fused), text)
         return LayerFlops(0, fused, output, total - fused - output)
     query = linear_flops(attention.q_proj, text)
-    # Of some families, values are the keys.
+    # Some families take the keys for values.
     values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
     key_value = linear_flops(attention.k_proj, text) + values
-    gate = query if family.gated else 0
-    return LayerFlops(query, key_value, output, total - query - key_value - output, gate)
+    feed_forward = total - query - key_value - output
+    norm_follows = any(name.startswith(_NORMS_AFTER) for name, _ in layer.named_children())
+    return LayerFlops(
+        query, key_value, output, feed_forward, query if family.gated else 0, norm_follows
+    )
 
 
 def linear_flops(module: nn.Module, text: Any) -> int:
@@ -173,7 +182,9 @@ def linear_flops(module: nn.Module, text: Any) -> int:
     total = 0
     if "Norm" in type(module).__name__:
         return 0
-    for weight in module.parameters(recurse=False):
+    for name, weight in module.named_parameters(recurse=False):
+        if name.endswith("bias"):  # a matrix where each expert has its own
+            continue
         if weight.ndim == 2 or isinstance(module, nn.Conv1d):
             total += 2 * weight.numel()
         elif weight.ndim == 3:

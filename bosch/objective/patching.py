@@ -120,7 +120,7 @@ def recompute_layers(model: Any) -> Iterator[None]:
 
 def _recomputed_by_tokens(forward: Callable[..., Any], hidden: Tensor) -> Any:
     # Saved before the feed-forward block runs: a layer's recomputation ends with its last saved
-    # tensor, and so computes no feed-forward block of its own.
+    # tensor, and so computes no feed-forward block of its own, unless a norm follows.
     saved = _Save.apply(hidden).grad_fn  # type: ignore[no-untyped-call]
     return _Tokenwise.apply(forward, hidden, saved)  # type: ignore[no-untyped-call]
 

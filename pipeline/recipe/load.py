@@ -27,7 +27,7 @@ from stages.recipe import LoadedRecipe, Recipe, recipe_type
 from stages.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
-_NO_FILES = ("/proc", "/sys")
+_KERNEL_FILESYSTEMS = ("/proc", "/sys")
 
 
 def load_recipe(
@@ -57,7 +57,7 @@ def load_recipe(
     content = apply_overrides(read_mapping(file), overrides)
     places = frozenset(tuple(dotted_path(override)) for override in overrides)
     _drop_replaced(kind, content, places)
-    # A key without a value counts as left out, as YAML's writers mean it.
+    # A section without a value counts as left out.
     values = {key: value for key, value in content.items() if value is not None}
     try:
         recipe = kind.model_validate({"name": file.stem, **values})
@@ -103,7 +103,7 @@ def _drop_replaced(
 def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
     """Everything wrong between the fields of a recipe, one message each.
 
-    Without `input_files` it does not matter whether the data is there.
+    Without `input_files` nothing is said of data that is not there.
     """
     faults = [fault for stage in loaded.stages for fault in stage.checks(loaded)]
     faults += _output_root(loaded)
@@ -112,9 +112,16 @@ def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
 
 def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
     root = loaded.output_root
-    if os.path.realpath(root).startswith(_NO_FILES):
+    if any(Path(os.path.realpath(root)).is_relative_to(path) for path in _KERNEL_FILESYSTEMS):
         yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
         return
+    for stage in loaded.stages:
+        place = root / loaded.recipe.name / stage.name
+        if os.path.lexists(place) and not place.is_symlink():
+            yield (
+                f"runtime.output_root: {place} is in the place of the link to the stage's output; "
+                "move it elsewhere"
+            )
     for path in (root / loaded.recipe.name, root, *root.parents):
         if os.path.lexists(path):
             if not path.is_dir():

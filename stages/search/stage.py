@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-def _mask_file(search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
-    return hasher.sha256(Path(path)) if path is not None and search.method == "given" else None
+def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
+    return hasher.sha256(Path(path)) if path is not None else None
 
 
 def _check_mask(where: str, search: SearchConfig, path: str) -> None:
@@ -79,7 +79,10 @@ class SearchConfig(Section):
         ),
     )
     sinks: int = Field(
-        0, ge=0, le=MOST, description="First tokens a sliding head always sees besides."
+        0,
+        ge=0,
+        le=MOST,
+        description="First tokens that sliding heads see too (attention sinks).",
     )
     sink: Literal["bias"] | None = Field(
         None,
@@ -191,7 +194,7 @@ class SearchConfig(Section):
 
     def by_method(self, method: str) -> Self:
         """The section with another method: one that knows one window has the widest of several."""
-        own, changes = METHODS[method], dict[str, object](method=method)
+        own, changes = METHODS[method], dict[str, object](method=method, mask=None)
         if not own.several_windows:
             changes |= {"windows": None, "window_size": self.window.size}
         if not own.finds_front:
@@ -244,7 +247,7 @@ class SearchConfig(Section):
         return self.budget or Budget(ratio=self.swa_ratio)
 
     def ratio_for(self, kinds: DecoderLayers, dtype: str) -> float:
-        """rho for a model: as stated, of a given mask its own, else what the bytes allow.
+        """rho for a model: as stated, else of the given mask, else the least that fits in bytes.
 
         Raises UserError where no mask fits the budget.
         """
@@ -337,6 +340,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     search = loaded.recipe[SearchConfig]
     if search.method == "given" and search.mask is None:
         yield "search.mask: method given takes the head mask from a file; name one"
+    if search.method != "given" and search.mask is not None:
+        yield (
+            f"search.mask: method {search.method} reads no mask; set search.method: given, or "
+            "leave search.mask out"
+        )
     if search.sink is not None and search.sinks:
         yield (
             f"search.sink: bias takes the place of sink tokens, search.sinks asks for "
@@ -432,12 +440,12 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
             first = math.ceil(least * 1e6) / 1e6  # rounded down it would be refused again
             yield (
                 f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
-                f"choose from {first:g}, all heads with a window of {search.menu[-1]}, to below 1"
+                f"choose from {first:g}, all heads at {search.menu[-1]}, to below 1"
             )
 
 
 def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
-    if "buckets" not in METHODS[search.method].settings:  # meets any ratio by itself
+    if "buckets" not in METHODS[search.method].settings:  # it needs no buckets
         return
     low, high = min(search.buckets), max(search.buckets)
     if not low <= ratio <= high:
@@ -497,7 +505,7 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
 def _own_logits(info: ModelInfo | None) -> dict[str, str]:
     try:
         return {} if info is None else info.logit_needs
-    except UserError:  # said of the model already
+    except UserError:  # the model's own checks say it
         return {}
 
 

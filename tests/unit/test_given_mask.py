@@ -95,6 +95,8 @@ def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"search\.mask: there is no file"):
         load_recipe(case.file, env={})
     (tmp_path / "mask.json").write_text('{"window_size": 8, "sinks": 0}')
+    with pytest.raises(UserError, match=r"search\.mask: method bosch reads no mask; set"):
+        load_recipe(case.file, ["search.method=bosch"], env={})
     with pytest.raises(UserError, match=r"is no head mask .it has no 'num_key_value_heads'"):
         heads_of_mask_file(str(tmp_path / "mask.json"))
     _saved(tmp_path / "mask.json", _mask((4, 4), 8))

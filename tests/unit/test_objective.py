@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bosch import hardware
-from bosch.attention import LogitTransform
+from bosch.attention import LogitTransform, hybrid_attention
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
@@ -21,6 +21,7 @@ from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.objective import gate_gradients, incremental_forward, memory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.flops import sliding_pairs
 from bosch.objective.incremental_forward import answer_attention
 from bosch.objective.objective import Objective
 from bosch.search.bosch import bosch
@@ -28,7 +29,15 @@ from bosch.search.evaluator import Evaluator
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.attention_case import by_rows
-from tests.hybrid_case import KV_HEADS, LAYERS, OTHER_LAYERS, PLAIN, random_mask, small_model
+from tests.hybrid_case import (
+    KV_HEADS,
+    LAYERS,
+    OTHER_LAYERS,
+    PLAIN,
+    mask_of,
+    random_mask,
+    small_model,
+)
 from tests.peak_memory import PeakMemory
 from tests.search_case import WINDOW, answered_records, searchable
 
@@ -93,8 +102,23 @@ def counted_flops():
             attention_backward_flops
         ),
     }
-    with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=kernels)
+    # By module it cannot count layers that no gradient reaches.
+    counter.mod_tracker = contextlib.nullcontext()
+    counter.mod_tracker.parents = {"Global"}
+    with counter:
         yield counter
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("window", [8, 40])
+def test_pairs_of_a_sliding_head_are_those_its_kernel_computes(window, sinks):
+    for length in (3, 8, 12, 14, 40, 44, 45, 110, 200):
+        query, layout = torch.randn(1, 2, length, 16), by_rows([False], Window(window, sinks))
+        with torch.no_grad(), counted_flops() as counter:
+            hybrid_attention(query, query[:, :1], query[:, :1], layout)
+        pairs = sliding_pairs(length, Window(window, sinks))
+        assert counter.get_total_flops() == 4 * 16 * 2 * pairs
 
 
 def masks_of_a_search():
@@ -190,20 +214,31 @@ def test_operations_are_counted_as_torch_counts_them(family):
 
 
 @pytest.mark.parametrize("room", [0, 2**30], ids=["recomputed", "kept"])
-@pytest.mark.parametrize(("family", "sinks"), [("qwen3", 0), ("qwen3", 2), ("phi3", 0)])
-def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, room):
-    model = small_model(family)
+@pytest.mark.parametrize(
+    ("family", "sinks", "changes"),
+    [
+        ("qwen3", 0, {}),
+        ("qwen3", 2, {}),
+        ("phi3", 0, {}),
+        ("glm4", 0, {}),
+        ("gemma3_text", 0, {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+    ],
+)
+def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, changes, room):
+    model = small_model(family, **changes)
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in answered_records(model, 5)
     )
     objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2, reuse_bytes=room)
-    apply_head_mask(model, FULL, Window(WINDOW, sinks))
-    objective.check_output_head(FULL)
+    mask = mask_of(model.config)
+    full = HeadMask.all_full(*mask.choices.shape)
+    apply_head_mask(model, full, Window(WINDOW, sinks))
+    objective.check_output_head(full)
     with counted_flops() as counter:
-        measured = objective.gate_gradient(random_mask(0), share=1, shares=2)
-    whole = objective.whole_pass_operations(FULL)
+        measured = objective.gate_gradient(mask, share=1, shares=2)
+    whole = objective.whole_pass_operations(full)
     assert round(measured.full_forward_equivalents * whole) == counter.get_total_flops()
-    low, high = (2, 3.2) if room else (3, 4.5)
+    low, high = (1, 3.2) if room else (1.5, 4.5)
     assert low < measured.full_forward_equivalents * 5 / 2 < high
     assert measured.full_forward_equivalents <= objective.gradient_passes(1, 2)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.attention import AttentionContext, hybrid_attention
+from bosch.attention import AttentionContext, hybrid_attention, pass_context
 from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
 from tests.attention_case import Case, cases, full_first
@@ -40,6 +40,22 @@ def test_backends_equal_plain_loops(case: Case, backend: str) -> None:
     expected, real = _expected(case)
     output = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend=backend)
     torch.testing.assert_close(output.detach()[real], expected[real], **_NEAR)
+
+
+def test_layers_on_another_device_have_their_own_masks() -> None:
+    """A model of several devices shares the context of a pass."""
+    here, there = torch.device("cpu"), torch.device("meta")
+    length = 6
+    context = AttentionContext(length, valid=torch.arange(length)[None] > 2, start=torch.tensor(0))
+    query = torch.randn(1, 4, length, 8)
+    assert pass_context(context, query, query) is context
+    assert context.sink_slots(2, here).tolist() == [[3, 4]]
+    other = pass_context(context, query.to(there), query.to(there))
+    assert other is context.on(there) is other.on(there) and context.on(here) is context
+    assert other.sink_slots(2, there).device == other.rank(there).device == there
+    assert other.valid is not None and other.start is not None
+    assert other.valid.device == other.start.device == there
+    assert context.sink_slots(2, here).device == here
 
 
 @pytest.mark.parametrize("sizes", [[1] * 23, [10, 1, 1, 9, 2], [2, 1, 20]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,24 @@ def test_what_is_no_folder_for_results_is_named(
     path.symlink_to(path.name if target == "itself" else target) if target else path.touch()
     assert main([command, str(case.file)]) == 2
     assert f"runtime.output_root: {path} is {what}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_what_is_in_the_place_of_a_stages_link_is_named_and_stays(
+    case: Case, make: Callable[[Path], None]
+) -> None:
+    (case.folder / "runs/tiny").mkdir(parents=True)
+    place = case.folder / "runs/tiny/search"
+    make(place)
+    fault = f"runtime.output_root: {place} is in the place of the link to the stage's output; move"
+    assert fault in case.fault()
+    assert place.exists() and not place.is_symlink()
+    place.rename(case.folder / "elsewhere")
+    load_recipe(case.file, env={})
+
+
+def test_folders_named_like_the_kernels_are_no_fault(case: Case) -> None:
+    load_recipe(case.file, ["runtime.output_root=/processed/runs"], env={})
 
 
 def test_processes_come_from_torchrun_variables(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from bosch import progress
 from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
+    make_symlink,
     open_regular,
     parse_json,
     read_json,
@@ -31,6 +33,25 @@ from bosch.this_process import process_place
 from pipeline import cli
 from pipeline.run import launch
 from tests.pipeline_case import Case
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    (folder / "notes").touch()
+    with pytest.raises(OSError):
+        make_symlink(folder, tmp_path)
+    make_symlink(link, folder)
+    make_symlink(link, tmp_path)  # one link takes the place of another
+    assert link.resolve() == tmp_path and sorted(os.listdir(tmp_path)) == ["folder", "link"]
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"), replacing(folder) as temporary:
+        temporary.mkdir()
+    assert os.listdir(folder) == ["notes"] and sorted(os.listdir(tmp_path)) == ["folder", "link"]
 
 
 @pytest.fixture
