@@ -1,4 +1,4 @@
-"""The budget of a head mask; without numpy, so that a plan can ask for it."""
+"""The budget of a head mask; without numpy, since checks of a recipe ask for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, load_json
 from bosch.window import Window, rising_menu
 
-LayerHeads = Mapping[Window | None, int]  # KV heads of a layer by window, None of full ones
+LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 
 def swa_budget(n_units: int, ratio: float) -> int:
@@ -22,6 +22,11 @@ def swa_budget(n_units: int, ratio: float) -> int:
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"ratio must lie in [0, 1], got {ratio}")
     return min(n_units, math.ceil(ratio * n_units * (1.0 - 1e-12)))
+
+
+def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:
+    """Whether a mask of units of `granularity` heads is exactly on budget."""
+    return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
 def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granularity: int) -> None:

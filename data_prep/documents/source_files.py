@@ -13,7 +13,7 @@ from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 from data_prep.documents.mds_index import INDEX, read_index
 
 _PARQUET_MAGIC = b"PAR1"
-_SUFFIXES = {
+SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"),
     "parquet": (".parquet",),
 }
@@ -33,10 +33,10 @@ def source_files(where: str, kind: str, pattern: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        suffixes = _SUFFIXES.get(kind, ("",))
+        suffixes = SUFFIXES.get(kind, ("",))
         files = sorted(file for file in files_below(path) if file.name.endswith(suffixes))
         if not files:
-            expected = " or ".join(suffixes) if kind in _SUFFIXES else "file"
+            expected = " or ".join(suffixes) if kind in SUFFIXES else "file"
             raise UserError(f"{where}: the folder {pattern} holds no {expected}")
         return files
     matches = map(Path, glob.glob(str(path), recursive=True))

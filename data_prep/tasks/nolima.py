@@ -48,7 +48,7 @@ class NeedleTest(NamedTuple):
 
 @dataclass(frozen=True)
 class NolimaSample:
-    """One needle at one depth of one book; `draws` are the depth's random choices."""
+    """One needle at one depth of one book; character and distractor_depth are drawn for it."""
 
     test: NeedleTest
     book: int
@@ -76,7 +76,7 @@ class NolimaSample:
         return self.test.template.format(haystack=text, question=question)
 
     def _with_distractor(self, text: str, distractor: str, book: Book, length: int) -> str:
-        """The text with a distractor where a book with it alone would have it."""
+        """The text with a distractor, in the place that it has in the book without the needle."""
         alone = book.with_text(distractor, length, self.distractor_depth)
         reach = _SHORT_ANCHOR if length < _SHORT else _ANCHOR
         at = alone.index(distractor)
@@ -101,7 +101,7 @@ class Book:
         self._places = np.asarray(places)  # of line breaks, ascending
 
     def with_text(self, text: str, length: int, depth: float) -> str:
-        """`length` tokens of the book, and the text at the first line's end behind `depth` of them.
+        """`length` tokens of the book, with `text` at the first line break from `depth` of them on.
 
         Raises UserError when the book has no such end, or too few tokens around it.
         """
@@ -142,7 +142,9 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
 
 
 def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Iterator[NeedleTest]:
-    template = experiment.get("task_template", default_template)
+    template = experiment.get("task_template")
+    if template is None:
+        template = default_template
     if template is None:
         raise ValueError(
             f"experiment {experiment['id']} has no task_template; save the benchmark's own as "
@@ -155,7 +157,7 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
         raise ValueError(f"the template of {experiment['id']} has other fields than its two")
     system = experiment.get("system_prompt", "")
     seed = _BASE_SEED + int(str(experiment["id"])[:4])
-    if seed < 0:
+    if seed < _BASE_SEED:
         raise ValueError(f"the id {experiment['id']} is no number from 0")
     for kind, question in experiment["questions"].items():
         for name, test in experiment["tests"].items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import NOT_REGULAR, write_text
+from data_prep.documents.source_files import SUFFIXES, files_below
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
 from pipeline.recipe.model_shape import read_model
@@ -32,7 +33,7 @@ SMOKE = (
     "evaluate.needle.samples=4",
 )
 _LONGEST, _SHORTEST = 4096, 256
-_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".mds": "mds"}
+_KINDS = {**SUFFIXES, "jsonl": (*SUFFIXES["jsonl"], ".json")}
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
 # yaml-language-server: $schema={schema}
@@ -162,8 +163,12 @@ def _kind(data: str) -> str:
         raise UserError(f"--data {data}: there is no such file or folder, and it is no hub name")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"--data {data}: {NOT_REGULAR}")
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    if not files:
+    names = [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
+    if not names:
         raise UserError(f"--data {data}: is an empty folder")
-    kinds = [_KINDS.get(file.suffix, "text") for file in files]
-    return max(set(kinds), key=kinds.count)
+    if "index.json" in names and any(".mds" in name for name in names):
+        return "mds"
+    kinds = [k for k, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
+    if len(kinds) > 1:
+        raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
+    return kinds[0] if kinds else "text"

@@ -107,8 +107,9 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
         front = search.front_price(shape.kinds, recipe.model.dtype, length)
         shares = [slots / (heads * front.tokens) for slots in point_slots(search, front)]
         facts.append(
-            f"a front of {len(shares)} points, {shares[0]:.1%} to {shares[-1]:.1%} of the "
-            f"original's {format_bytes(front.original)} at {front.tokens:,} tokens"
+            f"a front of {len(shares)} points, {shares[0]:.1%} to {shares[-1]:.1%} of the slots of "
+            f"full layers; the original holds {format_bytes(front.original)} at {front.tokens:,} "
+            "tokens"
         )
         held_out = recipe[PrepareConfig].calibration.examples - _searched(recipe, search.method)
         facts.append(f"{held_out} of the examples are held out and score the points")
@@ -168,10 +169,12 @@ def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) ->
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
     """Most hours of every method, without reuse."""
-    shape = shape_of(loaded)
+    shape, section = shape_of(loaded), loaded.recipe[SearchConfig]
+    # Without a ratio the bounds of methods that meet one are unknown.
+    methods = [section.method] if section.budget and section.budget.keep else METHODS
     together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
-    for method in METHODS:
+    for method in methods:
         one = _evaluation_flops(loaded.recipe, shape, method)
         flops = one * _most_evaluations(loaded, shape, method)
         jobs = search.jobs if together else _search_jobs(loaded.recipe, method)

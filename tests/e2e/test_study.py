@@ -224,7 +224,8 @@ def test_granularity_study_compares_units_with_single_heads(
     searched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--methods", "bosch,dcam", "--ratios", "0.5", "--budgets", "3,6"
-    assert study("granularity", searched, *options, "--granularities", "2") == 0
+    assert study("granularity", searched, *options, "--granularities", "2,5") == 0
+    assert "No mask has ρ = 0.5 at g = 5." in (searched / "granularity.md").read_text()
     data = read(searched, "granularity")
     assert [(p["method"], p["head_granularity"]) for p in data["points"]] == [
         ("bosch", 1), ("bosch", 2), ("dcam", 1), ("dcam", 2)
@@ -241,7 +242,7 @@ def test_granularity_study_compares_units_with_single_heads(
         counts = HeadMask.from_key(line["result"]["mask"]).full_kv_heads_per_layer
         assert sum(counts) == 6 and not any(count % 2 for count in counts)
     assert study("granularity", searched, *options, "--granularities", "4") == 2
-    assert "0.5 means 6 sliding heads" in capsys.readouterr().err
+    assert "--granularities: of 3 layers of 4 KV heads no mask in" in capsys.readouterr().err
 
 
 def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:

@@ -205,7 +205,7 @@ def test_new_quotes_names_that_yaml_reads_otherwise(
         # Replaced, a device would be a file, and a folder without a name has no place beside it.
         *((["mask", "export", "mask.json", target, "--format", "duoattention"], "is there already")
           for target in ("file", "pipe", "dangling", "", "..")),
-        (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "Not a directory"),
+        (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "x: File exists"),
         (["mask", "export", "mask.json", "empty", "--format", "rtp_llm", "--attention-heads", "8"],
          "empty: is there already"),
         (["mask", "import", "empty", "mask.json", "--format", "duoattention"], "is there already"),
@@ -243,6 +243,35 @@ def test_a_removed_current_directory_is_one_sentence(
     (case.folder / "gone").rmdir()
     assert main(["validate", str(case.file), "name=other"]) == 2
     assert capsys.readouterr().err.startswith("error: the current directory was removed")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["a.jsonl", "README.md", "LICENSE"], "jsonl"),
+        (["a.ndjson"], "jsonl"),
+        (["a.jsonl.zst", ".hidden.parquet"], "jsonl"),
+        (["index.json", "shard.00000.mds"], "mds"),
+        (["index.json", "shard.00000.mds.zstd"], "mds"),
+        (["index.json"], "jsonl"),
+        (["a.py", "b.txt"], "text"),
+        (["a.parquet", "b.jsonl", "c.txt"], None),
+    ],
+)
+def test_new_takes_the_kind_of_the_files_that_hold_documents(
+    case: Case, names: list[str], kind: str | None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(case.folder)
+    (case.folder / "mine").mkdir()
+    for name in names:
+        (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+    if kind is None:
+        assert main(["new", "model", "--data", "mine"]) == 2
+        assert "mine: holds jsonl and parquet; name the files of one" in capsys.readouterr().err
+        return
+    assert main(["new", "model", "--data", "mine"]) == 0
+    assert f"kind: {kind}, path" in Path("my_model.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])

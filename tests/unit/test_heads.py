@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.budget import check_granularity, heads_of_mask_file, swa_budget
+from bosch.budget import admits_granularity, check_granularity, heads_of_mask_file, swa_budget
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.units import Units
@@ -249,18 +249,20 @@ def test_a_refused_ratio_names_ratios_that_are_not(
     try:
         check_granularity(layers, heads, ratio, granularity)
     except UserError as error:
-        assert swa_budget(layers * heads, ratio) % granularity
+        assert not admits_granularity(layers, heads, ratio, granularity)
         named = str(error).rpartition("swa_ratio ")[2].split(" or ")
         assert len(named) == 2
         for text in named:
             check_granularity(layers, heads, float(text), granularity)
     else:
+        assert admits_granularity(layers, heads, ratio, granularity)
         assert swa_budget(layers * heads, ratio) % granularity == 0
 
 
 def test_heads_that_units_do_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match="choose a divisor of 8"):
         check_granularity(4, 8, 0.5, 3)
+    assert not admits_granularity(3, 8, 0.5, 3)
 
 
 def test_window_counts_the_query_itself() -> None:

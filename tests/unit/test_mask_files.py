@@ -149,6 +149,7 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
     [
         (["--format", "fastdeploy"], "FastDeploy takes one share"),
         (["--format", "rtp_llm"], "--attention-heads: rtp-llm lists query heads"),
+        (["--format", "rtp_llm", *_HEADS, "--model", "m"], "--model: has no effect on export"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(
@@ -167,7 +168,10 @@ def test_what_a_format_cannot_hold_is_refused(
         ("duoattention", "0.5\t0.1\n", ["--swa-ratio", "1.5"], "--swa-ratio: expected a share"),
         ("rtp_llm", '{"a": 1}', _BOTH, "headwise_config"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 0, 1, 1, 0, 0]}}', _BOTH, "query heads of KV"),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0]}}', _BOTH, "layer 0 has 4 query heads"),
         ("rtp_llm", '{"headwise_config": {"1": [1, 1]}}', _BOTH, 'from "0" on'),
+        ("rtp_llm", "{}", [*_BOTH, "--swa-ratio", "0.5"], "--swa-ratio: has no effect on import"),
+        ("duoattention", "1\t0\n", _HEADS, "--attention-heads: has no effect on import of duo"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0]}}', _BOTH, "swa_token_num"),
         ("rtp_llm", "{}", [], "--key-value-heads"),
         ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),

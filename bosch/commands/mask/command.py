@@ -23,13 +23,26 @@ _REFUSED = {
 }
 
 
+_WITHOUT_EFFECT = {
+    ("export", "duoattention"): (
+        "attention_heads", "key_value_heads", "swa_ratio", "model"
+    ),
+    ("export", "rtp_llm"): ("key_value_heads", "swa_ratio", "model"),
+    ("import", "duoattention"): ("attention_heads", "key_value_heads"),
+    ("import", "rtp_llm"): ("swa_ratio",),
+}  # fmt: skip
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of both directions."""
     parser.add_argument("direction", choices=("export", "import"), help="from or to head_mask.json")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the file or folder to read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
     parser.add_argument(
-        "--format", required=True, choices=[*WRITERS, *_REFUSED], help="the other project's"
+        "--format",
+        required=True,
+        choices=[*WRITERS, *_REFUSED],
+        help="its file format",
     )
     parser.add_argument(
         "--attention-heads",
@@ -38,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="query heads of a layer, for formats that list these",
     )
     parser.add_argument(
-        "--key-value-heads", type=int, metavar="N", help="KV heads of a layer, to import such a one"
+        "--key-value-heads", type=int, metavar="N", help="KV heads of a layer, to import those"
     )
     parser.add_argument(
         "--swa-ratio",
@@ -53,11 +66,17 @@ def run(options: argparse.Namespace) -> int:
     """Write the mask in the other form and say what was written."""
     if options.format in _REFUSED:
         raise UserError(_REFUSED[options.format])
-    # A device would become a file, and a model's config.json would hold a mask alone.
+    # Nothing is overwritten: it could be a device, or a model's config.json.
     if os.path.lexists(options.target):
         raise UserError(
             f"TARGET {options.target}: is there already; remove it or name another file"
         )
+    for name in _WITHOUT_EFFECT[options.direction, options.format]:
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"--{flag}: has no effect on {options.direction} of {options.format}; leave it out"
+            )
     if options.direction == "export":
         return _export(options)
     return _import(options)
@@ -77,7 +96,7 @@ def _import(options: argparse.Namespace) -> int:
             raise UserError(f"--swa-ratio: expected a share from 0 to 1, got {options.swa_ratio}")
         mask, window, sinks = read_duoattention(options.source, options.swa_ratio)
     else:
-        mask, window, sinks = read_rtp_llm(options.source, _q_per_kv(options))
+        mask, window, sinks = read_rtp_llm(options.source, *_head_counts(options))
     try:
         windows = Window(window, sinks)
     except ValueError as error:
@@ -97,7 +116,8 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _q_per_kv(options: argparse.Namespace) -> int:
+def _head_counts(options: argparse.Namespace) -> tuple[int, int]:
+    """Query heads and KV heads of a layer."""
     queries, heads = options.attention_heads, options.key_value_heads
     if not queries or not heads or queries < 1 or heads < 1 or queries % heads:
         raise UserError(
@@ -105,4 +125,4 @@ def _q_per_kv(options: argparse.Namespace) -> int:
             f"numbers of the model's config.json, the first a multiple of the second, got "
             f"{queries} and {heads}"
         )
-    return int(queries // heads)
+    return queries, heads

@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, read_within, write_text
+from bosch.files import (
+    CONFIG_LIMITS,
+    MOST_LAYERS,
+    load_user_json,
+    read_within,
+    replacing,
+    write_text,
+)
 from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
 from bosch.window import windows_text
 
@@ -29,12 +36,12 @@ _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
 def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
     _check_holds(file, "DuoAttention")
-    path.mkdir(parents=True, exist_ok=True)
     rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
-    write_text(path / _GATES, "\n".join(rows) + "\n")
     # recent_size counts the query's own position, as a window here does.
     sizes = {"model_name": file.model, "sink_size": file.sinks, "recent_size": file.window_size}
-    write_text(path / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
+    with replacing(path) as folder:
+        write_text(folder / _GATES, "\n".join(rows) + "\n")
+        write_text(folder / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
 
 
 def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
@@ -84,20 +91,23 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
     write_text(path, json.dumps({"headwise_config": settings}) + "\n")
 
 
-def read_rtp_llm(path: Path, q_per_kv: int) -> tuple[HeadMask, int, int]:
-    """Mask, window and sinks from a file with `headwise_config`, such as a config.json."""
+def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, int, int]:
+    """Mask, window and sinks from a file with `headwise_config`, such as a config.json.
+
+    `query_heads` of a layer share its `heads` KV heads evenly.
+    """
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected an object headwise_config")
     layers = sorted(int(key) for key in settings if re.fullmatch("0|[1-9][0-9]{0,4}", key))
     if not layers or layers != list(range(len(layers))):
         raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
-    _check_size(path, len(layers), 1)
+    _check_size(path, len(layers), heads)
     rows = [settings[str(layer)] for layer in layers]
     for layer, row in enumerate(rows):
         if not isinstance(row, list) or not row or any(value not in (0, 1) for value in row):
             raise UserError(f"{path}: headwise_config.{layer} must be a list of 0 and 1")
-    mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], q_per_kv)
+    mask = _from_query_heads(path, [[bool(x) for x in row] for row in rows], query_heads, heads)
     window = _size(settings, "swa_token_num", path, 0) + 1
     return mask, window, _size(settings, "sink_token_num", path, 0)
 
@@ -132,15 +142,15 @@ def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray
     return np.repeat(file.mask.is_full, query_heads // heads, axis=1)
 
 
-def _from_query_heads(path: Path, rows: list[list[bool]], q_per_kv: int) -> HeadMask:
+def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, heads: int) -> HeadMask:
     """The mask whose KV heads decide so for their query heads; refuses groups that disagree."""
-    width = len(rows[0])
-    if any(len(row) != width for row in rows) or width % q_per_kv:
-        raise UserError(
-            f"{path}: expected the same number of query heads in every layer, a multiple of "
-            f"{q_per_kv}"
-        )
-    groups = np.array(rows, dtype=np.bool_).reshape(len(rows), -1, q_per_kv)
+    for layer, row in enumerate(rows):
+        if len(row) != query_heads:
+            raise UserError(
+                f"{path}: layer {layer} has {len(row)} query heads, --attention-heads says "
+                f"{query_heads}"
+            )
+    groups = np.array(rows, dtype=np.bool_).reshape(len(rows), heads, -1)
     mixed = groups.any(axis=2) != groups.all(axis=2)
     if mixed.any():
         layer, head = (int(index) for index in np.argwhere(mixed)[0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bosch.budget import check_granularity
+from bosch.budget import admits_granularity
+from bosch.errors import UserError
 from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
@@ -16,13 +17,22 @@ from stages.search.stage import SearchConfig
 def study(model: StudiedModel) -> StudyResult:
     """Search at every granularity; compare with single heads on the same held-out examples.
 
-    Raises UserError for a ratio that has no mask at one of the granularities.
+    Ratios that have no mask at a granularity are left out, and named. Raises UserError where none
+    has one.
     """
     options = model.options
     sizes = sorted({1, *options.granularities})
-    for ratio in options.ratios:
-        for size in sizes:
-            check_granularity(*model.shape, ratio, size)
+    absent = [
+        (ratio, size)
+        for ratio in options.ratios
+        for size in sizes
+        if not admits_granularity(*model.shape, ratio, size)
+    ]
+    if len(absent) == len(options.ratios) * (len(sizes) - 1):
+        raise UserError(
+            f"--granularities: of {model.shape[0]} layers of {model.shape[1]} KV heads no mask in "
+            "units of so many heads has one of --ratios"
+        )
     # The largest budget of each method.
     budgets = dict(variants(options.methods, options.budgets))
     points = measured(
@@ -32,6 +42,7 @@ def study(model: StudiedModel) -> StudyResult:
             for ratio in options.ratios
             for method in options.methods
             for size in sizes
+            if (ratio, size) not in absent
         ],
     )
     by_setting = {point.setting: point for point in points}
@@ -52,7 +63,7 @@ def study(model: StudiedModel) -> StudyResult:
         ],
     }
     tables = [_table(ratio, pairs) for ratio in options.ratios]
-    return StudyResult("granularity", "Heads chosen in units", _text(model), data, tables)
+    return StudyResult("granularity", "Heads chosen in units", _text(model, absent), data, tables)
 
 
 def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
@@ -68,8 +79,10 @@ def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 
 
-def _text(model: StudiedModel) -> str:
+def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
     recipe, options = model.recipe, model.options
+    named = ", ".join(f"ρ = {ratio:g} at g = {size}" for ratio, size in absent)
+    left_out = f" No mask has {named}." if absent else ""
     layers, heads = model.shape
     return (
         f"`{model_label(recipe.model.path)}`, {layers} layers of {heads} KV heads, "
@@ -79,5 +92,5 @@ def _text(model: StudiedModel) -> str:
         "bosch_plus and learned_gates form units of heads to which the gradient at the original "
         "model gives similar worth, rankings of heads with similar scores, all others of "
         "neighbouring heads. Brackets: 95 % intervals over seeds and examples; "
-        "differences are paired by example."
+        f"differences are paired by example.{left_out}"
     )
