@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -295,6 +296,11 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
         result = find_mask("front", evaluator, SearchSettings(0.5, budget_per_layer=8))
         fronts.append(result.front)
     assert fronts[0] == fronts[1] and evaluator.fresh_seconds == 0.0
+    lines = map(json.loads, (tmp_path / "evaluations.jsonl").read_text().splitlines())
+    work = [line.get("gradient") or line.get("held_out") or line for line in lines]
+    costs = evaluator.costs()
+    for cost, name in (("model_seconds", "seconds"), ("full_forward_equivalents",) * 2):
+        assert costs[cost] == pytest.approx(sum(part[name] for part in work))
     alone = Objective(model, held_out, windows, batch_size=4)
     assert fronts[0] is not None and fronts[0].context == used.max_length
     for index, point in enumerate(fronts[0].points):
@@ -302,6 +308,11 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
         assert point.held_out_score == expected
         assert point.held_out_low is not None and point.held_out_high is not None
         assert point.held_out_low <= expected <= point.held_out_high
+    masks = [HeadMask.from_key(point.mask) for point in evaluator.trace]
+    whole = sum(map(objective.mask_passes, masks)) + evaluator.gradient_passes
+    for index in range(len(fronts[0].points)):
+        whole += objective.evaluate_held_out(fronts[0].mask(index)).whole_pass_equivalents
+    assert costs["naive_full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))
     assert full.score == 1.0 and fronts[0].points[-1].held_out_low == pytest.approx(0.05**0.5)
 

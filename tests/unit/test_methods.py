@@ -223,9 +223,9 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str, settin
 
 
 def test_settings_that_bosch_lists_change_its_search() -> None:
-    options = SearchSettings(0.45, budget_per_layer=5)
+    options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0)
     first, _ = search_with("bosch", RandomScores(12, 5, 3), options)
-    for setting in ("solver", "budget_per_layer", "buckets", "max_group_variables", "seed"):
+    for setting in METHODS["bosch"].settings:
         other = replace(options, **{setting: OTHER[setting]})
         second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
         assert first.trace != second.trace, setting

@@ -5,10 +5,14 @@ tests/benchmarks/test_coverage.py simulates many more cases.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from scipy import stats
 
 from bosch.analysis.intervals import (
+    Estimate,
     compare,
     crossed_difference,
     crossed_mean,
@@ -57,6 +61,22 @@ def test_four_documents_have_no_interval() -> None:
     assert student([2.5]) == (2.5, None, None)
     assert student([2.0, 3.0, 2.0, 3.0]) == (2.5, None, None)
     assert student([2.0, 3.0, 4.0, 3.0, 3.0]).low is not None
+
+
+@pytest.mark.parametrize(
+    ("interval", "levels"),
+    [
+        (student, {5: 99.5, 29: 99.5, 30: 99, 59: 99, 60: 98, 199: 98, 200: 95}),
+        (crossed_mean, {2: 98, 9: 98, 10: 95}),
+    ],
+)
+def test_few_values_get_a_higher_level(
+    interval: Callable[[np.ndarray], Estimate], levels: dict[int, float]
+) -> None:
+    for count, level in levels.items():
+        values = np.arange(float(count))
+        expected = stats.t.interval(level / 100, count - 1, values.mean(), stats.sem(values))
+        assert interval(values)[1:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scores", [(0.9, 0.8), (0.97, 0.97), (0.1, 0.05), (0.2, 0.9)])
@@ -117,7 +137,7 @@ def test_five_samples_are_too_few() -> None:
     """All of them lost is no more than chance at 5 %: p = 2 / 2^5."""
     result = compare([[0.0] * 5], [[1.0] * 5])
     assert result.p_value > 0.05 and result.visible_loss is None
-    assert result.difference.high == 0
+    assert result.difference.high == 0 and result.ratio.high == 1
     result = compare([[0.0] * 6], [[1.0] * 6])
     assert result.p_value < 0.05 and result.visible_loss is not None
     assert result.difference.high < 0
