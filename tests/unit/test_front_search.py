@@ -259,6 +259,28 @@ def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str)
     assert result.front is not None
 
 
+@pytest.mark.parametrize(("kappa", "parts"), [(40, 1), (100, 4)])
+def test_what_single_changes_cost_is_what_choices_are_worth(kappa: int, parts: int) -> None:
+    """A window is worth the share of full attention that all units have with it."""
+    scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
+    evaluator = Evaluator(WithoutGradients(scorer), EvaluationLog(None, CONTEXT))
+    evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, 4000)
+    evaluator.anchors(0.5, 2)
+    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
+    search.find_values()
+
+    def likelihood(choices: Any) -> float:
+        return scorer.evaluate(HeadMask.of_choices(choices)).log_likelihood
+
+    full, wide, narrow = (likelihood(np.full((2, 4), choice)) for choice in range(3))
+    shares, lost = np.array([1.0, (wide - narrow) / (full - narrow), 0.0]), np.empty((2, 4))
+    for layer, units in product(range(2), np.arange(4).reshape(parts, -1)):
+        choices = np.zeros((2, 4), dtype=int)
+        choices[layer, units] = 2
+        lost[layer, units] = (full - likelihood(choices)) / len(units)
+    assert search.worth.fixed == pytest.approx(lost[..., None] * shares)
+
+
 def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
     scorer = WithoutGradients(WindowLandscape("additive", (2, 4), (16, 64), 1))
     evaluate = scorer.evaluate
