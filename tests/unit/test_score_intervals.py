@@ -249,6 +249,10 @@ def test_subtasks_weigh_the_same() -> None:
     assert mean.low is not None and mean.low <= mean_score([0.0, 1.0], [5, 500]).low + 1e-9
     both = np.stack([values, values])
     assert crossed_test(both, 1 - both, counts=[5, 500]).mean == pytest.approx(0.0)
+    for counts in ([5, 500], [48, 50], [2, 5]):
+        ones = np.ones((3, sum(counts)))
+        assert crossed_mean(ones, is_score=True, counts=counts) == share(1.0, 2 * counts[0])
+        assert crossed_test(ones, 0 * ones, counts).low == pytest.approx(0.025 ** (0.5 / counts[0]))
     # Three won of the 3 weigh more than three lost of the 10: only these six may have fallen so.
     first = np.array([[1.0] * 3 + [0.0] * 10])
     second = np.array([[0.0] * 3 + [1.0] * 3 + [0.0] * 7])
