@@ -180,9 +180,7 @@ def crossed_mean(
     result is too few. With `counts` the examples are those of subtasks, one after another, which
     weigh the same. Raises ValueError when there is none or one is not finite.
     """
-    values = _matrix(results)
-    if counts is not None:
-        values = values * _weights(counts)
+    values = _weighed(_matrix(results), counts)
     mean = float(values.mean())
     by_seed, by_example = _axis_variances(values)
     half = _half_width([by_seed, by_example if is_score else _of_losses(by_example)])
@@ -190,7 +188,6 @@ def crossed_mean(
         return Estimate(mean, None, None)
     if not is_score:
         return Estimate(mean, mean - half, mean + half)
-    mean = min(1.0, mean)  # weights leave rounding
     count = float(_samples(values, counts))
     if half > 0:
         count = min(count, mean * (1 - mean) * (special.ndtri(_TAIL) / half) ** 2)
@@ -240,8 +237,8 @@ def crossed_test(
     when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
-    weights = 1.0 if counts is None else _weights(counts)
-    mean, parts = _paired_parts(a * weights, b * weights)
+    weights = _weights(a, counts)
+    mean, parts = _paired_parts(_weighed(a, counts), _weighed(b, counts))
     samples = _samples(a, counts)
 
     def half(tail: float) -> float:
@@ -277,10 +274,22 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _weights(counts: Sequence[int]) -> Values:
+def _weights(values: Values, counts: Sequence[int] | None) -> Values:
     """Of each example [E], so that the mean over all is the mean over the subtasks' means."""
+    if counts is None:
+        return np.ones(values.shape[1])
     each = [sum(counts) / (len(counts) * count) for count in counts]
     return np.repeat(each, counts)
+
+
+def _weighed(values: Values, counts: Sequence[int] | None) -> Values:
+    """Values [S, E] whose mean is that of the subtasks' means, as far from it as they weigh.
+
+    So weights alone are no variance: a model that is always right has none.
+    """
+    weights = _weights(values, counts)
+    mean = np.clip((values * weights).mean(), values.min(), values.max())  # rounding
+    return np.asarray(mean + (values - mean) * weights)
 
 
 def _samples(values: Values, counts: Sequence[int] | None) -> int:

@@ -196,8 +196,23 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
     assert len((tmp_path / "one" / "evaluations.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_solvers_seconds_are_those_beside_the_evaluations():
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_the_solvers_seconds_are_those_beside_the_evaluations(seconds):
+    scorer = Scorer()
+    evaluate = scorer.evaluate
+    scorer.evaluate = lambda mask, shared_layers=0: replace(evaluate(mask), seconds=seconds)
     started = time.perf_counter()
-    run = run_method("rand", Scorer(), SearchSettings(0.5, budget_per_layer=5))
+    run = run_method("rand", scorer, SearchSettings(0.5, budget_per_layer=5))
     passed = time.perf_counter() - started
     assert 0 <= run.costs["solver_seconds"] <= passed
+    assert (run.costs["solver_seconds"] > 0) == (seconds == 0)
+
+
+def test_a_mask_that_is_asked_for_again_is_in_the_trace_but_as_the_final_one():
+    evaluator = Evaluator(Scorer(), EvaluationLog(None, CONTEXT))
+    for phase in ("anchors", "layer_importance", "final"):
+        evaluator.evaluate(HeadMask.all_full(3, 4), phase, phase)
+    assert [point.phase for point in evaluator.trace] == ["anchors", "layer_importance"]
+    costs = evaluator.costs()
+    assert costs["naive_full_forward_equivalents"] == 2 and costs["evaluations"] == 1
+    assert costs["full_forward_equivalents"] == 0.5

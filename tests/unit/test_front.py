@@ -80,6 +80,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_with(points=[{}] * 100), "points[0]: "),
         (_with(points=[{}] * 101), "101 points, a front has at most 100"),
         (_with(chosen=4), "chosen is 4, there are 4 points"),
+        (_with(chosen=-1), "chosen is -1, there are 4 points"),
         (_in_point(score=None), "points[0]: score has an unexpected value None"),
         (_in_point(score=float("nan")), "expected a finite number"),
         (_in_point(layout=[[5, 4], [4, 4]]), "points[0]: layout has the window 5"),
@@ -88,6 +89,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_in_point(1, layout=[[4], [4, 4]]), "points[1]: layout must hold 2 rows of 2 windows"),
         (_in_point(score=1.5), "points[0]: score is 1.5"),
         (_in_point(passes=-1), "passes -1"),
+        (_in_point(bytes=-1), "bytes -1"),
         (_in_point(held_out_low=0.5), "held_out_high are 0.5, None, None, expected shares"),
         (
             _in_point(held_out_low=0.5, held_out_score=0.4, held_out_high=0.6),
@@ -100,6 +102,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_in_point(kv_slots=21), "points[0]: kv_slots is 21, its layout has 20"),
         (_in_point(full_kv_heads=1), "points[0]: full_kv_heads is 1, its layout has 0"),
         (lambda content: content["points"].reverse(), "no more than the"),
+        (lambda content: content["points"].insert(0, content["points"][0]), "no more than the"),
     ],
 )
 def test_a_damaged_file_is_refused_in_a_sentence(
@@ -120,6 +123,11 @@ def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "front.json").write_text('{"format": 1, "points": [')
     with pytest.raises(UserError, match=r"cannot be read as JSON .*; search again"):
         Front.load(tmp_path / "front.json")
+
+
+def test_of_points_of_equal_slots_the_first_stays() -> None:
+    front = _front(CHAIN[2], CHAIN[1], [[2, 0], [2, 1]])
+    assert front == _front(CHAIN[1], CHAIN[2]) and front.seed == 3
 
 
 def test_a_chain_has_one_order_of_heads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,13 +16,20 @@ import pytest
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog, GateGradient
+from bosch.objective.evaluation_log import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationLog,
+    GateGradient,
+)
 from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
 from bosch.search.front import FrontSearch
 from bosch.search.front_moves import Moves
+from bosch.search.front_state import Point
+from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, front_budget
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
@@ -258,12 +266,100 @@ def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str)
     assert result.front is not None
 
 
+@pytest.mark.parametrize(("kappa", "parts"), [(40, 1), (100, 4)])
+def test_what_single_changes_cost_is_what_choices_are_worth(kappa: int, parts: int) -> None:
+    """A window is worth the share of full attention that all units have with it."""
+    scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
+    evaluator = Evaluator(WithoutGradients(scorer), EvaluationLog(None, CONTEXT))
+    evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, 4000)
+    evaluator.anchors(0.5, 2)
+    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
+    search.find_values()
+
+    def likelihood(choices: Any) -> float:
+        return scorer.evaluate(HeadMask.of_choices(choices)).log_likelihood
+
+    full, wide, narrow = (likelihood(np.full((2, 4), choice)) for choice in range(3))
+    shares, lost = np.array([1.0, (wide - narrow) / (full - narrow), 0.0]), np.empty((2, 4))
+    for layer, units in product(range(2), np.arange(4).reshape(parts, -1)):
+        choices = np.zeros((2, 4), dtype=int)
+        choices[layer, units] = 2
+        lost[layer, units] = (full - likelihood(choices)) / len(units)
+    assert search.worth.fixed == pytest.approx(lost[..., None] * shares)
+
+
 def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
     scorer = WithoutGradients(WindowLandscape("additive", (2, 4), (16, 64), 1))
     evaluate = scorer.evaluate
     scorer.evaluate = lambda *a, **k: replace(evaluate(*a, **k), log_likelihood=-1.0)
     front = search(scorer, kappa=100)[0].front
     assert front is not None and front.points[-1].score == 1.0
+
+
+def _at_start(chosen: int | None = None) -> FrontSearch:
+    """A search that has measured the anchors alone."""
+    scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
+    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT))
+    evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, chosen)
+    evaluator.anchors(0.5, 2)
+    return FrontSearch(evaluator, SearchSettings(0.5))
+
+
+def _full(*units: int) -> npt.NDArray[np.int64]:
+    return np.where(np.isin(np.arange(8), units), 0, 2).reshape(2, 4)
+
+
+def _slots(full_units: int) -> int:
+    return full_units * TOKENS + (8 - full_units) * 15
+
+
+@pytest.mark.parametrize(
+    ("chosen", "scores", "kept", "result"),
+    [
+        # One that scores less than a scarcer one is left out; of equal scores the larger is chosen.
+        (_slots(3), [0.5, 0.4, 0.5, 0.9, 0.9], [1, 3, 4], 3),
+        # A ratio is met exactly.
+        (None, [0.5, 0.4, 0.5, 0.3, 0.9], [1, 3, 4, 5], 4),
+    ],
+)
+def test_a_front_holds_what_scores_no_less_than_scarcer_layouts(
+    chosen: int | None, scores: list[float], kept: list[int], result: int
+) -> None:
+    search = _at_start(chosen)
+    for number, score in enumerate(scores, 1):
+        # The last budget's layout has no more slots than the one before where that is as good.
+        units = (1, 2, 3, 4) if scores[-2:] == [0.9, 0.9] and number == 5 else range(number)
+        evaluation = Evaluation(score, -number)
+        search.points[number] = Point(
+            _slots(number), _full(*units), evaluation, 10.0 * number, np.zeros((2, 4))
+        )
+    found = search.result(Anchors(0.0, 1.0))
+    assert found.front is not None
+    assert [point.full_kv_heads for point in found.front.points] == [0, *kept, 8]
+    assert [point.passes for point in found.front.points] == [0.0, *(10.0 * k for k in kept), 0.0]
+    assert found.mask == HeadMask.of_choices(_full(*range(result)))
+    search.budgets = [_slots(1), _slots(2), _slots(3), _slots(5)]
+    masks = [HeadMask.of_choices(_full(*range(count))) for count in range(6)]
+    assert [count for count, mask in enumerate(masks) if search._is_chosen(mask)] == [result]
+
+
+@pytest.mark.parametrize(("score", "takes"), [(0.485, True), (0.47, False)])
+def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
+    score: float, takes: bool
+) -> None:
+    """Measured before, and no more than 0.02 worse; the chosen point stays."""
+    search = _at_start(_slots(2))
+    own, chosen, nested = _full(0), _full(1, 2), _full(1)
+    for number, choices in enumerate((own, chosen)):
+        search.points[number] = Point(
+            _slots(number + 1), choices, Evaluation(0.5, -1.0), 0.0, np.zeros((2, 4))
+        )
+    search._measured[nested.tobytes()] = Evaluation(score, -1.0)
+    search.left = 1.0
+    search.nest()
+    assert (search.points[0].choices == (nested if takes else own)).all()
+    assert (search.points[1].choices == chosen).all()
+    assert search.points[0].passes == (search.all_passes - 1.0 if takes else 0.0)
 
 
 def test_a_budget_below_the_smallest_windows_is_refused() -> None:
@@ -295,6 +391,11 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
         result = find_mask("front", evaluator, SearchSettings(0.5, budget_per_layer=8))
         fronts.append(result.front)
     assert fronts[0] == fronts[1] and evaluator.fresh_seconds == 0.0
+    lines = map(json.loads, (tmp_path / "evaluations.jsonl").read_text().splitlines())
+    work = [line.get("gradient") or line.get("held_out") or line for line in lines]
+    costs = evaluator.costs()
+    for cost, name in (("model_seconds", "seconds"), ("full_forward_equivalents",) * 2):
+        assert costs[cost] == pytest.approx(sum(part[name] for part in work))
     alone = Objective(model, held_out, windows, batch_size=4)
     assert fronts[0] is not None and fronts[0].context == used.max_length
     for index, point in enumerate(fronts[0].points):
@@ -302,6 +403,11 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
         assert point.held_out_score == expected
         assert point.held_out_low is not None and point.held_out_high is not None
         assert point.held_out_low <= expected <= point.held_out_high
+    masks = [HeadMask.from_key(point.mask) for point in evaluator.trace]
+    whole = sum(map(objective.mask_passes, masks)) + evaluator.gradient_passes
+    for index in range(len(fronts[0].points)):
+        whole += objective.evaluate_held_out(fronts[0].mask(index)).whole_pass_equivalents
+    assert costs["naive_full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))
     assert full.score == 1.0 and fronts[0].points[-1].held_out_low == pytest.approx(0.05**0.5)
 

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bosch.budget import admits_granularity, check_granularity, heads_of_mask_file, swa_budget
+from bosch.budget import (
+    admits_granularity,
+    check_granularity,
+    heads_of_mask_file,
+    swa_budget,
+    window_shares,
+)
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.units import Units
@@ -52,6 +58,8 @@ def test_a_mask_of_several_windows_survives_every_form_it_has(
         assert json.loads(path.read_text())["format"] == (2 if most > 1 else 1)
         rows = heads_of_mask_file(str(path))
     assert rows == mask.heads_per_layer(windows)
+    shares = [(choices == choice).mean() for choice in range(1, most + 1)]
+    assert list(window_shares(rows).values()) == pytest.approx(shares)
     sizes = np.array([100, *(window.size - 1 for window in window_menu(windows))])
     assert mask.kv_slots(windows, 100) == sizes[choices].sum()
 
@@ -105,6 +113,14 @@ def test_mask_cannot_be_changed_nor_follow_its_source() -> None:
 def test_what_is_no_mask_is_refused(bits: np.ndarray) -> None:
     with pytest.raises(ValueError):
         HeadMask(bits)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "1x3", "1x9:e0", "1x3:ff", "1x3:e000", "1x3:E0", "1x3/3:012", "1x3/1:011"]
+)
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="is not the key of a head mask"):
+        HeadMask.from_key(key)
 
 
 @pytest.mark.parametrize("heads", [[[0, 0]], [[3]], [[-1]]])

@@ -125,6 +125,7 @@ def test_full_counts_are_multiples_of_the_granularity(
     evaluator, mask = search_with(name, RandomScores(layers, heads, costs), options)
     assert not any(count % granularity for count in mask.full_kv_heads_per_layer)
     assert (~mask.is_full).sum() == sliding
+    assert evaluator.best_on_budget is not None
     assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
     most = METHODS[name].most_evaluations(options, layers, heads)
     assert len(evaluator.trace) <= most
@@ -144,6 +145,19 @@ def test_full_counts_of_a_model_are_multiples_of_the_granularity(name: str) -> N
         # The gradient that forms the units counts too; the last one may exceed what is left.
         most = METHODS[name].most_evaluations(options, layers, heads)
         assert passes <= most + evaluator.gradient_passes / evaluator.costs()["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sliding"), [("one_gradient", [[0, 2]]), ("single_ablation", [[2, 3]])]
+)
+def test_units_are_heads_of_similar_worth_where_gradients_tell_it(
+    name: str, sliding: list[list[int]]
+) -> None:
+    """Else they are neighbours."""
+    scorer = RandomScores(1, 4, 0)
+    scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
+    _, mask = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
+    assert mask.swa_kv_heads == sliding
 
 
 @pytest.mark.parametrize("name", FINDING)
@@ -223,9 +237,9 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str, settin
 
 
 def test_settings_that_bosch_lists_change_its_search() -> None:
-    options = SearchSettings(0.45, budget_per_layer=5)
+    options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0)
     first, _ = search_with("bosch", RandomScores(12, 5, 3), options)
-    for setting in ("solver", "budget_per_layer", "buckets", "max_group_variables", "seed"):
+    for setting in METHODS["bosch"].settings:
         other = replace(options, **{setting: OTHER[setting]})
         second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
         assert first.trace != second.trace, setting

@@ -5,10 +5,14 @@ tests/benchmarks/test_coverage.py simulates many more cases.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from scipy import stats
 
 from bosch.analysis.intervals import (
+    Estimate,
     compare,
     crossed_difference,
     crossed_mean,
@@ -46,6 +50,30 @@ def test_averages_cover(truths: list[float], counts: list[int]) -> None:
     assert mean_score([0.5], [20]) == share(0.5, 20)
 
 
+@pytest.mark.parametrize("counts", [(99, 300), (100, 200), (100, 201), (500, 900)])
+def test_large_and_unequal_subtasks_enter_with_intervals_of_their_own(counts: tuple) -> None:
+    one, other = share(0.5, counts[0]), share(0.8, counts[1])
+    expected = share(0.65, 2 * counts[0])
+    if counts == (100, 201):
+        low = 0.65 - np.hypot(0.5 - one.low, 0.8 - other.low) / 2
+        expected = (0.65, low, 0.65 + np.hypot(one.high - 0.5, other.high - 0.8) / 2)
+    assert mean_score([0.5, 0.8], counts) == pytest.approx(expected)
+
+
+def test_an_interval_of_a_difference_knows_that_what_is_won_is_not_lost() -> None:
+    """By the MOVER, of 10 gains and 5 losses in 50 samples, two cells of a multinomial."""
+    result = compare([[1.0] * 10 + [0.0] * 40], [[0.0] * 10 + [1.0] * 5 + [0.0] * 35])
+    up, down = share(0.2, 50), share(0.1, 50)
+    p, q = 10.5 / 51.5, 5.5 / 51.5
+    joint = 2 * np.sqrt(p * q / (1 - p) / (1 - q))
+    for end, gain, loss in (
+        (result.difference.low, 0.2 - up.low, down.high - 0.1),
+        (result.difference.high, up.high - 0.2, 0.1 - down.low),
+    ):
+        reach = np.sqrt(gain**2 + loss**2 + joint * gain * loss)
+        assert abs(end - 0.1) == pytest.approx(reach)
+
+
 @pytest.mark.parametrize("kind", coverage.LOSSES)
 @pytest.mark.parametrize("count", [5, 12, 30])
 def test_losses_of_few_documents_cover(kind: str, count: int) -> None:
@@ -57,6 +85,22 @@ def test_four_documents_have_no_interval() -> None:
     assert student([2.5]) == (2.5, None, None)
     assert student([2.0, 3.0, 2.0, 3.0]) == (2.5, None, None)
     assert student([2.0, 3.0, 4.0, 3.0, 3.0]).low is not None
+
+
+@pytest.mark.parametrize(
+    ("interval", "levels"),
+    [
+        (student, {5: 99.5, 29: 99.5, 30: 99, 59: 99, 60: 98, 199: 98, 200: 95}),
+        (crossed_mean, {2: 98, 9: 98, 10: 95}),
+    ],
+)
+def test_few_values_get_a_higher_level(
+    interval: Callable[[np.ndarray], Estimate], levels: dict[int, float]
+) -> None:
+    for count, level in levels.items():
+        values = np.arange(float(count))
+        expected = stats.t.interval(level / 100, count - 1, values.mean(), stats.sem(values))
+        assert interval(values)[1:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scores", [(0.9, 0.8), (0.97, 0.97), (0.1, 0.05), (0.2, 0.9)])
@@ -117,7 +161,7 @@ def test_five_samples_are_too_few() -> None:
     """All of them lost is no more than chance at 5 %: p = 2 / 2^5."""
     result = compare([[0.0] * 5], [[1.0] * 5])
     assert result.p_value > 0.05 and result.visible_loss is None
-    assert result.difference.high == 0
+    assert result.difference.high == 0 and result.ratio.high == 1
     result = compare([[0.0] * 6], [[1.0] * 6])
     assert result.p_value < 0.05 and result.visible_loss is not None
     assert result.difference.high < 0
@@ -205,6 +249,23 @@ def test_subtasks_weigh_the_same() -> None:
     assert mean.low is not None and mean.low <= mean_score([0.0, 1.0], [5, 500]).low + 1e-9
     both = np.stack([values, values])
     assert crossed_test(both, 1 - both, counts=[5, 500]).mean == pytest.approx(0.0)
+    for counts in ([5, 500], [48, 50], [2, 5]):
+        ones = np.ones((3, sum(counts)))
+        assert crossed_mean(ones, is_score=True, counts=counts) == share(1.0, 2 * counts[0])
+        assert crossed_test(ones, 0 * ones, counts).low == pytest.approx(0.025 ** (0.5 / counts[0]))
+    # Three won of the 3 weigh more than three lost of the 10: only these six may have fallen so.
+    first = np.array([[1.0] * 3 + [0.0] * 10])
+    second = np.array([[0.0] * 3 + [1.0] * 3 + [0.0] * 7])
+    assert crossed_test(first, second).p_value == 1.0
+    assert crossed_test(first, second, counts=[3, 10]).p_value < 0.5
+
+
+@pytest.mark.parametrize(("counts", "samples"), [(None, 48), ([8, 40], 16)])
+def test_a_test_of_equal_scores_leaves_room_for_the_next_example(
+    counts: list[int] | None, samples: int
+) -> None:
+    ones, room = np.ones((2, 48)), 1 - 0.025 ** (1 / samples)
+    assert crossed_test(ones, ones, counts) == pytest.approx((0.0, -room, room, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,15 @@ def test_ratios_are_raised_for_the_easiest_first():
     assert result.quotas == [2, 8, 0, 8, 6]
 
 
-def test_what_no_bucket_step_fits_is_given_unit_by_unit():
-    drops = np.array([0.3, 0.2, 0.1])
-    result = assign_ratios(drops, 8, 11, (0.0, 1.0))
+@pytest.mark.parametrize(
+    ("buckets", "budget", "quotas"),
+    [((0.0, 1.0), 11, [1, 2, 8]), ((0.5, 1.0), 14, [3, 3, 8])],
+    ids=["given to the easiest", "taken from the hardest"],
+)
+def test_what_no_bucket_step_fits_goes_unit_by_unit(buckets, budget, quotas):
+    result = assign_ratios(np.array([0.3, 0.2, 0.1]), 8, budget, buckets)
     assert result.hardest_first == [0, 1, 2]
-    assert result.quotas == [1, 2, 8]
+    assert result.quotas == quotas
 
 
 def test_the_published_sign_would_localise_the_hardest_layers_most():
@@ -139,10 +143,31 @@ def test_drops_are_what_each_layer_adds():
 
 def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
     assert layer_weights(np.zeros(5)).tolist() == [0.5] * 5
-    drops = np.append(np.linspace(0, 1, 50), 100.0)
-    weights = layer_weights(drops)
-    assert weights[-1] == 1.0
-    assert weights[25] > 0.4
+    # Of 41 values the percentiles are the second and the last but one.
+    drops = np.append(np.arange(40.0), 1000.0)
+    assert layer_weights(drops) == pytest.approx(np.clip((drops - 1) / 38, 0, 1))
+
+
+def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
+    costs = random_costs(3, 4, 5, exponent=2)
+    scorer = Additive(costs, lambda mask: 0.8 - 0.5 * costs[~mask.is_full].sum())
+    # Three units of each layer are one too many, which the hardest layer gets back.
+    evaluator = evaluator_of(scorer)
+    result = b_single(evaluator, SearchSettings(0.6, budget_per_layer=6))
+    cheapest = np.sort(costs, axis=1)[:, :3].sum(axis=1)
+    lost, drops = np.cumsum(cheapest[::-1])[::-1], 0.5 * cheapest / 0.8
+    expected = {
+        "layer": range(3),
+        "best_score": 0.8 - 0.5 * lost,
+        "best_log_likelihood": -lost,
+        "drop": drops,
+        "weight": layer_weights(drops),
+        "ratio": np.where(drops == drops.max(), 0.5, 0.75),
+    }
+    for name, values in expected.items():
+        assert [row[name] for row in result.layers] == pytest.approx(list(values)), name
+    assert result.mask.full_kv_heads_per_layer == [4 * (1 - row["ratio"]) for row in result.layers]
+    assert not any("last phase" in note for note in evaluator.notes)
 
 
 def test_algorithm_one_is_the_algorithm_on_an_additive_score():
@@ -229,6 +254,17 @@ def test_tied_layers_are_ranked_by_log_likelihood():
     assert any("log-likelihoods rank them" in note for note in evaluator.notes)
     assert [row["ratio"] for row in broken.layers][1] == 0.25
     assert broken.evaluation.rank > plain.evaluation.rank
+
+
+def test_the_top_layer_too_is_ranked_by_what_it_costs_the_originals_log_likelihood():
+    """Layer 1 lowers the score; of the others layer 0 costs the answers more than the top one."""
+    scorer = Additive([[3.0] * 2, [1.0] * 2, [0.5] * 2])
+    scorer.evaluate = lambda mask, shared_layers=0: Evaluation(
+        mask.is_full.any() * (1.0 if mask.is_full[1].all() else 0.5),
+        -9.0 - float(scorer.costs[~mask.is_full].sum()),
+    )
+    result = bosch(evaluator_of(scorer), SearchSettings(0.5, buckets=(0.0, 0.5, 1.0)))
+    assert [row["ratio"] for row in result.layers] == [0.5, 0.0, 1.0]
 
 
 class OneHeadOfEachLayer(Additive):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -215,6 +216,17 @@ def test_razor_reads_echo_and_induction_of_the_probe(offset):
     np.testing.assert_allclose(computed, naive, rtol=1e-3, atol=1e-4)
 
 
+def test_a_ranking_reads_the_seed_of_the_search():
+    model, calibration = case()
+    masks = set()
+    for seed in range(4):
+        ranked = static_mask("razor", model, calibration, WINDOW, replace(HALF, seed=seed))
+        scores = razor(model, calibration, WINDOW, seed=seed)
+        assert ranked == rank_units(scores, HEADS // 2, 0.5, "smallest")
+        masks.add(ranked.mask)
+    assert len(masks) > 1
+
+
 def test_razors_default_finds_an_induction_head_and_the_printed_index_does_not():
     """A head that always looks at the token after the earlier occurrence scores highest."""
     length, total = 8, 32
@@ -327,14 +339,16 @@ def planted():
     return model, calibration, is_full
 
 
+@pytest.mark.parametrize("granularity", [1, 2])
 @pytest.mark.parametrize("name", RANKINGS)
-def test_a_ranking_finds_the_planted_local_heads(name):
+def test_a_ranking_finds_the_planted_local_heads(name, granularity):
     """Equal queries and keys look at their neighbours, and without keys at all tokens alike.
 
     The first head is local: by it Proxy orders the blocks of the others.
     """
     model, calibration, is_full = planted()
-    ranked = static_mask(name, model, calibration, WINDOW, HALF)
+    options = replace(HALF, head_granularity=granularity)
+    ranked = static_mask(name, model, calibration, WINDOW, options)
     assert ranked.mask == HeadMask(is_full)
 
 
@@ -388,11 +402,12 @@ def test_lu_kv_is_the_attention_that_the_answers_steps_lose():
 
 
 @pytest.mark.parametrize("name", PROFILES)
-@pytest.mark.parametrize("menu", [MENU, MENU[1:]])
-def test_a_profile_gives_the_planted_heads_their_windows(name, menu):
+@pytest.mark.parametrize(("menu", "granularity"), [(MENU, 1), (MENU, 2), (MENU[1:], 1)])
+def test_a_profile_gives_the_planted_heads_their_windows(name, menu, granularity):
     model, calibration, is_full = planted()
     prepare_for_search(model)
-    run = run_method(name, Objective(model, calibration, menu), HALF)
+    options = replace(HALF, head_granularity=granularity)
+    run = run_method(name, Objective(model, calibration, menu), options)
     assert run.mask == HeadMask.of_choices(np.where(is_full, 0, len(menu)))
 
 
@@ -406,14 +421,13 @@ def test_a_profile_finds_nearly_the_least_loss_of_all_layouts_within_its_slots(n
     costs = np.array([context, *(window.held(context) for window in MENU)])
     sums, slots = losses[np.arange(8), every].sum(axis=1), costs[every].sum(axis=1)
     prepare_for_search(model)
-    gains = []
+    objective, gains = Objective(model, calibration, MENU), []
     for budget in (150, 200, 250):
-        run = run_method(
-            name,
-            Objective(model, calibration, MENU),
-            HALF,
-            slot_budgets=SlotBudgets(context, (), budget),
-        )
+        slot_budgets = SlotBudgets(context, (), budget)
+        by_twos = replace(HALF, head_granularity=2)
+        pairs = run_method(name, objective, by_twos, slot_budgets=slot_budgets).mask.choices
+        assert costs[pairs].sum() <= budget
+        run = run_method(name, objective, HALF, slot_budgets=slot_budgets)
         choices = run.mask.choices.reshape(-1)
         assert costs[choices].sum() <= budget
         loss = losses[np.arange(8), choices].sum()
