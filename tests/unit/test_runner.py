@@ -60,6 +60,7 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
     assert runner(case).run() == 7
     assert states(case) == dict.fromkeys(NAMES, "cached")
+    case.output("train").unlink()
     assert runner(case).run() == 0
     for name in NAMES:
         assert case.output(name).is_symlink()
@@ -87,11 +88,9 @@ def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
     assert World(processes_per_node=4).used_gpus == 0
     Runner(loaded, Choice(until="train"), in_process).run()
-    gpus = {
-        name: json.loads((case.output(name) / "manifest.json").read_text())["gpus"]
-        for name in ("prepare", "materialize", "train")
-    }
-    assert gpus == {"prepare": 0, "materialize": 1, "train": 16}
+    names = ("prepare", "materialize", "train")
+    manifests = [json.loads((case.output(name) / "manifest.json").read_text()) for name in names]
+    assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
 
 
 def test_manifests_hold_what_made_the_output(case: Case) -> None:
@@ -99,7 +98,10 @@ def test_manifests_hold_what_made_the_output(case: Case) -> None:
     manifest = json.loads((case.output("train") / "manifest.json").read_text())
     assert manifest["config"]["batch_tokens"] == 512
     assert manifest["summary"] == {"stage": "train", "rank": 0}
-    assert manifest["upstream"]["prepare"] == case.output("prepare").resolve().name
+    upstream = {name: case.output(name).resolve().name for name in ("prepare", "materialize")}
+    assert manifest["upstream"] == upstream
+    assert (manifest["recipe"], manifest["runtime"]["processes"]) == ("tiny", 1)
+    assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
     assert "torch" in manifest["packages"]
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
@@ -210,7 +212,10 @@ def test_until_from_and_force(case: Case) -> None:
     assert to_run(case) == NAMES[2:]
     with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
         runner(case, start="train").run()
-    assert runner(case, start="materialize").run() == 5
+    # Training does not need the original's scores.
+    assert runner(case, until="materialize").run() == 1
+    assert runner(case, start="train", until="train").run() == 1
+    assert runner(case, start="materialize").run() == 3
     assert states(case, force=("train",))["train"] == "to run (--force)"
     assert states(case, force=("train",))["report"] == "to run (input train is made again)"
     before = case.output("search").resolve().stat().st_ino
@@ -225,6 +230,9 @@ def test_until_from_and_force(case: Case) -> None:
     ):
         with pytest.raises(UserError, match=expected):
             runner(case, **wrong)
+    loaded = replace(runner(case).loaded, world=World(nodes=2, node_rank=1))
+    with pytest.raises(UserError, match="--force works on one node only"):
+        Runner(loaded, Choice(force=("train",)), in_process)
 
 
 def test_recipes_without_train_and_evaluate(case: Case) -> None:
@@ -307,6 +315,10 @@ def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
     assert first.run() == 7
     assert starts.count("train") == 2
     assert "step-4 cannot be loaded; starting again without it" in caplog.text
+    starts.clear()
+    (case.output("train") / "manifest.json").unlink()
+    with pytest.raises(RunError, match="step-4 cannot be loaded; the same command continues"):
+        on_node(case, 0, damaged, distributed=True).run()
 
 
 def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
@@ -348,7 +360,12 @@ def test_a_failure_that_cannot_be_noted_is_told(
         runner(case).run()
 
 
-def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
+def test_an_interrupted_stage_resumes_in_its_work_directory(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr("pipeline.run.runner.end_leftovers", ended.append)
+
     def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if order["stage"] == "search":
             (Path(order["work_dir"]) / "calls.0.txt").write_text("called\n")
@@ -360,7 +377,10 @@ def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.run()
     assert states(case)["search"] == "to run (never made; resumes what was begun)"
-    runner(case).run()
+    before, again = len(ended), runner(case)
+    again.run()
+    key = next(str(node.key) for node in again.nodes if node.name == "search")
+    assert ended[before] == str(again.store.work("search", key)), "what still writes there is ended"
     assert case.calls("search") == 2
     assert json.loads((case.output("search") / "manifest.json").read_text())["attempts"] == 2
 
@@ -439,6 +459,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of("search.swa_ratio=0.75", "search.method=rand") == first
     assert shared_of("search.swa_ratio=0.25", "model.dtype=float32") not in (first, None)
     assert shared_of(force=("search",)) is None
+    assert shared_of(force=("prepare",)) is None
     write_safetensors(case.model / "model.safetensors", value=7)
     assert shared_of() not in (first, None)
 
@@ -453,8 +474,8 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
     ]
 
 
-def on_node(case: Case, rank: int, launcher: Any = in_process) -> Runner:
-    loaded = load_recipe(case.file, env={}, stages=fake_table())
+def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
+    loaded = load_recipe(case.file, env={}, stages=fake_table(distributed))
     loaded = replace(loaded, world=World(nodes=2, node_rank=rank))
     return Runner(loaded, Choice(until="train"), launcher)
 
@@ -513,6 +534,33 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(on_node(case, 0, slowly).run)
         assert follower.run() == leading.result() == 5
+
+
+def test_a_node_joins_the_stages_that_use_every_process(
+    case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.run.runner._POLL_SECONDS", 0.02)
+    joined: list[tuple[Mapping[str, Any], World]] = []
+    is_joined = threading.Event()
+
+    def join(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        joined.append((order, world))
+        is_joined.set()
+        return {}
+
+    def lead(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        assert order["stage"] != "train" or is_joined.wait(60)
+        return execute(order)
+
+    follower = on_node(case, 1, join, distributed=True)
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(on_node(case, 0, lead, distributed=True).run)
+        assert follower.run() == leading.result() == 5
+    ((order, world),) = joined
+    node = next(node for node in follower.nodes if node.name == "train")
+    assert order["work_dir"] == str(follower.store.work("train", str(node.key)))
+    assert (order["stage"], world.nodes, world.node_rank) == ("train", 2, 1)
+    assert order["stamps"]
 
 
 def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
