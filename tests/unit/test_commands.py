@@ -22,6 +22,7 @@ from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
 from stages.prepare.stage import PrepareConfig
 from tests.elsewhere import ROOT
@@ -245,21 +246,43 @@ def test_a_removed_current_directory_is_one_sentence(
     assert capsys.readouterr().err.startswith("error: the current directory was removed")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json"])
 def test_new_writes_a_recipe_that_loads_beside_the_model(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(case.folder)
     (case.folder / "mine").mkdir()
-    (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+    for number in range(2):
+        (case.folder / "mine" / f"{number}{name}").write_text('{"text": "some"}\n')
+    (case.folder / "mine" / "about").touch()
+    case.change_config(max_position_embeddings=1500)
     assert main(["new", "model", "--data", "mine"]) == 0
     assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
-    loaded = load_recipe("my_model.yaml", input_files=False, env={})
-    source = loaded.recipe[PrepareConfig].sources[0]
-    assert source.kind == {".txt": "text"}.get(Path(name).suffix, Path(name).suffix[1:])
+    recipe = (loaded := load_recipe("my_model.yaml", input_files=False, env={})).recipe
+    source, kinds = recipe[PrepareConfig].sources[0], {".txt": "text", ".json": "jsonl"}
+    assert source.kind == kinds.get(Path(name).suffix, Path(name).suffix[1:])
     assert source.path == str(case.folder / "mine")
-    assert loaded.recipe[PrepareConfig].sequence_length == 1024, "the model's positions"
+    assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
+    assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
     assert loaded.output_root == case.folder / "runs"
+
+
+@pytest.mark.parametrize(("positions", "status"), [(255, 2), (256, 0), (40_960, 0), (None, 0)])
+def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
+    case: Case, positions: int | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "sub").mkdir()
+    case.change_config(max_position_embeddings=positions)
+    typed = ["new", "model", "--data", "org/name", "--output", "sub/a.yaml"]
+    assert main(typed) == status
+    if not status:
+        content = parse_yaml(Path("sub/a.yaml").read_text(), "a.yaml")
+        assert content["model"]["path"] == "../model"
+        (source,) = content["prepare"]["sources"]
+        assert (source["kind"], source["path"]) == ("huggingface", "org/name")
+        length = {256: 256}.get(positions or 0, "4k")
+        assert content["prepare"]["sequence_length"] == length
 
 
 @pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
