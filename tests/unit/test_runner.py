@@ -11,21 +11,23 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
+from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import first_node, worker
+from pipeline.run import first_node, heartbeat, worker
 from pipeline.run.graph import resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
-from pipeline.run.status import differences
+from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.recipe import World
@@ -549,7 +551,9 @@ def test_a_node_joins_the_stages_that_use_every_process(
         return {}
 
     def lead(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        assert order["stage"] != "train" or is_joined.wait(60)
+        if order["stage"] == "train":
+            assert is_joined.wait(10)
+            time.sleep(0.1)  # long enough to be joined again
         return execute(order)
 
     follower = on_node(case, 1, join, distributed=True)
@@ -581,22 +585,73 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
 
 
 class _Checks:
-    """Stands for a heartbeat's event and passes its time: process 1 is frozen, 2 a little late."""
+    """Stands for a heartbeat's event and passes its time, for 50 checks at most."""
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._passed = heartbeat, 0
+    def __init__(self, heartbeat: Heartbeat, counts: Any) -> None:
+        self.heartbeat, self.counts, self.passed = heartbeat, counts, 0
 
     def wait(self, seconds: float) -> bool:
-        self._passed += 1
-        self._heartbeat._counts = [self._passed, 1, min(self._passed, 10)]
-        self._heartbeat._exchanges = self._passed
-        return False
+        self.passed += 1
+        *self.heartbeat._counts, self.heartbeat._exchanges = self.counts(self.passed)
+        return self.passed > 50
 
 
-def test_only_the_process_that_is_frozen_is_named() -> None:
-    heartbeat, said = object.__new__(Heartbeat), []
-    heartbeat._minutes, heartbeat._interval, heartbeat._lost = 1, 6, said.append
-    heartbeat._counts, heartbeat._exchanges = [0, 0, 0], 0
-    heartbeat._ending = cast(Any, _Checks(heartbeat))
-    heartbeat._watch()
-    assert said[0].startswith("process 1 of this run has sent no heartbeat for 1 minutes")
+@pytest.mark.parametrize(
+    ("counts", "who"),
+    [
+        # Process 1 is frozen, 2 a little late; then the store is, which holds the counts.
+        (lambda n: (n, 1, min(n, 10), n), "process 1 of this run"),
+        (lambda n: (5, 5, 5, min(n, 3)), "the first node of this run, or its launcher,"),
+        (lambda n: (1, n, 1, n), "process 0, 2 of this run"),
+        # One that has finished sends none, nor does the store when its node has.
+        (lambda n: (n, heartbeat._ENDED + 1, n, n), None),
+        (lambda n: (heartbeat._ENDED, 5, 5, min(n, 3)), None),
+    ],
+)
+def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) -> None:
+    heart, said = object.__new__(Heartbeat), []
+    heart._minutes, heart._interval, heart._lost = 1, 6, said.append
+    heart._counts, heart._exchanges = [0, 0, 0], 0
+    checks = _Checks(heart, counts)
+    heart._ending = cast(Any, checks)
+    heart._watch()
+    assert [one.partition(" has sent no heartbeat for 1 minutes")[0] for one in said] == (
+        [who] if who else []
+    )
+    # Ten checks take the minute, and the first has nothing to compare with.
+    assert who is None or 11 <= checks.passed <= 14
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "ended"),
+    [("2", None, [1]), ("2", StoppedError("saved"), [1]), ("2", RunError("nan"), []),
+     ("1", None, [])],
+)  # fmt: skip
+def test_a_process_that_fails_goes_silent(
+    size: str, error: Exception | None, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+    started = SimpleNamespace(end=lambda: ends.append(1))
+    monkeypatch.setattr(heartbeat, "Heartbeat", lambda minutes, lost: started)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(type(error)) if error else nullcontext(), heartbeat.heartbeats(1, print):
+        if error is not None:
+            raise error
+    assert ends == ended
+
+
+def test_a_summary_that_is_no_number_is_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fake_stages.run", lambda *_: {"loss": float("nan")})
+    with pytest.raises(ValueError, match="Out of range float values"):
+        runner(case).run()
+
+
+def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> None:
+    current = runner(case, until="prepare")
+    current.run()
+    (case.runs / "store" / "hashes.json").unlink()
+    store = Store(case.runs)
+    (first, *_) = inspect(current.nodes, store, store.hasher(0), "tiny")
+    assert (first.state, first.reason.partition(":")[0]) == ("cached", "not yet checked")
