@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from bosch.hardware import cpu_cores
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
@@ -17,8 +18,10 @@ from bosch.objective.decoder_shape import DecoderShape
 from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
 from pipeline.cli import main
+from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
+from stages.cost import Devices
 from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
@@ -389,12 +392,39 @@ def test_hardware_names() -> None:
     world = World()
     assert find_hardware("H100x8", world) == ("h100", 8)
     assert find_hardware("a100", world) == ("a100", 1)
+    assert find_hardware("cpu", world) == ("cpu", cpu_cores())
     assert find_hardware(None, World(processes_per_node=4, gpus=4)) == ("h100", 4)
     assert find_hardware(None, world)[0] == "cpu"
     with pytest.raises(UserError, match="did you mean h100"):
         find_hardware("h10x8", world)
     with pytest.raises(UserError, match="expected one of"):
         find_hardware("h100x0", world)
+
+
+GIB = 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("hardware", "world", "devices"),
+    [
+        (None, World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
+        ("cpux8", World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
+        # Another machine's memory is four GiB a core.
+        ("cpux6", World(processes_per_node=2), ("cpu", 6, 2, 2, 12 * GIB)),
+        ("cpux6", World(2, 0, 3, "h", 1), ("cpu", 6, 6, 3, 8 * GIB)),
+        (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
+        ("h200x16", World(gpus=4), ("h200", 16, 16, 8, 141 * GIB)),
+        ("h200x32", World(gpus=16), ("h200", 32, 32, 16, 141 * GIB)),
+        ("a100x4", World(), ("a100", 4, 4, 4, 80 * GIB)),
+    ],
+)
+def test_what_is_planned_for(
+    hardware: str | None, world: World, devices: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "cpu_cores", lambda: 8)
+    monkeypatch.setattr("stages.cost.host_memory", lambda: 100)
+    loaded = replace(_paper("qwen3_1p7b"), world=world)
+    assert plan_devices(loaded, hardware) == Devices(*devices)
 
 
 def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
