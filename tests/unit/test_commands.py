@@ -62,7 +62,9 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [[True, False, False, False], [False] * 4, [True, True, False, True]]
     model = small_model(num_hidden_layers=3)
     head = 2 * model.config.head_dim * 4
-    materialize(model, HeadMask(rows), Window(6, 2)).save_pretrained(tmp_path)
+    hybrid = materialize(model, HeadMask(rows), Window(6, 2))
+    hybrid.save_pretrained(tmp_path)
+    hybrid.bfloat16().save_pretrained(tmp_path / "half")
     capsys.readouterr()  # which transformers' own imports may have written to
     assert main(["show", str(tmp_path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -70,6 +72,9 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     for row in record["cache_bytes"]:
         held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
+    assert main(["show", str(tmp_path / "half"), "--json"]) == 0
+    half = json.loads(capsys.readouterr().out)["cache_bytes"]
+    assert [2 * row["hybrid"] for row in half] == [row["hybrid"] for row in record["cache_bytes"]]
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown

@@ -38,6 +38,7 @@ class Launches:
     def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
         self.orders.append(order)
         work = Path(order["work_dir"])
+        assert not (work / "scores.json").exists(), "what an earlier try left"
         names = ["original", *order["inputs"]]
         subtasks = {
             name: {("niah_single_1", 4096): [1.0] * RIGHT[name] + [0.0] * (20 - RIGHT[name])}

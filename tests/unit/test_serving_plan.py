@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
 from bosch.vllm import cache_settings
-from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
+from bosch.vllm.checks import (
+    check_complete,
+    check_engine,
+    check_order,
+    grouping_of,
+    original_plan,
+    plan_of,
+    untested_version,
+)
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -443,6 +451,116 @@ def test_only_what_no_option_says_is_chosen(
     cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
     Arguments().create_engine_config()
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
+
+
+def test_an_original_models_own_windows_are_in_its_plan() -> None:
+    plan = original_plan(small_model("gpt_oss").config, 1)
+    assert (plan.unit, plan.caches) == (4, ((None,), (5,), (None,)))
+
+
+@pytest.mark.parametrize(
+    ("configured", "variable", "expected"),
+    [
+        (None, None, "equal"),
+        ("BOTH", None, "unequal"),
+        (None, "BOTH", "unequal"),
+        ("COMPACT", "BOTH", "equal"),
+        ("OUTERMOST", None, "equal"),
+        ("UNKNOWN", None, "equal"),
+    ],
+)
+def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
+    configured: str | None, variable: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = {
+        name: SimpleNamespace(is_block_outermost=outermost, is_block_compact=compact)
+        for name, outermost, compact in (
+            ("BOTH", True, True), ("OUTERMOST", True, False), ("COMPACT", False, True)
+        )
+    }  # fmt: skip
+    interfaces, vllm = SimpleNamespace(), SimpleNamespace()
+    vllm.envs = SimpleNamespace(VLLM_KV_CACHE_LAYOUT=variable)
+    kinds = SimpleNamespace(KVCacheLayout=SimpleNamespace(__members__=layouts))
+    for name, module in (
+        ("vllm", vllm),
+        ("vllm.model_executor.models", SimpleNamespace(interfaces=interfaces)),
+        ("vllm.v1.kv_cache_interface", kinds),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=configured))
+    assert grouping_of(config) == "engine", "an engine that takes no groups of ours"
+    interfaces.SupportsKVCacheGrouping = object
+    assert grouping_of(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "block_size", "is_off", "level", "more"),
+    [
+        (8192, 16, False, "WARNING", (256, 16, " with --max-num-batched-tokens 256")),
+        (8192, 32, True, "WARNING",
+         (256, 16, " without --disable-hybrid-kv-cache-manager and with --max-num-batched-tokens "
+                   "256 and with --block-size 16")),
+        (256, 16, False, "INFO",
+         (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
+        (8, 16, False, "INFO", None),
+    ],
+)  # fmt: skip
+def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
+    step: int,
+    block_size: int,
+    is_off: bool,
+    level: str,
+    more: tuple[int, int, str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two layers with one full and seven sliding heads: a group of full and seven of sliding."""
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(cache_settings, "grouping_of", lambda config: "engine")
+    monkeypatch.setattr(
+        cache_settings, "served_layouts", lambda config: [full_first(1, 8, Window(64))] * 2
+    )
+    original = module_plan(two_kinds([8, 8], 8, [64, 64]))
+    monkeypatch.setattr(cache_settings, "original_plan", lambda *_: original)
+    size, head, length = 2**30, 512, 4096
+
+    def tokens(step: int, block: int) -> int:
+        held = min(63 + 2 * step, length)  # of two steps at once
+        blocks = -(-length // block) + 7 * (-(-held // block) + 1)
+        return int(size // (2 * block * head) / blocks * length)
+
+    parallel = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=length),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, **parallel),
+        cache_config=SimpleNamespace(block_size=block_size, kv_cache_size_tokens=tokens(step, 16)),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=step, max_num_seqs=4, disable_hybrid_kv_cache_manager=is_off
+        ),
+        max_concurrent_batches=2, num_speculative_tokens=1,
+    )  # fmt: skip
+    spec = SimpleNamespace(page_size_bytes=32 * 4 * head, block_size=32, num_kv_heads=4)
+    cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
+        kv_cache_tensors=[SimpleNamespace(size=size)],
+    )
+    caplog.set_level("INFO", "vllm.bosch")
+    cache_settings.log_cache(config, cache)
+    originally = size // (2 * 8 * block_size * head) * block_size
+    expected = (
+        f"Hybrid KV cache: {tokens(step, 16):,} tokens in requests of 4,096; in the same memory "
+        f"{originally:,} of the original model ({tokens(step, 16) / originally:.1f} times as many)"
+    )
+    if more is not None:
+        expected += f"; {tokens(more[0], more[1]):,}{more[2]}"
+    assert [(one.levelname, one.message) for one in caplog.records] == [(level, expected)]
+    for several in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        caplog.clear()
+        config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, **parallel)
+        setattr(config.parallel_config, several, 2)
+        cache_settings.log_cache(config, cache)
+        assert not caplog.records
 
 
 @pytest.mark.parametrize(
