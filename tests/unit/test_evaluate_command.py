@@ -129,7 +129,6 @@ def test_checkpoints_of_a_running_training(
     text = (place / "table.md").read_text()
     assert "? 90.0 (68.3–98.8)" in text  # 20 samples do not tell 18 from 19, but 10 from 19
     assert "| 50.0 (27.2–72.8)" in text
-    assert "| 50.0 (27.2–72.8)" in text
     assert "niah_single_1" in capsys.readouterr().out
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
 

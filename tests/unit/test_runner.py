@@ -23,14 +23,16 @@ from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from pipeline.run import first_node, heartbeat, worker
-from pipeline.run.graph import resolve
+from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
+from stages.context import StageConfig
 from stages.recipe import World
+from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
 
 # The recipe asks for no measurement and no rival.
@@ -78,6 +80,31 @@ def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) ->
     output = json.loads((case.output("train") / "output.json").read_text())
     assert set(output["inputs"]) == {"prepare", "materialize"}
     assert output["upstream"] == ["materialize", "prepare", "search"]
+
+
+def test_a_stage_is_told_all_that_its_order_says(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, StageConfig[Any]] = {}
+    run = fake_stages.run
+
+    def note(config: StageConfig[Any], *paths: Any) -> dict[str, Any]:
+        told[type(config.section).__name__] = config
+        return run(config, *paths)
+
+    monkeypatch.setattr(fake_stages, "run", note)
+    current = runner(case, "seed=7")
+    current.run()
+    search, nodes = told["SearchConfig"], {node.name: node for node in current.nodes}
+    document = nodes["search"].document or {}
+    assert search.shared == current.store.shared("search", document)
+    assert search.model_identity == document_key(document["model"])
+    assert search.other_stages == tuple(one.name for one in STAGES if one.name != "search")
+    assert str(case.model / "model.safetensors") in search.stamps
+    recipe = current.loaded.recipe
+    assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
+    assert told["EvaluateConfig"].shared == current.store.pool("evaluation")
+    assert told["ReportConfig"].model_identity is None
 
 
 def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
