@@ -21,6 +21,7 @@ from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
+from pipeline.commands.measure import default_output
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
@@ -103,6 +104,7 @@ def test_measure_prints_its_report_as_json_alone_or_where_it_is(
     (model, original, _, folder), (*others, output) = asked
     assert (model, original, others[:2]) == ("a/model", "b", ["c/model", None])
     assert folder.parent == Path("runs/measure") and folder.name.startswith("model-")
+    assert folder == default_output("b/../a/model") != default_output("b/model")
     assert output == Path("out")
 
 
