@@ -22,6 +22,7 @@ from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
 from pipeline.commands.measure import default_output
+from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
@@ -56,7 +57,16 @@ def test_json_is_all_that_is_printed(
             "stage": "prepare", "state": "to run", "reason": "never made"
         }  # fmt: skip
     if name == "plan":
-        assert all(one["flops"] >= 0 and one["disk_bytes"] > 0 for one in record["stages"])
+        loaded = load_recipe(case.file, env={})
+        devices = plan_devices(loaded)
+        costs = plan_costs(loaded, devices)
+        assert record["hardware"] == {"name": devices.name, "count": devices.count}
+        for one in record["stages"]:
+            cost = costs[one["stage"]]
+            assert (one["flops"], one["disk_bytes"], one["facts"]) == (
+                cost.flops, cost.disk, list(cost.facts)
+            )  # fmt: skip
+            assert one["hours"] == cost.hours(devices.name, devices.count)
 
 
 def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.cost import Devices
-from stages.formats import format_bytes
+from stages.formats import format_bytes, format_flops, format_hours
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -82,6 +82,16 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
     assert "4 sequences a step on 8 process(es)" in text
     assert "12 samples for the hybrid and each of 2 checkpoints" in text
     assert "note:" not in text
+    loaded = load_recipe(case.file, env={})
+    costs = plan_costs(loaded, plan_devices(loaded, "h100x8"))
+    for device in ("a800", "h100", "h200", "cpu"):
+        hours = [f"{name} {format_hours(cost.hours(device, 8))}" for name, cost in costs.items()
+                 if cost.flops]  # fmt: skip
+        assert f"  {device} x 8".ljust(15) + ", ".join(hours) in text
+    flops, disk = (sum(getattr(c, name) for c in costs.values()) for name in ("flops", "disk"))
+    hours = sum(cost.hours("h100", 8) for cost in costs.values())
+    total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
+    assert f"  in all       {total}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -437,7 +447,8 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
         return [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
 
     one, two, four, eight = lines()
-    assert "a request on 1 rank (CPU): 1k: " in one and "x the tokens)" in one
+    # Blocks of 32 tokens: 32 for all, 9 + 1 for a window and 256 tokens of a step; 1 KiB a head.
+    assert "(CPU): 1k: 336 KiB instead of 512 KiB (1.5 x the tokens)" in one
     assert "up to" not in one
     assert "up to" in two and two.endswith("which search.head_granularity=2 avoids")
     assert "up to" in four and four.endswith("which search.head_granularity=4 avoids")
@@ -462,7 +473,8 @@ def test_the_plan_says_what_pages_hold(tmp_path: Path) -> None:
         lines = plan_lines(load_recipe(case.file, env={}))
         return next(line for line in lines if "generate_batch" in line)
 
-    assert re.search(r"of 256 tokens and \d+ KiB: 1k: 2\.5 instead of 4\.0 \(", line()), line()
+    sizes = "of 256 tokens and 128 KiB: 1k: 2.5 instead of 4.0 (320 KiB instead of 512 KiB)"
+    assert line().endswith(sizes)
     assert "not served: the model has sinks" in line(sinks=4)
     mask, menu = tmp_path / "mask.json", [Window(8), Window(4)]
     choices = HeadMask.of_choices([[0, 1, 2, 0]] * 4)
