@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
-from bosch.vllm import cache_settings
+from bosch.vllm import cache_settings, plugin
 from bosch.vllm.checks import (
     check_complete,
     check_engine,
@@ -26,6 +26,7 @@ from bosch.vllm.checks import (
     plan_of,
     untested_version,
 )
+from bosch.vllm.groups import groups_of_modules, module_name
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -561,6 +562,72 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
         setattr(config.parallel_config, several, 2)
         cache_settings.log_cache(config, cache)
         assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("is_off", "draft", "ours"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_modules_of_one_kind_share_groups_of_ours(
+    is_off: bool, draft: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spec(NamedTuple):
+        num_kv_heads: int
+        sliding_window: int | None = None
+        page_size_bytes: int = 10
+
+        def max_memory_usage_bytes(self, config: object) -> int:
+            return 80 if self.sliding_window is None else 20
+
+    planning = SimpleNamespace(
+        get_kv_cache_groups=lambda config, specs: ["vLLM's own"],
+        create_kv_cache_group_specs=lambda specs, groups: [("equal", *names) for names in groups],
+    )
+    interface = SimpleNamespace(
+        KVCacheGroupSpec=lambda names, specs: ("unequal", *names, specs),
+        UniformTypeKVCacheSpecs=SimpleNamespace(from_specs=list),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_planning", planning)
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=is_off)
+    specs = {module_name("a", 0): Spec(3), module_name("a", 1): Spec(2, 9),
+             module_name("b", 0): Spec(1), module_name("b", 1): Spec(2, 9)}  # fmt: skip
+    if draft:
+        specs["draft.attention"] = Spec(4)
+    found = groups_of_modules(SimpleNamespace(scheduler_config=scheduler), specs)
+    # A group of each kind with four heads leaves nothing unused.
+    groups = [("unequal", "a.module0", "b.module0", ["a.module0", "b.module0"]),
+              ("equal", "a.module1", "b.module1")]  # fmt: skip
+    assert found == (groups if ours else ["vLLM's own"])
+
+
+def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: dict[str, str] = {}
+    called: list[str] = []
+
+    def hook(name: str) -> type:
+        def verify(cls: type, config: object) -> None:
+            called.append(name)
+
+        return type(name, (), {"verify_and_update_config": classmethod(verify)})
+
+    hooks = {FAMILIES["qwen3"].base_model_class: hook("its own")}
+    registry = SimpleNamespace(register_model=registered.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    config = SimpleNamespace(MODELS_CONFIG_MAP=hooks, VerifyAndUpdateConfig=hook("vLLM's"))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", config)
+    for name in ("wrap_engine", "show_refusals_as_sentences"):
+        monkeypatch.setattr(plugin, name, lambda: None)
+    for name in ("check_servable", "choose_cache_settings"):
+        monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
+    plugin.register()
+    served = {f.model_class for f in FAMILIES.values() if f.is_installed and not f.is_part}
+    assert registered == {name: f"bosch.vllm.models:{name}" for name in served}
+    for family, own in (("qwen3", "its own"), ("llama", "vLLM's")):
+        called.clear()
+        hooks[FAMILIES[family].model_class].verify_and_update_config(None)
+        assert called == ["check_servable", own, "choose_cache_settings"]
 
 
 @pytest.mark.parametrize(
