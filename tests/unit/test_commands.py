@@ -52,7 +52,10 @@ def test_json_is_all_that_is_printed(
     assert (record["recipe"], record["file"]) == ("tiny", str(case.file))
     stages = [one if name == "validate" else one["stage"] for one in record["stages"]]
     assert stages[0] == "prepare" and stages[-1] == "report"
+    if name == "validate":
+        assert (record["fetches"], record["gaps"]) == ([], [])
     if name == "status":
+        assert record["results"] == str(case.runs / "tiny")
         assert record["stages"][0] == {
             "stage": "prepare", "state": "to run", "reason": "never made"
         }  # fmt: skip

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from pipeline.run import first_node, heartbeat, worker
 from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Choice, Runner, _git_commit
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
@@ -134,6 +135,29 @@ def test_manifests_hold_what_made_the_output(case: Case) -> None:
     assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
     assert "torch" in manifest["packages"]
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
+
+
+def test_the_commit_of_a_manifest_says_whether_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+        command = ["git", *own, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr("pipeline.run.runner.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    commit = _git_commit.__wrapped__
+    assert commit() is None
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    (tmp_path / "notes").touch()  # which is no part of it
+    assert commit() == git("rev-parse", "HEAD")
+    (tmp_path / "code.py").write_text("2")
+    assert commit() == git("rev-parse", "HEAD") + "+"
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,7 @@ def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
                    "256 and with --block-size 16")),
         (256, 16, False, "INFO",
          (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
+        (40, 16, False, "INFO", None),  # steps of 8 hold 1.09 times as many
         (8, 16, False, "INFO", None),
     ],
 )  # fmt: skip
@@ -612,7 +613,15 @@ def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
 
         return type(name, (), {"verify_and_update_config": classmethod(verify)})
 
-    hooks = {FAMILIES["qwen3"].base_model_class: hook("its own")}
+    families = {
+        name: SimpleNamespace(
+            model_class=f"Hybrid{name}", base_model_class=name,
+            is_part=name == "Part", is_installed=name != "Newer",
+        )
+        for name in ("One", "Two", "Part", "Newer")
+    }  # fmt: skip
+    monkeypatch.setattr(plugin, "FAMILIES", families)
+    hooks = {"One": hook("its own")}
     registry = SimpleNamespace(register_model=registered.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     config = SimpleNamespace(MODELS_CONFIG_MAP=hooks, VerifyAndUpdateConfig=hook("vLLM's"))
@@ -622,11 +631,11 @@ def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
     for name in ("check_servable", "choose_cache_settings"):
         monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
     plugin.register()
-    served = {f.model_class for f in FAMILIES.values() if f.is_installed and not f.is_part}
+    served = ("HybridOne", "HybridTwo")
     assert registered == {name: f"bosch.vllm.models:{name}" for name in served}
-    for family, own in (("qwen3", "its own"), ("llama", "vLLM's")):
+    for name, own in zip(served, ("its own", "vLLM's"), strict=True):
         called.clear()
-        hooks[FAMILIES[family].model_class].verify_and_update_config(None)
+        hooks[name].verify_and_update_config(None)
         assert called == ["check_servable", own, "choose_cache_settings"]
 
 
