@@ -565,6 +565,23 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
         assert not caplog.records
 
 
+def test_vllms_functions_are_wrapped_once_and_log_the_caches_of_hybrids_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(cache_settings, "log_cache", lambda *_: called.append("ours"))
+    module = SimpleNamespace(__name__="utils", update=lambda *_: called.append("vLLM's"))
+    for name in ("update", "update", "gone in this version"):
+        cache_settings.wrap(module, name, cache_settings._logging_cache)
+    for config, expected in (
+        (SimpleNamespace(hybrid_attention={"sinks": 0}), ["vLLM's", "ours"]),
+        (SimpleNamespace(), ["vLLM's"]),
+    ):
+        called.clear()
+        module.update(SimpleNamespace(model_config=SimpleNamespace(hf_config=config)), None)
+        assert called == expected
+
+
 @pytest.mark.parametrize(
     ("is_off", "draft", "ours"), [(False, False, True), (True, False, False), (False, True, False)]
 )
