@@ -119,9 +119,10 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
 
 def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    case.change_config(vocab_size=2**30)
-    lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
-    assert lines[-1].strip().startswith("note: the weights do not fit")
+    for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
+        case.change_config(vocab_size=gib * 2**30 // 128)
+        lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
+        assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
 def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
@@ -222,6 +223,8 @@ def test_a_search_has_as_many_batches_as_its_objective(
     assert loaded.info is not None
     costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == tuple(map(len, rounds))
+    (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
+    assert f" on {max(map(len, rounds))} of them" in line
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -455,6 +458,14 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
     assert "on 8 ranks" in eight
     assert "up to" not in lines(head_granularity=2)[1]
     assert "vLLM" in lines(sinks=4, head_granularity=1)[0]
+    case.content["materialize"] = {"dtype": "float32"}
+    assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in lines(sinks=0)[0]
+    del case.content["materialize"]
+    # Two layers that slide by themselves, in the original too: of 62 and 42 blocks.
+    own = {"model_type": "olmo3", "sliding_window": 9}
+    case.change_config(layer_types=["full_attention", "sliding_attention"] * 2, **own)
+    assert "(CPU): 1k: 248 KiB instead of 336 KiB (1.4 x the tokens)" in lines()[0]
+    case.change_config(layer_types=["full_attention"] * 4, model_type="qwen3")
     mask = tmp_path / "mask.json"
     HeadMaskFile.of(
         HeadMask.all_sliding(1, 1), Window(4), model="", method="rand", swa_ratio=1.0
@@ -476,6 +487,8 @@ def test_the_plan_says_what_pages_hold(tmp_path: Path) -> None:
     sizes = "of 256 tokens and 128 KiB: 1k: 2.5 instead of 4.0 (320 KiB instead of 512 KiB)"
     assert line().endswith(sizes)
     assert "not served: the model has sinks" in line(sinks=4)
+    case.content["materialize"] = {"dtype": "float32"}
+    assert "(640 KiB instead of 1 MiB)" in line(sinks=0)
     mask, menu = tmp_path / "mask.json", [Window(8), Window(4)]
     choices = HeadMask.of_choices([[0, 1, 2, 0]] * 4)
     HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)

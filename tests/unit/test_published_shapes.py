@@ -112,6 +112,8 @@ def test_a_plan_needs_a_configuration_and_nothing_else(
     for name in ("Qwen/Qwen3-8B-Base", str(SHAPES / "qwen3_8b")):
         assert main(["plan", str(case.file), f"model.path={name}"]) == 0
         assert "15.3 GiB" in capsys.readouterr().out
+        assert main(["plan", str(case.file), f"model.path={name}", "model.dtype=float32"]) == 0
+        assert " model        30.5 GiB of weights" in capsys.readouterr().out
     assert main(["plan", str(case.file), "model.path=nobody/unknown"]) == 2
     assert "the shape of nobody/unknown is not known here" in capsys.readouterr().err
 
