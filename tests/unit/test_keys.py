@@ -143,8 +143,9 @@ def test_a_branch_of_the_hub_is_the_commit_that_is_here(
     monkeypatch.setenv("HF_HUB_CACHE", str(case.folder / "hub"))
     shutil.copytree(case.model, folder / "snapshots" / commit)
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(commit)
-    changes = ("model.path=org/name", "model.revision=main")
+    for branch, there in (("main", "d" * 40), ("dev", commit)):
+        (folder / "refs" / branch).write_text(there)
+    changes = ("model.path=org/name", "model.revision=dev")
     model = documents(case, *changes, fetch=False)["search"]["model"]
     assert (model["hub"], model["commit"]) == ("org/name", commit)
     loaded = load_recipe(case.file, changes, stages=fake_table(), fetch=False)

@@ -490,9 +490,11 @@ def test_the_plan_says_what_pages_hold(tmp_path: Path) -> None:
     case.content["materialize"] = {"dtype": "float32"}
     assert "(640 KiB instead of 1 MiB)" in line(sinks=0)
     mask, menu = tmp_path / "mask.json", [Window(8), Window(4)]
-    choices = HeadMask.of_choices([[0, 1, 2, 0]] * 4)
-    HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
-    assert "the windows 4, 8" in line(method="given", mask=str(mask), sinks=0)
+    for second, refused in ((2, True), (1, False)):  # no head has the other window
+        choices = HeadMask.of_choices([[0, 1, second, 0]] * 4)
+        HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
+        text = line(method="given", mask=str(mask), sinks=0)
+        assert ("the windows 4, 8" in text) == ("not served" in text) == refused
 
 
 def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
