@@ -97,6 +97,11 @@ def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     (tmp_path / "mask.json").write_text('{"window_size": 8, "sinks": 0}')
     with pytest.raises(UserError, match=r"is no head mask .it has no 'num_key_value_heads'"):
         heads_of_mask_file(str(tmp_path / "mask.json"))
+    for heads in ("[]", "[[0, 1, 2]]"):  # no layer, and more heads than there are
+        fields = f'"window_size": 8, "sinks": 0, "num_key_value_heads": 2, "swa_kv_heads": {heads}'
+        (tmp_path / "mask.json").write_text(f"{{{fields}}}")
+        with pytest.raises(UserError, match=r"mask\.json is no head mask$"):
+            heads_of_mask_file(str(tmp_path / "mask.json"))
     _saved(tmp_path / "mask.json", _mask((4, 4), 8))
     first = _keys(case)
     _saved(tmp_path / "mask.json", _mask((4, 4), 8, seed=1))
