@@ -89,8 +89,8 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
                  if cost.flops]  # fmt: skip
         assert f"  {device} x 8".ljust(15) + ", ".join(hours) in text
     flops, disk = (sum(getattr(c, name) for c in costs.values()) for name in ("flops", "disk"))
-    hours = sum(cost.hours("h100", 8) for cost in costs.values())
-    total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
+    every = sum(cost.hours("h100", 8) for cost in costs.values())
+    total = f"{format_flops(flops)}, {format_hours(every)}, {format_bytes(disk)} on disk"
     assert f"  in all       {total}\n" in text
 
 
