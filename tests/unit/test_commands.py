@@ -21,7 +21,10 @@ from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
+from pipeline.commands.measure import default_output
+from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
 from stages.prepare.stage import PrepareConfig
 from tests.elsewhere import ROOT
@@ -49,19 +52,33 @@ def test_json_is_all_that_is_printed(
     assert (record["recipe"], record["file"]) == ("tiny", str(case.file))
     stages = [one if name == "validate" else one["stage"] for one in record["stages"]]
     assert stages[0] == "prepare" and stages[-1] == "report"
+    if name == "validate":
+        assert (record["fetches"], record["gaps"]) == ([], [])
     if name == "status":
+        assert record["results"] == str(case.runs / "tiny")
         assert record["stages"][0] == {
             "stage": "prepare", "state": "to run", "reason": "never made"
         }  # fmt: skip
     if name == "plan":
-        assert all(one["flops"] >= 0 and one["disk_bytes"] > 0 for one in record["stages"])
+        loaded = load_recipe(case.file, env={})
+        devices = plan_devices(loaded)
+        costs = plan_costs(loaded, devices)
+        assert record["hardware"] == {"name": devices.name, "count": devices.count}
+        for one in record["stages"]:
+            cost = costs[one["stage"]]
+            assert (one["flops"], one["disk_bytes"], one["facts"]) == (
+                cost.flops, cost.disk, list(cost.facts)
+            )  # fmt: skip
+            assert one["hours"] == cost.hours(devices.name, devices.count)
 
 
 def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [[True, False, False, False], [False] * 4, [True, True, False, True]]
     model = small_model(num_hidden_layers=3)
     head = 2 * model.config.head_dim * 4
-    materialize(model, HeadMask(rows), Window(6, 2)).save_pretrained(tmp_path)
+    hybrid = materialize(model, HeadMask(rows), Window(6, 2))
+    hybrid.save_pretrained(tmp_path)
+    hybrid.bfloat16().save_pretrained(tmp_path / "half")
     capsys.readouterr()  # which transformers' own imports may have written to
     assert main(["show", str(tmp_path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -69,6 +86,9 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     for row in record["cache_bytes"]:
         held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
+    assert main(["show", str(tmp_path / "half"), "--json"]) == 0
+    half = json.loads(capsys.readouterr().out)["cache_bytes"]
+    assert [2 * row["hybrid"] for row in half] == [row["hybrid"] for row in record["cache_bytes"]]
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown
@@ -97,6 +117,7 @@ def test_measure_prints_its_report_as_json_alone_or_where_it_is(
     (model, original, _, folder), (*others, output) = asked
     assert (model, original, others[:2]) == ("a/model", "b", ["c/model", None])
     assert folder.parent == Path("runs/measure") and folder.name.startswith("model-")
+    assert folder == default_output("b/../a/model") != default_output("b/model")
     assert output == Path("out")
 
 
@@ -274,21 +295,43 @@ def test_new_takes_the_kind_of_the_files_that_hold_documents(
     assert f"kind: {kind}, path" in Path("my_model.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json"])
 def test_new_writes_a_recipe_that_loads_beside_the_model(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(case.folder)
     (case.folder / "mine").mkdir()
-    (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+    for number in range(2):
+        (case.folder / "mine" / f"{number}{name}").write_text('{"text": "some"}\n')
+    (case.folder / "mine" / "about").touch()
+    case.change_config(max_position_embeddings=1500)
     assert main(["new", "model", "--data", "mine"]) == 0
     assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
-    loaded = load_recipe("my_model.yaml", input_files=False, env={})
-    source = loaded.recipe[PrepareConfig].sources[0]
-    assert source.kind == {".txt": "text"}.get(Path(name).suffix, Path(name).suffix[1:])
+    recipe = (loaded := load_recipe("my_model.yaml", input_files=False, env={})).recipe
+    source, kinds = recipe[PrepareConfig].sources[0], {".txt": "text", ".json": "jsonl"}
+    assert source.kind == kinds.get(Path(name).suffix, Path(name).suffix[1:])
     assert source.path == str(case.folder / "mine")
-    assert loaded.recipe[PrepareConfig].sequence_length == 1024, "the model's positions"
+    assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
+    assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
     assert loaded.output_root == case.folder / "runs"
+
+
+@pytest.mark.parametrize(("positions", "status"), [(255, 2), (256, 0), (40_960, 0), (None, 0)])
+def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
+    case: Case, positions: int | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(case.folder)
+    (case.folder / "sub").mkdir()
+    case.change_config(max_position_embeddings=positions)
+    typed = ["new", "model", "--data", "org/name", "--output", "sub/a.yaml"]
+    assert main(typed) == status
+    if not status:
+        content = parse_yaml(Path("sub/a.yaml").read_text(), "a.yaml")
+        assert content["model"]["path"] == "../model"
+        (source,) = content["prepare"]["sources"]
+        assert (source["kind"], source["path"]) == ("huggingface", "org/name")
+        length = {256: 256}.get(positions or 0, "4k")
+        assert content["prepare"]["sequence_length"] == length
 
 
 @pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
@@ -303,7 +346,9 @@ def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     if shown:
         monkeypatch.setenv("BOSCH_SHOW_STEPS", "1")
+    monkeypatch.setattr(logging, "raiseExceptions", True)
     log.configure("info", tmp_path / "stage.log", rank)
+    assert not logging.raiseExceptions, "a full disk would print a traceback"
     logging.getLogger("stages.train").info("step 7")
     logging.getLogger("stages.train").warning("no data")
     logging.getLogger("bosch.progress").info("train: 7/9 steps")

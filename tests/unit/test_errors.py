@@ -41,9 +41,10 @@ def test_a_failure_of_a_stage_has_a_kind_and_a_message(
     assert told["kind"] == kind and told["message"].startswith(message)
     assert log.exists() == (kind == "unexpected")
     if kind == "run" and "disk" in message:
-        wrapped = RunError("cannot be written")
-        wrapped.__cause__ = error
-        assert describe(wrapped, tmp_path, log) == told
+        for name in ("__cause__", "__context__"):
+            wrapped = RunError("cannot be written")
+            setattr(wrapped, name, error)
+            assert describe(wrapped, tmp_path, log) == told
     if log.exists():
         assert "KeyError" in log.read_text()
         (tmp_path / "file").touch()

@@ -15,7 +15,7 @@ import pytest
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes
-from pipeline.commands import evaluate
+from pipeline.commands import evaluate, evaluation
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
@@ -38,6 +38,7 @@ class Launches:
     def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
         self.orders.append(order)
         work = Path(order["work_dir"])
+        assert not (work / "scores.json").exists(), "what an earlier try left"
         names = ["original", *order["inputs"]]
         subtasks = {
             name: {("niah_single_1", 4096): [1.0] * RIGHT[name] + [0.0] * (20 - RIGHT[name])}
@@ -46,10 +47,13 @@ class Launches:
         checkpoints = {
             name: {"needle": suite_table(subtasks[name], subtasks["original"])} for name in names
         }
-        write_samples(work, ({"checkpoint": name} for name in names))
+        stage = work.parent.name
+        write_samples(work, ({"checkpoint": name, "stage": stage} for name in names))
         hashes = file_hashes(work, ["samples.jsonl"])
+        by_position = {"edges": [0, 8], "documents": 4, "loss": [{"mean": 2.0}]}
+        positions = {name: by_position for name in names if name != "hybrid"}
         content = {"checkpoints": checkpoints, "missing": self.missing, "sha256": hashes}
-        SelectedScores.model_validate(content).write(work)
+        SelectedScores.model_validate({**content, "positions": positions}).write(work)
         self.during()
         return {}
 
@@ -125,12 +129,13 @@ def test_checkpoints_of_a_running_training(
     text = (place / "table.md").read_text()
     assert "? 90.0 (68.3–98.8)" in text  # 20 samples do not tell 18 from 19, but 10 from 19
     assert "| 50.0 (27.2–72.8)" in text
-    assert "| 50.0 (27.2–72.8)" in text
     assert "niah_single_1" in capsys.readouterr().out
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
 
 
-def test_a_choice_from_what_is_evaluated_starts_no_process(case: Case, launches: Launches) -> None:
+def test_a_choice_from_what_is_evaluated_starts_no_process(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _publish(case, "materialize", "model")
     train = _publish(case, "train", "checkpoints/tokens-8", "checkpoints/tokens-16", finished=False)
     assert run(case) == 0
@@ -140,6 +145,7 @@ def test_a_choice_from_what_is_evaluated_starts_no_process(case: Case, launches:
     part = _result(launches)
     assert list(part["checkpoints"]) == ["original", "tokens-16"]
     assert part["checkpoints"].items() <= whole["checkpoints"].items()
+    assert list(part["positions"]) == ["original", "tokens-16"]
     samples = (_place(launches) / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["checkpoint"] for line in samples] == ["original", "tokens-16"]
     # Other weights at the same place are another model.
@@ -148,6 +154,15 @@ def test_a_choice_from_what_is_evaluated_starts_no_process(case: Case, launches:
     assert len(launches.orders) == 2
     assert run(case, checkpoints=["hybrid"]) == 0
     assert len(launches.orders) == 2
+    # Other code to score with, and other samples, give other scores.
+    monkeypatch.setattr(evaluation, "VERSIONS", "generation-0-scoring-0")
+    assert run(case, checkpoints=["hybrid"]) == 0
+    assert len(launches.orders) == 3
+    case.content["evaluate"]["needle"]["samples"] = 3
+    case.save()
+    original = launches.orders[-1]
+    assert run(case, checkpoints=["hybrid"]) == 0
+    assert len(launches.orders) == 4 and launches.orders[-1]["work_dir"] != original["work_dir"]
 
 
 def _place(launches: Launches) -> Path:
@@ -174,10 +189,12 @@ def test_a_table_has_what_any_model_has_a_score_of() -> None:
         "a": {"harness": suite_table({("one", 0): [1.0, 0.0]})},
         "b": {"harness": suite_table({("one", 0): [1.0], ("two", 0): [0.0]}, groups=group)},
         "broken": {},
+        "c": {"harness": suite_table({("one", 0): [1.0]}, groups=group)},
     }
     [table] = evaluate.score_tables(SelectedScores.model_validate({"checkpoints": tables}))
     text = table.markdown()
     assert "| two | – | 0.0 (" in text and "| all (2 of 2 tasks) | – | 50.0 (" in text
+    assert "all (1 of 2 tasks)" not in text
 
 
 def test_what_is_finished_starts_no_process(case: Case, launches: Launches) -> None:
@@ -227,6 +244,21 @@ def test_scores_of_a_damaged_output_are_not_taken(
     launches.orders.clear()
     assert run(case) == 0
     assert len(launches.orders) == (0 if damaged is None else 1)
+    if damaged is None:
+        samples = (runner.store.root / "tiny/evaluation/samples.jsonl").read_text().splitlines()
+        places = {one["checkpoint"]: one["stage"] for one in map(json.loads, samples)}
+        assert places == {"original": "original", "hybrid": "evaluate"}
+
+
+def test_a_failed_evaluation_is_told_and_not_finished(case: Case, launches: Launches) -> None:
+    _publish(case, "materialize", "model")
+
+    def fail() -> None:
+        raise RunError("evaluate: the GPU is gone")
+
+    launches.during = fail
+    with pytest.raises(RunError, match=r"^evaluate: the GPU is gone"):
+        run(case)
 
 
 def test_a_task_without_a_score_shows_in_the_exit_status(
@@ -262,6 +294,16 @@ def test_watch_evaluates_what_appears_and_ends_with_the_training(
     ]  # fmt: skip
     with pytest.raises(UserError, match="leave --model out"):
         run(case, watch=True, model=["somewhere"])
+
+
+def test_watch_ends_with_the_checkpoints_that_were_asked_for(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(evaluate.time, "sleep")
+    _publish(case, "materialize", "model")
+    _publish(case, "train", "checkpoints/tokens-1024", finished=False)
+    assert run(case, watch=True, checkpoints=["hybrid"]) == 0
+    assert [list(order["inputs"]) for order in launches.orders] == [["hybrid"]]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +371,10 @@ def test_models_are_known_by_their_content(
 ) -> None:
     """Whatever they are called; a name that is a path leads nowhere."""
     monkeypatch.setitem(RIGHT, "model", 3)
+    same_name = _model(case, case.folder / "original")
+    monkeypatch.setitem(RIGHT, str(same_name), 5)
+    assert run(case, model=[str(same_name)]) == 0
+    assert list(launches.orders.pop()["inputs"]) == [str(same_name)]
     places = [_model(case, case.folder / name / "model", note=name) for name in "ab"]
     for place in places:
         monkeypatch.setitem(RIGHT, str(place), 5)
@@ -366,12 +412,19 @@ def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
 ) -> None:
     for name in ("other", "same"):
         monkeypatch.setitem(RIGHT, name, 3)
-    place, same = (_model(case, case.folder / name) for name in ("other", "same"))
+    place, same = (_model(case, case.folder / name, note=name) for name in ("other", "same"))
     file = place / "model.safetensors" if of == "model" else case.model / "model.safetensors"
     before = file.read_bytes()
 
+    forgotten: list[tuple[Path, set[str]]] = []
+    monkeypatch.setattr(evaluation, "forget_answers", lambda *asked: forgotten.append(asked))
+    expected: set[str] = set()
+
     def write() -> None:
         assert str(file) in launches.orders[-1]["stamps"]
+        models = json.loads((Path(launches.orders[0]["work_dir"]) / "models.json").read_text())
+        own, base = models["models"], launches.orders[0]["model_identity"]
+        expected.update({own["other"]} if of == "model" else {*own.values(), base})
         write_safetensors(file, 7)
         if is_restored:
             file.write_bytes(before)
@@ -381,6 +434,7 @@ def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
     with pytest.raises(RunError, match=f"^{named}: changed while it was evaluated"):
         run(case, model=[str(place), str(same)])
     assert not Path(launches.orders[0]["work_dir"]).exists()
+    assert forgotten == [(case.runs / "shared" / "evaluation", expected)]
 
 
 def test_checkpoints_that_training_publishes_meanwhile(case: Case, launches: Launches) -> None:

@@ -36,17 +36,20 @@ CHAIN = ([[2, 2], [2, 2]], [[1, 2], [2, 0]], [[0, 2], [1, 0]], [[0, 1], [1, 0]])
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     points = [
         _point(CHAIN[0], held_out=(0.5, 0.25, 0.75), passes=3.5),
-        _point(CHAIN[1], score=1.0),
+        _point(CHAIN[1], score=1.0, held_out=(1.0, 1.0, 1.0)),
+        _point(CHAIN[2], score=0.0, held_out=(0.0, 0.0, 0.0)),
     ]
-    front = Front.of(points[::-1], MENU, CONTEXT, model="m")
+    same_slots = _point([[2, 1], [0, 2]])
+    front = Front.of([*points[::-1], same_slots], MENU, CONTEXT, model="m")
+    assert front.points == tuple(points)
     front = replace(front, chosen=1).priced(lambda mask: 10 * mask.kv_slots(MENU, CONTEXT))
     front.save(tmp_path / "front.json")
     assert Front.load(tmp_path / "front.json") == front
     content = json.loads((tmp_path / "front.json").read_text())
     assert content["window_sizes"] == [4, 16] and content["sinks"] == 2
     assert content["points"][1]["layout"] == [[16, 4], [4, 0]]
-    assert [point["kv_slots"] for point in content["points"]] == [4 * 5, 5 + 17 + 5 + 100]
-    assert [point["bytes"] for point in content["points"]] == [200, 1270]
+    assert [point["kv_slots"] for point in content["points"]] == [20, 5 + 17 + 5 + 100, 222]
+    assert [point["bytes"] for point in content["points"]] == [200, 1270, 2220]
     assert front.windows == tuple(MENU)
     assert front.mask(1) == HeadMask.of_choices(CHAIN[1])
 
@@ -81,6 +84,8 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_with(points=[{}] * 101), "101 points, a front has at most 100"),
         (_with(chosen=4), "chosen is 4, there are 4 points"),
         (_with(chosen=-1), "chosen is -1, there are 4 points"),
+        (_with(num_layers=1001), "1,001 layers of 2 KV heads; that is no model"),
+        (_with(num_key_value_heads=10_001), "2 layers of 10,001 KV heads; that is no model"),
         (_in_point(score=None), "points[0]: score has an unexpected value None"),
         (_in_point(score=float("nan")), "expected a finite number"),
         (_in_point(layout=[[5, 4], [4, 4]]), "points[0]: layout has the window 5"),
@@ -102,7 +107,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_in_point(kv_slots=21), "points[0]: kv_slots is 21, its layout has 20"),
         (_in_point(full_kv_heads=1), "points[0]: full_kv_heads is 1, its layout has 0"),
         (lambda content: content["points"].reverse(), "no more than the"),
-        (lambda content: content["points"].insert(0, content["points"][0]), "no more than the"),
+        (lambda content: content["points"].insert(0, content["points"][0]), "no more than the 20"),
     ],
 )
 def test_a_damaged_file_is_refused_in_a_sentence(

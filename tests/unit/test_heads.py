@@ -22,7 +22,7 @@ from bosch.budget import (
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.units import Units
-from bosch.window import Window, window_menu
+from bosch.window import Window, block_size, window_menu
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
     lambda shape: st.lists(
@@ -288,6 +288,9 @@ def test_window_counts_the_query_itself() -> None:
     assert window.past + 1 == window.size == 1024
     assert window.most_keys == 1028
     assert (str(window), str(Window(512))) == ("1,024 with 4 sinks", "512")
+    assert [Window(4, 2).held(tokens) for tokens in (2, 3, 4, 9)] == [2, 3, 5, 5]
+    assert [block_size(size) for size in (1, 16, 17, 128, 129)] == [16, 16, 17, 128, 128]
+    assert Window(2**31 - 2, 1).most_keys == 2**31 - 1
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ def index(case: Case, name: str) -> None:
     (case.model / "model.safetensors.index.json").write_text(content)
 
 
+def set_field(case: Case, section: str, name: str, value: object) -> None:
+    case.content[section][name] = value
+    case.save()
+
+
 @pytest.mark.parametrize(
     ("prepare", "change", "stages"),
     [
@@ -97,6 +102,8 @@ def index(case: Case, name: str) -> None:
         (None, lambda c: write(c, "training_args.json"), set()),
         (None, lambda c: write(c, "trainer_state.json"), set()),
         (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
+        (None, lambda c: set_field(c, "model", "trust_remote_code", True), EVERY_MODEL_STAGE),
+        (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"evaluate"}),
     ],
 )
 def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
@@ -126,6 +133,36 @@ def test_a_model_of_the_hub_is_its_name_and_commit(case: Case) -> None:
     changes = ("model.path=org/name", "model.revision=main", "model.dtype=float32")
     typed = documents(case, *changes, fetch=False)
     assert {name for name in main if main[name] != typed[name]} == EVERY_MODEL_STAGE
+
+
+def test_a_branch_of_the_hub_is_the_commit_that_is_here(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the key, and for the stage: the branch may move while the run lasts."""
+    folder, commit = case.folder / "hub" / "models--org--name", "c" * 40
+    monkeypatch.setenv("HF_HUB_CACHE", str(case.folder / "hub"))
+    shutil.copytree(case.model, folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    for branch, there in (("main", "d" * 40), ("dev", commit)):
+        (folder / "refs" / branch).write_text(there)
+    changes = ("model.path=org/name", "model.revision=dev")
+    model = documents(case, *changes, fetch=False)["search"]["model"]
+    assert (model["hub"], model["commit"]) == ("org/name", commit)
+    loaded = load_recipe(case.file, changes, stages=fake_table(), fetch=False)
+    run = Runner(loaded)
+    assert run.order(run.nodes[0], case.folder)["model"]["values"]["revision"] == commit
+
+
+def test_the_seed_is_in_the_keys_of_the_stages_that_draw(case: Case) -> None:
+    before, after = documents(case), documents(case, "seed=7")
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {"materialize", "report"}
+
+
+def test_a_stage_below_one_whose_files_are_not_hashed_has_no_key(case: Case) -> None:
+    loaded = load_recipe(case.file, stages=fake_table())
+    nodes = resolve(loaded, FileHasher(case.folder / "hashes.json", budget_bytes=0))
+    assert [node.key for node in nodes] == [None] * len(nodes)
 
 
 def test_code_of_a_tokenizer_that_may_run_is_part_of_the_data(case: Case) -> None:
@@ -226,6 +263,7 @@ def test_an_input_that_changes_and_changes_back_is_told_and_nothing_published(
     assert run_with(case, orders.append).run() > 0
     stamps = next(order["stamps"] for order in orders if order["stage"] == stage)
     assert stamps[str(path)] == file_stamp(path)
+    assert (str(case.corpus / "a.txt") in stamps) == (stage == "prepare"), "search does not read it"
 
 
 def test_a_stage_that_read_what_changed_and_changed_back_says_so(tmp_path: Path) -> None:

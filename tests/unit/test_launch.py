@@ -191,6 +191,18 @@ def test_the_reason_of_a_failure(
     assert type(error) is kind and said in str(error).replace(str(tmp_path), "WORK")
 
 
+@pytest.mark.parametrize(("blocks", "is_full"), [(255, True), (256, False)])
+def test_a_disk_with_less_than_a_mebibyte_left_is_full(
+    blocks: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 4 KiB that others than root may take."""
+    left = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_bfree=2**20, f_bsize=2**20)
+    monkeypatch.setattr(os, "statvfs", lambda folder: left)
+    order = {"stage": "search", "work_dir": str(tmp_path)}
+    error = launcher.failure_of(tmp_path, 1, order, World(), False)
+    assert (" is full; free some space" in str(error)) == is_full
+
+
 def test_a_process_that_was_killed_as_memory_ran_out(tmp_path: Path) -> None:
     order = {"stage": "search", "work_dir": str(tmp_path)}
     for status, ran_out in ((-9, True), (128 + 9, True), (-15, False), (1, False)):

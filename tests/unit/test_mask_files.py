@@ -136,12 +136,13 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
     scores = "6.05e-01\t0.0e+00\t9.6e-01\n2.49e-02\t1.0e+00\t0.0e+00\n"
     (tmp_path / "full_attention_heads.tsv").write_text(scores)
     (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 256, "lr": 0.02}')
-    target = tmp_path / "mask.json"
-    arguments = ["mask", "import", str(tmp_path), str(target), "--format", "duoattention"]
-    assert main([*arguments, "--swa-ratio", "0.4"]) == 0
-    read = HeadMaskFile.load(target)
-    assert read.mask.swa_kv_heads == [[1], [0, 2]]
-    assert (read.window_size, read.sinks) == (256, 128)
+    for ratio, heads in (("0", [[], []]), ("1", [[0, 1, 2]] * 2), ("0.4", [[1], [0, 2]])):
+        target = tmp_path / f"{ratio}.json"
+        arguments = ["mask", "import", str(tmp_path), str(target), "--format", "duoattention"]
+        assert main([*arguments, "--swa-ratio", ratio, "--model", "org/name"]) == 0
+        read = HeadMaskFile.load(target)
+        assert (read.mask.swa_kv_heads, read.swa_ratio) == (heads, read.mask.swa_ratio)
+        assert (read.window_size, read.sinks, read.model) == (256, 128, "org/name")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,9 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0]}}', _BOTH, "swa_token_num"),
         ("rtp_llm", "{}", [], "--key-value-heads"),
         ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 1], "1": [0, 0, 0, 0]}}', _BOTH, "same number"),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0]}}', _BOTH, "a multiple of 2"),
+        ("rtp_llm", '{"headwise_config": {"0": [1, 1, 2, 2]}}', _BOTH, "a list of 0 and 1"),
         ("rtp_llm", '{"headwise_config": {"²": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"00": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"' + "9" * 5000 + '": [1]}}', _BOTH, 'from "0" on'),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import email
+import errno
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from contextlib import nullcontext
 from email.message import Message
 from pathlib import Path
 
@@ -17,6 +20,8 @@ import readme_renderer.markdown
 
 import bosch.commands
 from bosch.commands import command_help
+from bosch.console import library_main
+from bosch.errors import RunError, UserError
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
@@ -101,6 +106,34 @@ def test_the_library_s_commands_work_without_the_checkout(site: Path, tmp_path: 
     shown = _bosch(site, "show", str(tmp_path))
     assert shown.returncode == 0, shown.stderr
     assert "the others see 6 tokens" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "status", "said"),
+    [
+        (3, 3, ""),
+        (UserError("no hybrid\x1b"), 2, "error: no hybrid\\x1b\n"),
+        (RunError("no disk"), 1, "error: no disk\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(errno.EACCES, "Permission denied", "there/config.json"), 2,
+         "error: there: Permission denied; name another file or folder\n"),
+        (OSError(errno.EACCES, "Permission denied", "/elsewhere"), None, ""),
+    ],
+)  # fmt: skip
+def test_the_exit_status_of_the_librarys_commands(
+    ends_with: int | BaseException, status: int | None, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def end(options: argparse.Namespace) -> int:
+        assert options.model == "there"
+        if isinstance(ends_with, int):
+            return ends_with
+        raise ends_with
+
+    monkeypatch.setattr("bosch.commands.show.command.run", end)
+    with pytest.raises(PermissionError) if status is None else nullcontext():
+        assert library_main(["show", "there"]) == status
+    assert capsys.readouterr().err == said
 
 
 def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:

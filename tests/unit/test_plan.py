@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from bosch.hardware import cpu_cores
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
@@ -17,9 +18,11 @@ from bosch.objective.decoder_shape import DecoderShape
 from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
 from pipeline.cli import main
+from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.formats import format_bytes
+from stages.cost import Devices
+from stages.formats import format_bytes, format_flops, format_hours
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -79,6 +82,16 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
     assert "4 sequences a step on 8 process(es)" in text
     assert "12 samples for the hybrid and each of 2 checkpoints" in text
     assert "note:" not in text
+    loaded = load_recipe(case.file, env={})
+    costs = plan_costs(loaded, plan_devices(loaded, "h100x8"))
+    for device in ("a800", "h100", "h200", "cpu"):
+        hours = [f"{name} {format_hours(cost.hours(device, 8))}" for name, cost in costs.items()
+                 if cost.flops]  # fmt: skip
+        assert f"  {device} x 8".ljust(15) + ", ".join(hours) in text
+    flops, disk = (sum(getattr(c, name) for c in costs.values()) for name in ("flops", "disk"))
+    every = sum(cost.hours("h100", 8) for cost in costs.values())
+    total = f"{format_flops(flops)}, {format_hours(every)}, {format_bytes(disk)} on disk"
+    assert f"  in all       {total}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -106,9 +119,10 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
 
 def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    case.change_config(vocab_size=2**30)
-    lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
-    assert lines[-1].strip().startswith("note: the weights do not fit")
+    for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
+        case.change_config(vocab_size=gib * 2**30 // 128)
+        lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
+        assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
 def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
@@ -209,6 +223,8 @@ def test_a_search_has_as_many_batches_as_its_objective(
     assert loaded.info is not None
     costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == tuple(map(len, rounds))
+    (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
+    assert f" on {max(map(len, rounds))} of them" in line
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -389,12 +405,39 @@ def test_hardware_names() -> None:
     world = World()
     assert find_hardware("H100x8", world) == ("h100", 8)
     assert find_hardware("a100", world) == ("a100", 1)
+    assert find_hardware("cpu", world) == ("cpu", cpu_cores())
     assert find_hardware(None, World(processes_per_node=4, gpus=4)) == ("h100", 4)
     assert find_hardware(None, world)[0] == "cpu"
     with pytest.raises(UserError, match="did you mean h100"):
         find_hardware("h10x8", world)
     with pytest.raises(UserError, match="expected one of"):
         find_hardware("h100x0", world)
+
+
+GIB = 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("hardware", "world", "devices"),
+    [
+        (None, World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
+        ("cpux8", World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
+        # Another machine's memory is four GiB a core.
+        ("cpux6", World(processes_per_node=2), ("cpu", 6, 2, 2, 12 * GIB)),
+        ("cpux6", World(2, 0, 3, "h", 1), ("cpu", 6, 6, 3, 8 * GIB)),
+        (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
+        ("h200x16", World(gpus=4), ("h200", 16, 16, 8, 141 * GIB)),
+        ("h200x32", World(gpus=16), ("h200", 32, 32, 16, 141 * GIB)),
+        ("a100x4", World(), ("a100", 4, 4, 4, 80 * GIB)),
+    ],
+)
+def test_what_is_planned_for(
+    hardware: str | None, world: World, devices: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "cpu_cores", lambda: 8)
+    monkeypatch.setattr("stages.cost.host_memory", lambda: 100)
+    loaded = replace(_paper("qwen3_1p7b"), world=world)
+    assert plan_devices(loaded, hardware) == Devices(*devices)
 
 
 def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
@@ -407,13 +450,22 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
         return [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
 
     one, two, four, eight = lines()
-    assert "a request on 1 rank (CPU): 1k: " in one and "x the tokens)" in one
+    # Blocks of 32 tokens: 32 for all, 9 + 1 for a window and 256 tokens of a step; 1 KiB a head.
+    assert "(CPU): 1k: 336 KiB instead of 512 KiB (1.5 x the tokens)" in one
     assert "up to" not in one
     assert "up to" in two and two.endswith("which search.head_granularity=2 avoids")
     assert "up to" in four and four.endswith("which search.head_granularity=4 avoids")
     assert "on 8 ranks" in eight
     assert "up to" not in lines(head_granularity=2)[1]
     assert "vLLM" in lines(sinks=4, head_granularity=1)[0]
+    case.content["materialize"] = {"dtype": "float32"}
+    assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in lines(sinks=0)[0]
+    del case.content["materialize"]
+    # Two layers that slide by themselves, in the original too: of 62 and 42 blocks.
+    own = {"model_type": "olmo3", "sliding_window": 9}
+    case.change_config(layer_types=["full_attention", "sliding_attention"] * 2, **own)
+    assert "(CPU): 1k: 248 KiB instead of 336 KiB (1.4 x the tokens)" in lines()[0]
+    case.change_config(layer_types=["full_attention"] * 4, model_type="qwen3")
     mask = tmp_path / "mask.json"
     HeadMaskFile.of(
         HeadMask.all_sliding(1, 1), Window(4), model="", method="rand", swa_ratio=1.0
@@ -432,12 +484,17 @@ def test_the_plan_says_what_pages_hold(tmp_path: Path) -> None:
         lines = plan_lines(load_recipe(case.file, env={}))
         return next(line for line in lines if "generate_batch" in line)
 
-    assert re.search(r"of 256 tokens and \d+ KiB: 1k: 2\.5 instead of 4\.0 \(", line()), line()
+    sizes = "of 256 tokens and 128 KiB: 1k: 2.5 instead of 4.0 (320 KiB instead of 512 KiB)"
+    assert line().endswith(sizes)
     assert "not served: the model has sinks" in line(sinks=4)
+    case.content["materialize"] = {"dtype": "float32"}
+    assert "(640 KiB instead of 1 MiB)" in line(sinks=0)
     mask, menu = tmp_path / "mask.json", [Window(8), Window(4)]
-    choices = HeadMask.of_choices([[0, 1, 2, 0]] * 4)
-    HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
-    assert "the windows 4, 8" in line(method="given", mask=str(mask), sinks=0)
+    for second, refused in ((2, True), (1, False)):  # no head has the other window
+        choices = HeadMask.of_choices([[0, 1, second, 0]] * 4)
+        HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
+        text = line(method="given", mask=str(mask), sinks=0)
+        assert ("the windows 4, 8" in text) == ("not served" in text) == refused
 
 
 def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def test_validate_names_what_a_run_would_fetch(
     assert "a run fetches the model Qwen/Qwen3-8B-Base" in capsys.readouterr().out
     assert main(["validate", str(case.file), "model.path=nobody/unknown"]) == 0
     assert "its shape is not known here" in capsys.readouterr().out
+    # All of it is in the hub's cache, then its weights are not.
+    snapshot = tmp_path / "cache" / "hub" / "models--some--model" / "snapshots" / "main"
+    shutil.copytree(case.model, snapshot)
+    for told in (False, True):
+        assert main(["validate", str(case.file), "model.path=some/model"]) == 0
+        assert ("a run fetches the model some/model: " in capsys.readouterr().out) == told
+        (snapshot / "model.safetensors").unlink(missing_ok=True)
 
 
 def test_a_plan_needs_a_configuration_and_nothing_else(
@@ -104,6 +112,8 @@ def test_a_plan_needs_a_configuration_and_nothing_else(
     for name in ("Qwen/Qwen3-8B-Base", str(SHAPES / "qwen3_8b")):
         assert main(["plan", str(case.file), f"model.path={name}"]) == 0
         assert "15.3 GiB" in capsys.readouterr().out
+        assert main(["plan", str(case.file), f"model.path={name}", "model.dtype=float32"]) == 0
+        assert " model        30.5 GiB of weights" in capsys.readouterr().out
     assert main(["plan", str(case.file), "model.path=nobody/unknown"]) == 2
     assert "the shape of nobody/unknown is not known here" in capsys.readouterr().err
 

@@ -13,10 +13,11 @@ import pytest
 from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.processes import without_others
+from pipeline.recipe.processes import find_world, without_others
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.fields import path_text
 from stages.prepare.stage import PrepareConfig
+from stages.recipe import World
 from tests.pipeline_case import ROOT, Case, truncate
 
 
@@ -453,8 +454,36 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
             load_recipe(case.file, env={"NPROC_PER_NODE": number})
     with pytest.raises(UserError, match="NODE_RANK=2"):
         load_recipe(case.file, env={**env, "NODE_RANK": "2"})
-    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
-        load_recipe(case.file, env={"NNODES": "2"})
+    for given in ({}, {"MASTER_ADDR": "h"}, {"MASTER_PORT": "9"}):
+        with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
+            load_recipe(case.file, env={"NNODES": "2", **given})
+    for name in ("NPROC_PER_NODE", "NNODES"):
+        with pytest.raises(UserError, match=f"{name}=0: expected an integer >= 1"):
+            load_recipe(case.file, env={name: "0"})
+
+
+@pytest.mark.parametrize(
+    ("configured", "env", "world"),
+    [
+        ("auto", {}, World(processes_per_node=3, gpus=3)),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "0, 2"}, World(processes_per_node=2, gpus=2)),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, World(processes_per_node=3, gpus=3)),
+        *(("auto", {"CUDA_VISIBLE_DEVICES": none}, World()) for none in ("", "-1", "NoDevFiles")),
+        (5, {}, World(processes_per_node=5, gpus=3)),
+        (5, {"NPROC_PER_NODE": "gpu"}, World(processes_per_node=5, gpus=3)),
+        (5, {"NPROC_PER_NODE": "1", "NODE_RANK": "0"}, World(processes_per_node=1, gpus=3)),
+        # What another launcher left is not read where there is one node.
+        (1, {"NNODES": "1", "MASTER_ADDR": "h", "MASTER_PORT": "no"}, World(gpus=3)),
+        ("auto", {"NNODES": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+         World(2, 0, 3, "h", 1, 3)),
+    ],
+)  # fmt: skip
+def test_processes_are_as_many_as_gpus_unless_somebody_says(
+    configured: Any, env: dict[str, str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [Path(f"/dev/nvidia{name}") for name in ("0", "1", "2", "ctl", "-uvm")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(devices))
+    assert find_world(configured, env) == world
 
 
 @pytest.mark.parametrize(

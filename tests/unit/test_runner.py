@@ -6,29 +6,35 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
+from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
+from bosch.this_process import name_processes
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import first_node, worker
-from pipeline.run.graph import resolve
+from pipeline.run import first_node, heartbeat, worker
+from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
-from pipeline.run.runner import Choice, Runner
-from pipeline.run.status import differences
+from pipeline.run.runner import Choice, Runner, _git_commit
+from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
+from stages.context import StageConfig
 from stages.recipe import World
+from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
 
 # The recipe asks for no measurement and no rival.
@@ -60,6 +66,7 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
     assert runner(case).run() == 7
     assert states(case) == dict.fromkeys(NAMES, "cached")
+    case.output("train").unlink()
     assert runner(case).run() == 0
     for name in NAMES:
         assert case.output(name).is_symlink()
@@ -77,6 +84,31 @@ def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) ->
     assert output["upstream"] == ["materialize", "prepare", "search"]
 
 
+def test_a_stage_is_told_all_that_its_order_says(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, StageConfig[Any]] = {}
+    run = fake_stages.run
+
+    def note(config: StageConfig[Any], *paths: Any) -> dict[str, Any]:
+        told[type(config.section).__name__] = config
+        return run(config, *paths)
+
+    monkeypatch.setattr(fake_stages, "run", note)
+    current = runner(case, "seed=7")
+    current.run()
+    search, nodes = told["SearchConfig"], {node.name: node for node in current.nodes}
+    document = nodes["search"].document or {}
+    assert search.shared == current.store.shared("search", document)
+    assert search.model_identity == document_key(document["model"])
+    assert search.other_stages == tuple(one.name for one in STAGES if one.name != "search")
+    assert str(case.model / "model.safetensors") in search.stamps
+    recipe = current.loaded.recipe
+    assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
+    assert told["EvaluateConfig"].shared == current.store.pool("evaluation")
+    assert told["ReportConfig"].model_identity is None
+
+
 def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     # The fake table starts no stage on several processes; train alone keeps its own if asked.
     loaded = replace(
@@ -87,11 +119,9 @@ def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
     assert World(processes_per_node=4).used_gpus == 0
     Runner(loaded, Choice(until="train"), in_process).run()
-    gpus = {
-        name: json.loads((case.output(name) / "manifest.json").read_text())["gpus"]
-        for name in ("prepare", "materialize", "train")
-    }
-    assert gpus == {"prepare": 0, "materialize": 1, "train": 16}
+    names = ("prepare", "materialize", "train")
+    manifests = [json.loads((case.output(name) / "manifest.json").read_text()) for name in names]
+    assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
 
 
 def test_manifests_hold_what_made_the_output(case: Case) -> None:
@@ -99,9 +129,35 @@ def test_manifests_hold_what_made_the_output(case: Case) -> None:
     manifest = json.loads((case.output("train") / "manifest.json").read_text())
     assert manifest["config"]["batch_tokens"] == 512
     assert manifest["summary"] == {"stage": "train", "rank": 0}
-    assert manifest["upstream"]["prepare"] == case.output("prepare").resolve().name
+    upstream = {name: case.output(name).resolve().name for name in ("prepare", "materialize")}
+    assert manifest["upstream"] == upstream
+    assert (manifest["recipe"], manifest["runtime"]["processes"]) == ("tiny", 1)
+    assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
     assert "torch" in manifest["packages"]
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
+
+
+def test_the_commit_of_a_manifest_says_whether_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+        command = ["git", *own, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr("pipeline.run.runner.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    commit = _git_commit.__wrapped__
+    assert commit() is None
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    (tmp_path / "notes").touch()  # which is no part of it
+    assert commit() == git("rev-parse", "HEAD")
+    (tmp_path / "code.py").write_text("2")
+    assert commit() == git("rev-parse", "HEAD") + "+"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +266,10 @@ def test_until_from_and_force(case: Case) -> None:
     assert to_run(case) == NAMES[2:]
     with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
         runner(case, start="train").run()
-    assert runner(case, start="materialize").run() == 5
+    # Training does not need the original's scores.
+    assert runner(case, until="materialize").run() == 1
+    assert runner(case, start="train", until="train").run() == 1
+    assert runner(case, start="materialize").run() == 3
     assert states(case, force=("train",))["train"] == "to run (--force)"
     assert states(case, force=("train",))["report"] == "to run (input train is made again)"
     before = case.output("search").resolve().stat().st_ino
@@ -225,6 +284,9 @@ def test_until_from_and_force(case: Case) -> None:
     ):
         with pytest.raises(UserError, match=expected):
             runner(case, **wrong)
+    loaded = replace(runner(case).loaded, world=World(nodes=2, node_rank=1))
+    with pytest.raises(UserError, match="--force works on one node only"):
+        Runner(loaded, Choice(force=("train",)), in_process)
 
 
 def test_recipes_without_train_and_evaluate(case: Case) -> None:
@@ -307,6 +369,10 @@ def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
     assert first.run() == 7
     assert starts.count("train") == 2
     assert "step-4 cannot be loaded; starting again without it" in caplog.text
+    starts.clear()
+    (case.output("train") / "manifest.json").unlink()
+    with pytest.raises(RunError, match="step-4 cannot be loaded; the same command continues"):
+        on_node(case, 0, damaged, distributed=True).run()
 
 
 def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
@@ -348,7 +414,12 @@ def test_a_failure_that_cannot_be_noted_is_told(
         runner(case).run()
 
 
-def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
+def test_an_interrupted_stage_resumes_in_its_work_directory(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr("pipeline.run.runner.end_leftovers", ended.append)
+
     def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if order["stage"] == "search":
             (Path(order["work_dir"]) / "calls.0.txt").write_text("called\n")
@@ -360,7 +431,10 @@ def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.run()
     assert states(case)["search"] == "to run (never made; resumes what was begun)"
-    runner(case).run()
+    before, again = len(ended), runner(case)
+    again.run()
+    key = next(str(node.key) for node in again.nodes if node.name == "search")
+    assert ended[before] == str(again.store.work("search", key)), "what still writes there is ended"
     assert case.calls("search") == 2
     assert json.loads((case.output("search") / "manifest.json").read_text())["attempts"] == 2
 
@@ -439,6 +513,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of("search.swa_ratio=0.75", "search.method=rand") == first
     assert shared_of("search.swa_ratio=0.25", "model.dtype=float32") not in (first, None)
     assert shared_of(force=("search",)) is None
+    assert shared_of(force=("prepare",)) is None
     write_safetensors(case.model / "model.safetensors", value=7)
     assert shared_of() not in (first, None)
 
@@ -453,8 +528,8 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
     ]
 
 
-def on_node(case: Case, rank: int, launcher: Any = in_process) -> Runner:
-    loaded = load_recipe(case.file, env={}, stages=fake_table())
+def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
+    loaded = load_recipe(case.file, env={}, stages=fake_table(distributed))
     loaded = replace(loaded, world=World(nodes=2, node_rank=rank))
     return Runner(loaded, Choice(until="train"), launcher)
 
@@ -515,6 +590,35 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
         assert follower.run() == leading.result() == 5
 
 
+def test_a_node_joins_the_stages_that_use_every_process(
+    case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.run.runner._POLL_SECONDS", 0.02)
+    joined: list[tuple[Mapping[str, Any], World]] = []
+    is_joined = threading.Event()
+
+    def join(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        joined.append((order, world))
+        is_joined.set()
+        return {}
+
+    def lead(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        if order["stage"] == "train":
+            assert is_joined.wait(10)
+            time.sleep(0.1)  # long enough to be joined again
+        return execute(order)
+
+    follower = on_node(case, 1, join, distributed=True)
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(on_node(case, 0, lead, distributed=True).run)
+        assert follower.run() == leading.result() == 5
+    ((order, world),) = joined
+    node = next(node for node in follower.nodes if node.name == "train")
+    assert order["work_dir"] == str(follower.store.work("train", str(node.key)))
+    assert (order["stage"], world.nodes, world.node_rank) == ("train", 2, 1)
+    assert order["stamps"]
+
+
 def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a destructor, or a callback of the import system, raises goes nowhere."""
 
@@ -532,23 +636,103 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
         signal.signal(signal.SIGUSR1, before)
 
 
-class _Checks:
-    """Stands for a heartbeat's event and passes its time: process 1 is frozen, 2 a little late."""
+@pytest.mark.parametrize(
+    ("ranks", "size", "per_node", "name"),
+    [
+        ([1, 5], None, None, "process 1, 5"),
+        ([1, 3], "4", "4", "process 1, 3"),
+        ([1, 5, 4], "8", "4", "node 0, 1 (process 1, 5, 4)"),
+        ([4], "8", "4", "node 1 (process 4)"),
+    ],
+)
+def test_processes_are_named_with_their_nodes_where_there_are_several(
+    ranks: list[int], size: str | None, per_node: str | None, name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for variable, value in (("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", per_node)):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    assert name_processes(ranks) == name
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._passed = heartbeat, 0
+
+class _Checks:
+    """Stands for a heartbeat's event and passes its time, for 50 checks at most."""
+
+    def __init__(self, heartbeat: Heartbeat, counts: Any) -> None:
+        self.heartbeat, self.counts, self.passed = heartbeat, counts, 0
 
     def wait(self, seconds: float) -> bool:
-        self._passed += 1
-        self._heartbeat._counts = [self._passed, 1, min(self._passed, 10)]
-        self._heartbeat._exchanges = self._passed
-        return False
+        self.passed += 1
+        *self.heartbeat._counts, self.heartbeat._exchanges = self.counts(self.passed)
+        return self.passed > 50
 
 
-def test_only_the_process_that_is_frozen_is_named() -> None:
-    heartbeat, said = object.__new__(Heartbeat), []
-    heartbeat._minutes, heartbeat._interval, heartbeat._lost = 1, 6, said.append
-    heartbeat._counts, heartbeat._exchanges = [0, 0, 0], 0
-    heartbeat._ending = cast(Any, _Checks(heartbeat))
-    heartbeat._watch()
-    assert said[0].startswith("process 1 of this run has sent no heartbeat for 1 minutes")
+@pytest.mark.parametrize(
+    ("counts", "who"),
+    [
+        # Process 1 is frozen, 2 a little late; then the store is, which holds the counts.
+        (lambda n: (n, 1, min(n, 10), n), "process 1 of this run"),
+        (lambda n: (5, 5, 5, min(n, 3)), "the first node of this run, or its launcher,"),
+        (lambda n: (1, n, 1, n), "process 0, 2 of this run"),
+        # One that has finished sends none, nor does the store when its node has.
+        (lambda n: (n, heartbeat._ENDED + 1, n, n), None),
+        (lambda n: (heartbeat._ENDED, 5, 5, min(n, 3)), None),
+    ],
+)
+def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) -> None:
+    heart, said = object.__new__(Heartbeat), []
+    heart._minutes, heart._interval, heart._lost = 1, 6, said.append
+    heart._counts, heart._exchanges = [0, 0, 0], 0
+    checks = _Checks(heart, counts)
+    heart._ending = cast(Any, checks)
+    heart._watch()
+    assert [one.partition(" has sent no heartbeat for 1 minutes")[0] for one in said] == (
+        [who] if who else []
+    )
+    # Ten checks take the minute, and the first has nothing to compare with.
+    assert who is None or checks.passed == 11
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "ended"),
+    [("2", None, [1]), ("2", StoppedError("saved"), [1]), ("2", RunError("nan"), []),
+     ("1", None, [])],
+)  # fmt: skip
+def test_a_process_that_fails_goes_silent(
+    size: str, error: Exception | None, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+    started = SimpleNamespace(end=lambda: ends.append(1))
+    monkeypatch.setattr(heartbeat, "Heartbeat", lambda minutes, lost: started)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(type(error)) if error else nullcontext(), heartbeat.heartbeats(1, print):
+        if error is not None:
+            raise error
+    assert ends == ended
+
+
+def test_a_summary_that_is_no_number_is_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own process, which can tell."""
+
+    def refused(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        with pytest.raises(ValueError, match="Out of range float values"):
+            execute(order)
+        raise RunError("refused")
+
+    monkeypatch.setattr(fake_stages, "run", lambda *_: {"loss": float("nan")})
+    first = runner(case)
+    first.launcher = refused
+    with pytest.raises(RunError, match="refused"):
+        first.run()
+
+
+def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> None:
+    current = runner(case, until="prepare")
+    current.run()
+    (case.runs / "store" / "hashes.json").unlink()
+    store = Store(case.runs)
+    (first, *_) = inspect(current.nodes, store, store.hasher(0), "tiny")
+    assert (first.state, first.reason.partition(":")[0]) == ("cached", "not yet checked")

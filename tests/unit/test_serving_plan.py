@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
-from bosch.vllm import cache_settings
-from bosch.vllm.checks import check_complete, check_engine, check_order, plan_of, untested_version
+from bosch.vllm import cache_settings, plugin
+from bosch.vllm.checks import (
+    check_complete,
+    check_engine,
+    check_order,
+    grouping_of,
+    original_plan,
+    plan_of,
+    untested_version,
+)
+from bosch.vllm.groups import groups_of_modules, module_name
 from bosch.vllm.plan import (
     CPU,
     LARGE_GPU,
@@ -443,6 +452,208 @@ def test_only_what_no_option_says_is_chosen(
     cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
     Arguments().create_engine_config()
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
+
+
+def test_an_original_models_own_windows_are_in_its_plan() -> None:
+    plan = original_plan(small_model("gpt_oss").config, 1)
+    assert (plan.unit, plan.caches) == (4, ((None,), (5,), (None,)))
+
+
+@pytest.mark.parametrize(
+    ("configured", "variable", "expected"),
+    [
+        (None, None, "equal"),
+        ("BOTH", None, "unequal"),
+        (None, "BOTH", "unequal"),
+        ("COMPACT", "BOTH", "equal"),
+        ("OUTERMOST", None, "equal"),
+        ("UNKNOWN", None, "equal"),
+    ],
+)
+def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
+    configured: str | None, variable: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = {
+        name: SimpleNamespace(is_block_outermost=outermost, is_block_compact=compact)
+        for name, outermost, compact in (
+            ("BOTH", True, True), ("OUTERMOST", True, False), ("COMPACT", False, True)
+        )
+    }  # fmt: skip
+    interfaces, vllm = SimpleNamespace(), SimpleNamespace()
+    vllm.envs = SimpleNamespace(VLLM_KV_CACHE_LAYOUT=variable)
+    kinds = SimpleNamespace(KVCacheLayout=SimpleNamespace(__members__=layouts))
+    for name, module in (
+        ("vllm", vllm),
+        ("vllm.model_executor.models", SimpleNamespace(interfaces=interfaces)),
+        ("vllm.v1.kv_cache_interface", kinds),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=configured))
+    assert grouping_of(config) == "engine", "an engine that takes no groups of ours"
+    interfaces.SupportsKVCacheGrouping = object
+    assert grouping_of(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "block_size", "is_off", "level", "more"),
+    [
+        (8192, 16, False, "WARNING", (256, 16, " with --max-num-batched-tokens 256")),
+        (8192, 32, True, "WARNING",
+         (256, 16, " without --disable-hybrid-kv-cache-manager and with --max-num-batched-tokens "
+                   "256 and with --block-size 16")),
+        (256, 16, False, "INFO",
+         (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
+        (40, 16, False, "INFO", None),  # steps of 8 hold 1.09 times as many
+        (8, 16, False, "INFO", None),
+    ],
+)  # fmt: skip
+def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
+    step: int,
+    block_size: int,
+    is_off: bool,
+    level: str,
+    more: tuple[int, int, str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two layers with one full and seven sliding heads: a group of full and seven of sliding."""
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(cache_settings, "grouping_of", lambda config: "engine")
+    monkeypatch.setattr(
+        cache_settings, "served_layouts", lambda config: [full_first(1, 8, Window(64))] * 2
+    )
+    original = module_plan(two_kinds([8, 8], 8, [64, 64]))
+    monkeypatch.setattr(cache_settings, "original_plan", lambda *_: original)
+    size, head, length = 2**30, 512, 4096
+
+    def tokens(step: int, block: int) -> int:
+        held = min(63 + 2 * step, length)  # of two steps at once
+        blocks = -(-length // block) + 7 * (-(-held // block) + 1)
+        return int(size // (2 * block * head) / blocks * length)
+
+    parallel = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=length),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, **parallel),
+        cache_config=SimpleNamespace(block_size=block_size, kv_cache_size_tokens=tokens(step, 16)),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=step, max_num_seqs=4, disable_hybrid_kv_cache_manager=is_off
+        ),
+        max_concurrent_batches=2, num_speculative_tokens=1,
+    )  # fmt: skip
+    spec = SimpleNamespace(page_size_bytes=32 * 4 * head, block_size=32, num_kv_heads=4)
+    cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
+        kv_cache_tensors=[SimpleNamespace(size=size)],
+    )
+    caplog.set_level("INFO", "vllm.bosch")
+    cache_settings.log_cache(config, cache)
+    originally = size // (2 * 8 * block_size * head) * block_size
+    expected = (
+        f"Hybrid KV cache: {tokens(step, 16):,} tokens in requests of 4,096; in the same memory "
+        f"{originally:,} of the original model ({tokens(step, 16) / originally:.1f} times as many)"
+    )
+    if more is not None:
+        expected += f"; {tokens(more[0], more[1]):,}{more[2]}"
+    assert [(one.levelname, one.message) for one in caplog.records] == [(level, expected)]
+    for several in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        caplog.clear()
+        config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, **parallel)
+        setattr(config.parallel_config, several, 2)
+        cache_settings.log_cache(config, cache)
+        assert not caplog.records
+
+
+def test_vllms_functions_are_wrapped_once_and_log_the_caches_of_hybrids_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(cache_settings, "log_cache", lambda *_: called.append("ours"))
+    module = SimpleNamespace(__name__="utils", update=lambda *_: called.append("vLLM's"))
+    for name in ("update", "update", "gone in this version"):
+        cache_settings.wrap(module, name, cache_settings._logging_cache)
+    for config, expected in (
+        (SimpleNamespace(hybrid_attention={"sinks": 0}), ["vLLM's", "ours"]),
+        (SimpleNamespace(), ["vLLM's"]),
+    ):
+        called.clear()
+        module.update(SimpleNamespace(model_config=SimpleNamespace(hf_config=config)), None)
+        assert called == expected
+
+
+@pytest.mark.parametrize(
+    ("is_off", "draft", "ours"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_modules_of_one_kind_share_groups_of_ours(
+    is_off: bool, draft: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spec(NamedTuple):
+        num_kv_heads: int
+        sliding_window: int | None = None
+        page_size_bytes: int = 10
+
+        def max_memory_usage_bytes(self, config: object) -> int:
+            return 80 if self.sliding_window is None else 20
+
+    planning = SimpleNamespace(
+        get_kv_cache_groups=lambda config, specs: ["vLLM's own"],
+        create_kv_cache_group_specs=lambda specs, groups: [("equal", *names) for names in groups],
+    )
+    interface = SimpleNamespace(
+        KVCacheGroupSpec=lambda names, specs: ("unequal", *names, specs),
+        UniformTypeKVCacheSpecs=SimpleNamespace(from_specs=list),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_planning", planning)
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=is_off)
+    specs = {module_name("a", 0): Spec(3), module_name("a", 1): Spec(2, 9),
+             module_name("b", 0): Spec(1), module_name("b", 1): Spec(2, 9)}  # fmt: skip
+    if draft:
+        specs["draft.attention"] = Spec(4)
+    found = groups_of_modules(SimpleNamespace(scheduler_config=scheduler), specs)
+    # A group of each kind with four heads leaves nothing unused.
+    groups = [("unequal", "a.module0", "b.module0", ["a.module0", "b.module0"]),
+              ("equal", "a.module1", "b.module1")]  # fmt: skip
+    assert found == (groups if ours else ["vLLM's own"])
+
+
+def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: dict[str, str] = {}
+    called: list[str] = []
+
+    def hook(name: str) -> type:
+        def verify(cls: type, config: object) -> None:
+            called.append(name)
+
+        return type(name, (), {"verify_and_update_config": classmethod(verify)})
+
+    families = {
+        name: SimpleNamespace(
+            model_class=f"Hybrid{name}", base_model_class=name,
+            is_part=name == "Part", is_installed=name != "Newer",
+        )
+        for name in ("One", "Two", "Part", "Newer")
+    }  # fmt: skip
+    monkeypatch.setattr(plugin, "FAMILIES", families)
+    hooks = {"One": hook("its own")}
+    registry = SimpleNamespace(register_model=registered.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    config = SimpleNamespace(MODELS_CONFIG_MAP=hooks, VerifyAndUpdateConfig=hook("vLLM's"))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", config)
+    for name in ("wrap_engine", "show_refusals_as_sentences"):
+        monkeypatch.setattr(plugin, name, lambda: None)
+    for name in ("check_servable", "choose_cache_settings"):
+        monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
+    plugin.register()
+    served = ("HybridOne", "HybridTwo")
+    assert registered == {name: f"bosch.vllm.models:{name}" for name in served}
+    for name, own in zip(served, ("its own", "vLLM's"), strict=True):
+        called.clear()
+        hooks[name].verify_and_update_config(None)
+        assert called == ["check_servable", own, "choose_cache_settings"]
 
 
 @pytest.mark.parametrize(

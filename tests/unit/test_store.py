@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError
-from bosch.files import replace, replacing, write_json
+from bosch.files import file_digest, replace, replacing, write_json
 from bosch.this_process import process_place
 from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
@@ -139,19 +139,32 @@ def test_a_same_size_edit_with_its_old_time_is_found(store: Store) -> None:
     assert store.damage("search", KEY, store.hasher()) == "b.txt has other content"
 
 
-def test_a_manifest_of_another_key_is_no_manifest(store: Store) -> None:
-    folder = publish(store)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["identity"]["config"]["swa_ratio"] = 0.75
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"identity": {**DOCUMENT, "config": {"swa_ratio": 0.75}}},
+        {"identity": None},
+        {"format": 1},
+        {"files": None},
+        {"files": ["b.txt"]},
+        {"files": [{"path": "b.txt", "size": 8}]},
+    ],
+)
+def test_a_whole_manifest_of_another_output_or_format_is_none(
+    store: Store, wrong: dict[str, Any]
+) -> None:
+    file = publish(store) / "manifest.json"
+    manifest = {**json.loads(file.read_text()), **wrong}
+    write_json(file, {**manifest, "sha256": Manifest.digest(manifest)})
     assert store.manifest("search", KEY) is None
 
 
 def test_a_damaged_output_is_set_aside_not_deleted(store: Store) -> None:
-    publish(store)
-    aside = store.set_aside("search", KEY)
-    assert (aside / "b.txt").exists()
-    assert not store.published("search", KEY).exists()
+    for text in ("first", "second"):
+        publish(store, text)
+        aside = store.set_aside("search", KEY)
+        assert (aside / "b.txt").read_text() == f"b{text}"
+        assert not store.published("search", KEY).exists()
 
 
 def test_what_was_added_is_set_aside_without_the_output(store: Store) -> None:
@@ -198,7 +211,7 @@ class Crash(BaseException):
     pass
 
 
-@pytest.mark.parametrize("step", ["sync_tree", "write_json", "replace", "replaced"])
+@pytest.mark.parametrize("step", ["sync_tree", "write_json", "replace", "harmed", "replaced"])
 def test_a_crash_while_publishing_loses_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -211,7 +224,7 @@ def test_a_crash_while_publishing_loses_nothing(
         if step == "replaced":
             patch.setattr(store_module, "replace", lambda *paths: crash(replace(*paths)))
         else:
-            patch.setattr(store_module, step, crash)
+            patch.setattr(store_module, "replace" if step == "harmed" else step, crash)
         with pytest.raises(Crash):
             store.publish("search", DOCUMENT, {}, store.hasher())
     hasher = store.hasher()
@@ -222,9 +235,12 @@ def test_a_crash_while_publishing_loses_nothing(
         assert store.manifest("search", KEY) is None
         assert store.finish_interrupted("search", KEY, hasher)
     else:
+        if step == "harmed":
+            (store.work("search", KEY) / "sub" / "a.txt").write_text("CONTENT")
         assert not store.finish_interrupted("search", KEY, hasher)
         work = store.begin("search", KEY, afresh=False)
         assert (work / "b.txt").read_text() == "bcontent"
+        (work / "sub" / "a.txt").write_text("content")
         store.publish("search", DOCUMENT, {}, hasher)
     assert store.damage("search", KEY, store.hasher()) is None
     assert (store.published("search", KEY) / "b.txt").read_text() == "bcontent"
@@ -252,16 +268,25 @@ def test_a_crash_while_replacing_keeps_the_new_output(
 
 
 def test_afresh_throws_earlier_work_away(store: Store) -> None:
-    fill(store)
+    (fill(store) / "empty").mkdir()
+    assert store.begin("search", KEY, afresh=False).joinpath("b.txt").exists()
     assert not any(store.begin("search", KEY, afresh=True).iterdir())
+    assert len(store.state("search", KEY)["attempts"]) == 1
 
 
-def test_time_of_killed_attempts_counts(store: Store) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_time_of_attempts_that_came_to_nothing_counts(
+    store: Store, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = fill(store)
-    state_file = store.state_file("search", KEY)
-    state = json.loads(state_file.read_text())
-    started = state["attempts"][0]["started"]
-    os.utime(work / "b.txt", (started + 100, started + 100))
+    started = store.state("search", KEY)["attempts"][0]["started"]
+    if killed:
+        os.utime(work / "b.txt", (started + 100, started + 100))
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: started + 100)
+            store.fail("search", KEY, "the loss diverged")
+        assert store.state("search", KEY)["failure"] == "the loss diverged"
     folder = publish(store)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["attempts"] == 2
@@ -279,21 +304,22 @@ def test_a_clock_set_back_gives_no_negative_seconds(
 
 
 def test_what_killed_writers_left_is_removed(store: Store) -> None:
-    publish(store)
+    output = publish(store)
+    store.link("tiny", "search", KEY, ["search"])
     old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
     dead = subprocess.Popen(["true"])
     dead.wait()
-    here, shared = f".tmp-{process_place()}", store.root / "shared" / "search" / "a"
-    shared.mkdir(parents=True)
-    killed = [
-        store.root / "store" / f"{here}-{dead.pid}-0.json",
-        shared / f"{here}-{dead.pid}-0.json",
-    ]
+    here = f".tmp-{process_place()}"
+    folders = ("store", "store/search", "work/search", "shared/search", "shared/search/a", "locks",
+               "tiny", "tiny/evaluation")  # fmt: skip
+    killed = [store.root / folder / f"{here}-{dead.pid}-0.json" for folder in folders]
     others = [
         store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
         store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
+        output / f"{here}-{dead.pid}-0.json",  # a link leads there, and nobody writes there
     ]
     for path in (old, new, *killed, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("part")
     os.utime(old, (1, 1))
     store.tidy("tiny")
@@ -313,6 +339,10 @@ def test_links_follow_the_last_run(store: Store, elsewhere: bool) -> None:
     assert link.resolve() == folder.resolve()
     assert not os.readlink(link).startswith("/")
     assert store.last_run("tiny") == {"search": KEY}
+    for key in ("another", KEY):
+        store.link("tiny", "search", key, ["search"])
+        assert os.path.realpath(link) == os.path.realpath(store.published("search", key))
+        assert store.last_run("tiny") == {"search": key}
     store.link("tiny", "report", KEY, ["report"])
     assert not link.is_symlink()
     assert store.last_run("tiny") == {"report": KEY}
@@ -330,8 +360,10 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(NotHashed):
         FileHasher(cache, budget_bytes=0).sha256(file)
     assert FileHasher(cache).sha256(file) != digest
-    cache.write_text("{ torn")
-    assert FileHasher(cache).sha256(file) != digest
+    second = FileHasher(tmp_path / "other.json", budget_bytes=3).sha256(file)
+    for damaged in ("{ torn", "[]", json.dumps({str(file): 5}), json.dumps({str(file): [5]})):
+        cache.write_text(damaged)
+        assert FileHasher(cache).sha256(file) == second != digest
 
 
 def test_a_hash_is_kept_only_of_a_file_that_has_settled(tmp_path: Path) -> None:
@@ -346,6 +378,25 @@ def test_a_hash_is_kept_only_of_a_file_that_has_settled(tmp_path: Path) -> None:
         hasher.save()
         assert cache.exists() == known
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
+
+
+def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, cache = tmp_path / "a", tmp_path / "cache.json"
+
+    def change_meanwhile(path: Path) -> str:
+        digest = file_digest(path)
+        path.write_text("two")
+        os.utime(path, (1, 1))
+        return digest
+
+    file.write_text("one")
+    monkeypatch.setattr("pipeline.run.hashing.file_digest", change_meanwhile)
+    hasher = FileHasher(cache)
+    hasher.sha256(file)
+    monkeypatch.undo()
+    assert hasher.sha256(file) == file_digest(file)
 
 
 @pytest.mark.parametrize(

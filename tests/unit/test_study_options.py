@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
+from bosch.errors import UserError
 from pipeline.cli import main
+from pipeline.commands import options
+from stages.fields import Section
 from tests.pipeline_case import ROOT, Case
 
 
@@ -35,6 +40,38 @@ def test_options_without_meaning_are_refused(
     assert main(["study", "cost", str(case.file), option, value]) == 2
     assert sentence in capsys.readouterr().err
     assert not case.runs.exists()
+
+
+class Settings(Section):
+    """Options of a command."""
+
+    seeds: options.Seeds = Field(default=(4,), description="100 % of them")
+    methods: options.Methods = options.METHODS
+    is_fast: bool = Field(default=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ([], ((4,), options.METHODS, False)),
+        (["--seeds", "2,0,2", "--methods", "rand,bosch,rand"], ((0, 2), ("rand", "bosch"), False)),
+        (["--methods", "all", "--is-fast"], ((4,), options.METHODS, True)),
+        (["--seeds=-1"], "--seeds: expected a value at least 0"),
+        (["--methods", "rnd", "--seeds", "x"], "it: 2 faults\n  --seeds: "),
+    ],
+)
+def test_options_are_a_section(typed: list[str], values: object) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_options(parser, Settings)
+    assert "(default: 4)" in parser.format_help() and "(default: all)" in parser.format_help()
+    arguments = parser.parse_args(typed)
+    if isinstance(values, str):
+        with pytest.raises(UserError) as caught:
+            options.read_options(Settings, arguments, "it")
+        assert values in str(caught.value)
+    else:
+        read = options.read_options(Settings, arguments, "it")
+        assert (read.seeds, read.methods, read.is_fast) == values
 
 
 def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from bosch import progress
 from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
+    load_json,
     make_symlink,
     open_regular,
     parse_json,
@@ -258,6 +259,13 @@ def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
     assert read_json(tmp_path / "a.json") == {"name": "not UTF-8: \udcff, → ü"}
     assert "→ ü" in (tmp_path / "a.json").read_text()
+
+
+def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"[ 5 ]")
+    assert load_json(tmp_path / "a.json", JsonLimits(5, 9)) == [5]
+    with pytest.raises(ValueError, match="longer than 4 bytes"):
+        load_json(tmp_path / "a.json", JsonLimits(4, 9))
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_a_checkpoint_by_name_and_a_dry_run(
     assert "model.safetensors\n" in capsys.readouterr().out and not hub.files
     assert main(["upload", str(run), REPOSITORY, "--checkpoint", "hybrid"]) == 0
     assert hub.files["model.safetensors"] == b"model"
+    assert hub.created.get("visibility", "public") == "public"
 
 
 @pytest.mark.parametrize(
