@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -25,8 +28,9 @@ from data_prep.documents.packing import Packed, write_dataset
 from stages.context import Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import parallel, storage
-from stages.train.checkpoint import CheckpointWriter
+from stages.train.checkpoint import CheckpointWriter, _average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
+from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, Stopwatch, numbers
 from stages.train.model import (
     apply_liger,
@@ -258,14 +262,15 @@ def test_a_restart_point_under_the_name_of_another_is_damaged(tmp_path: Path) ->
     assert points.latest() is None
 
 
-def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [12, 16])
+def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path, step: int) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[128 * 12])
     before = save_point(points, 8)
     checkpoint = tmp_path / "checkpoints" / f"tokens-{128 * 12}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_text("weights")
     points.record_checkpoint(128 * 12)
-    after = save_point(points, 16)
+    after = save_point(points, step)
     assert points.latest() == after
     (checkpoint / "model.safetensors").write_text("WEIGHTS")
     assert points.latest() == before
@@ -286,8 +291,12 @@ def test_a_restart_point_that_cannot_be_loaded_is_set_aside(
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("x"), RunError("x"), RuntimeError("Connection reset by peer")]
-)
+    "error",
+    [
+        torch.OutOfMemoryError("x"), MemoryError("x"), RunError("x"), UserError("x"),
+        RuntimeError("Connection reset by peer"),
+    ],
+)  # fmt: skip
 def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
     tmp_path: Path, error: Exception
 ) -> None:
@@ -349,6 +358,34 @@ def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: P
             "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
             "[127.0.0.1]:40123"
         )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "optimizer", "fixed"),
+    [
+        ("none", "adamw_8bit", False), ("fsdp", "adamw", False), ("fsdp", "adamw_8bit", True),
+        ("deepspeed", "adamw", True),
+    ],
+)  # fmt: skip
+def test_shards_that_are_not_cut_again_fix_the_number_of_processes(
+    sharding: Any, optimizer: Any, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = parallel.layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
+    assert found == {"sharding": sharding, "processes": 3, "fixed": fixed}
+
+
+def test_a_process_may_hold_its_share_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(parallel, "host_memory", lambda: 100)
+    assert parallel.least_memory(torch.device("cpu")) == 25
+
+    def unknown() -> float:
+        raise RunError("unknown")
+
+    monkeypatch.setattr(parallel, "host_memory", unknown)
+    assert parallel.least_memory(torch.device("cpu")) == float("inf")
 
 
 def test_sharding_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,14 +496,39 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     start = tmp_path / "start"
     model.save_pretrained(start)
     (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
+    (start / "templates").mkdir()
+    (start / "templates" / "tool.jinja").write_text("a template")
     CheckpointWriter(tmp_path, start, torch.float32, "40KB").write(1000, model)
     written = tmp_path / "checkpoints" / "tokens-1000"
     names = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
     expected = load_file(start / "model.safetensors")
     assert names.keys() == expected.keys() and len(set(names.values())) > 1
+    # Not the weights of the start, which are loaded rather than several files.
+    assert {file.name for file in written.glob("*.safetensors")} == set(names.values())
+    assert (written / "templates" / "tool.jinja").read_text() == "a template"
     for file in set(names.values()):
         for name, value in load_file(written / file).items():
             assert names[name] == file and torch.equal(value, expected[name])
+
+
+def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
+    """Of 256 and twice 1; bf16 has no 257. Whole numbers are none to average."""
+    folders = []
+    for name, value in (("last", 256), ("before", 1), ("first", 1)):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        weights = {"w": torch.full((2,), value, dtype=torch.bfloat16), "n": torch.tensor([value])}
+        save_file(weights, folders[-1] / "model.safetensors", metadata={"format": "pt"})
+    file = folders[0] / "model.safetensors"
+    _average_into([file], folders[1:])
+    mean = load_file(file)
+    assert mean["w"].tolist() == [86, 86] and mean["w"].dtype == torch.bfloat16
+    assert mean["n"].tolist() == [256]
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    save_file({"w": torch.ones(2)}, folders[1] / "model.safetensors")
+    with pytest.raises(RunError, match="holds other weights than .*last"):
+        _average_into([file], folders[1:])
 
 
 def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
@@ -480,6 +542,8 @@ def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
     assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
     plugin = made["gradient_accumulation_plugin"]
     assert (plugin.sync_with_dataloader, plugin.sync_each_batch) == (False, False)
+    assert made["mixed_precision"] == "bf16"
+    assert made["fsdp_plugin"] is made["deepspeed_plugin"] is None
 
 
 def test_the_line_of_a_step_says_all_that_is_known_of_it(
@@ -510,6 +574,40 @@ def test_seconds_that_went_elsewhere_count_once() -> None:
     seconds, elsewhere = watch.read()
     assert seconds >= elsewhere["saving"] >= 0.02
     assert watch.read()[1] == {}
+
+
+def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> None:
+    def drawn(seed: int, step: int, process: int) -> int:
+        loop: Any = SimpleNamespace(
+            seed=seed, step=step, accelerator=SimpleNamespace(process_index=process),
+            optimizer=SimpleNamespace(param_groups=[]), learning_rate=1.0, budget=None,
+        )  # fmt: skip
+        Loop.start_step(loop)
+        return torch.initial_seed()
+
+    places = list(itertools.product((1, 2), (1, 2), (0, 1)))
+    seeds = [drawn(*place) for place in places]
+    assert len(set(seeds)) == len(places) and seeds == [drawn(*place) for place in places]
+
+
+def test_speed_leaves_out_saving_and_scores(tmp_path: Path) -> None:
+    """Of ten seconds five; under several budgets with the operations of the step's own."""
+    written: dict[str, Any] = {}
+    spent = {"checkpoint": 2.0, "scores": 3.0, "data": 0.25}
+    loop: Any = SimpleNamespace(
+        stopwatch=SimpleNamespace(read=lambda: (10.0, spent)), _seconds=[], _peak_flops=4e3,
+        metrics_log=SimpleNamespace(write=lambda *_, **values: written.update(values)),
+        restarts=SimpleNamespace(directory=tmp_path / "restart"), step=3, learning_rate=0.5,
+        budget=7, schedule=SimpleNamespace(batch_tokens=100, sequences=4),
+        flops={7: 1e4, None: 9e4}, sources=SimpleNamespace(until=lambda count: {"a": count}),
+    )  # fmt: skip
+    Loop.log(loop, 1.0, 2.0, False, {"needle_score": 0.5})
+    assert written.pop("memory") > 2**20 and loop._seconds == [5.0]
+    assert written == {
+        "learning_rate": 0.5, "kv_budget": 7, "skipped": None, "needle_score": 0.5,
+        "tokens_per_second": 20.0, "mfu": 0.5, "source_tokens": {"a": 12}, "data_seconds": 0.25,
+        "checkpoint_seconds": 2.0,
+    }  # fmt: skip
 
 
 def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
