@@ -67,10 +67,17 @@ def test_outputs(model, corpus, tmp_path):
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     assert statistics["sequences"] == 47 and statistics["tokens"] == 47 * 64
-    mine = statistics["sources"]["mine"]
-    assert mine["share"] + statistics["sources"]["made"]["share"] == pytest.approx(1)
+    mine, made = (statistics["sources"][name] for name in ("mine", "made"))
+    assert (mine["target_share"], made["target_share"]) == (0.75, 0.25)
     assert 0.5 < mine["share"] < 0.85
     train = load_from_disk(str(out / "train"))
+    counted = [0, 0]
+    for row in train:
+        for source, length in zip(row["document_sources"], row["document_lengths"], strict=True):
+            counted[source] += length
+    assert [mine["tokens"], made["tokens"]] == counted and sum(counted) == 47 * 64
+    assert [mine["share"], made["share"]] == [tokens / (47 * 64) for tokens in counted]
+    assert statistics["documents"] == mine["documents"] + made["documents"]
     assert len(train) == 47 and set(train.column_names) == {
         "input_ids", "document_lengths", "document_sources"
     }  # fmt: skip
@@ -97,6 +104,11 @@ def test_training_data_is_the_documents(model, corpus, tmp_path):
             start = position + 1
     assert sorted(result) == sorted(expected)
     assert result != expected
+    statistics = json.loads((out / "statistics.json").read_text())
+    mine = statistics["sources"]["mine"]
+    assert (mine["documents"], mine["tokens"], mine["tokens_available"]) == (30, total, total)
+    rate = sum(map(len, texts)) / total
+    assert mine["bytes_per_token"] == statistics["bytes_per_token"] == pytest.approx(rate)
 
 
 def test_calibration_examples(model, corpus, tmp_path):

@@ -527,7 +527,7 @@ def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     save_file({"w": torch.ones(2)}, folders[1] / "model.safetensors")
-    with pytest.raises(RunError, match="holds other weights than .*last"):
+    with pytest.raises(RunError, match=r"holds other weights than .*last"):
         _average_into([file], folders[1:])
 
 
