@@ -220,12 +220,22 @@ def test_documents_stay_apart_with_every_option(
     assert model.get_decoder().embed_tokens.weight.grad.abs().sum() > 0
 
 
-def test_liger_leaves_scaled_logits_to_the_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "fused"), [("cohere", False), ("granite", False), ("gemma2", True), ("phi", True)]
+)
+def test_liger_leaves_scaled_logits_to_the_chunked_loss(
+    family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Capped logits and a head's bias it knows."""
     calls = fake_liger(monkeypatch)
-    model = materialize(small_model("cohere"), random_mask(), Window(WINDOW)).train()
+    base = small_model(family)
+    if fused:
+        base.get_output_embeddings().weight.data *= 100
+    model = materialize(base, mask_of(base.config), Window(WINDOW)).train()
     expected = model(**batch(), use_cache=False).loss.item()
     install_loss(model, liger=True)
-    assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-6) and not calls
+    assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert bool(calls) == fused
 
 
 def test_packed_documents_with_a_cache_are_refused() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +24,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from bosch.attention import BACKENDS
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
+from bosch.model.loading import load_config
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.packing import Packed, write_dataset
 from stages.context import Runtime
 from stages.materialize.model_card import UNTRAINED
-from stages.train import parallel, storage
+from stages.train import model, parallel, storage
 from stages.train.checkpoint import CheckpointWriter, _average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.loop import Loop
@@ -154,12 +157,17 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert [r["step"] for r in Journal(path).read_new()] == [1, 2, 3, 4, 5]
 
     resumed = MetricsLog(tmp_path, schedule(), 3)
+    resumed._started -= 8
     resumed.write(4, 9.0, 0.5, learning_rate=1e-3)
+    resumed.write(5, 9.0, 0.5, learning_rate=1e-3)
     resumed.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 3, 4]
-    assert [r["tokens"] for r in records] == [128, 256, 384, 512]
-    assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["tokens"] for r in records] == [128, 256, 384, 512, 640]
+    assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"] + 8
+    # At eight seconds for one step there are six, at eight for two five.
+    left = [r["seconds_left"] for r in records[3:]]
+    assert left[0] >= 48 and left[1] >= 20 and left == pytest.approx([48, 20], rel=0.3)
 
 
 @pytest.mark.parametrize("checksummed", [False, True])
@@ -305,6 +313,33 @@ def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
     with pytest.raises(type(error)), points.loading(point):
         raise error
     assert points.latest() == point
+
+
+def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
+    tmp_path: Path,
+) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    points.make_room()
+    points._pending = Future()
+    points.check()
+    points._pending.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(RunError, match="No space left on device"):
+        points.check()
+    points.check()
+
+
+def test_a_checkpoint_without_its_record_is_not_published(tmp_path: Path) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[128 * 200])
+    checkpoint = tmp_path / "checkpoints" / f"tokens-{128 * 200}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_text("weights")
+    points.make_room()
+    with pytest.raises(RunError, match=r"tokens-25600\.json is missing or damaged"):
+        points.checkpoint_hashes()
+    points.record_checkpoint(128 * 200)
+    assert points.checkpoint_hashes() == {
+        f"checkpoints/{checkpoint.name}/model.safetensors": hashlib.sha256(b"weights").hexdigest()
+    }
 
 
 def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,8 +500,30 @@ def test_training_takes_the_fastest_backend_that_has_what_it_needs(
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
 
 
+def test_a_backend_is_asked_for_all_that_the_model_has(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    folder = case / "materialize" / "model"
+    config = load_config(str(folder))
+    config.attention_dropout = 0.1
+    config.hybrid_attention["sinks"] = 3
+    monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
+    monkeypatch.setattr(model, "logit_needs", lambda config: {"softcap": "it"})
+    monkeypatch.setattr(model, "fastest_backend", lambda *_, **options: asked.update(options))
+    options = stage_config(runtime={"checkpointing": "attention"})
+    attention_backend(folder, options.model, options.section, options.runtime)
+    assert asked == {
+        "sinks": 3, "dropout": 0.1, "logits": {"softcap": "it"}, "chunks": False,
+        "saved_outputs": True,
+    }  # fmt: skip
+
+
 def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
-    for text, dtype in {'{"dtype": "bfloat16"}': torch.bfloat16, "{}": torch.float32}.items():
+    for text, dtype in (
+        ('{"dtype": "bfloat16"}', torch.bfloat16), ('{"torch_dtype": "float16"}', torch.float16),
+        ("{}", torch.float32),
+    ):  # fmt: skip
         (tmp_path / "config.json").write_text(text)
         assert saved_dtype(tmp_path) == dtype
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from stages.shape import stored_shape
 from stages.train import run as training
 from stages.train import watch as watching
 from stages.train.data import PackedSequences, collate_documents
-from stages.train.decisions import SpikeRule, step_patience
+from stages.train.decisions import RestartTimer, SpikeRule, step_patience
 from stages.train.loop import Loop
 from stages.train.loss import install_loss
 from stages.train.metrics import peak_flops, step_flops
@@ -370,6 +371,7 @@ def test_the_held_out_loss_is_that_of_sequences_never_read(
     assert score["step"] == 8 and len(score["heldout_by_position"]) == 4
     assert score["heldout_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert max(score["heldout_by_position"]) > score["heldout_loss"]
+    assert len(data.held_out(8)) == 8
     with pytest.raises(UserError, match=r"heldout_sequences = 9, .* leaves 8 .* to 1,312"):
         data.held_out(9)
 
@@ -404,6 +406,19 @@ def test_routers_are_measured_on_held_out_sequences() -> None:
 )
 def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minutes: float) -> None:
     assert step_patience(seconds, 15) == minutes
+
+
+def test_training_in_a_thread_leaves_signals_alone() -> None:
+    timer, entered = RestartTimer(Runtime(), torch.device("cpu")), []
+
+    def run() -> None:
+        with timer.signals():
+            entered.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert entered == [True]
 
 
 def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:
