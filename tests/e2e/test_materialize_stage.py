@@ -277,6 +277,13 @@ def test_a_model_that_computes_something_else_is_not_accepted(
 
 
 def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    for layers, heads in ((3, 2), (2, 4)):
+        front = nested_front(layers, heads, [Window(WINDOW)], context=100, chosen=None)
+        front.save(tmp_path / "search" / "front.json")
+        with pytest.raises(UserError, match=r"front\.json: the front is another model's"):
+            _run(base, tmp_path, upstream=_budget_of(front, 0))
+    (tmp_path / "search" / "front.json").unlink()
     with pytest.raises(UserError, match=r"head_mask\.json: .* 3 layers of 2 .* has 2 of 2"):
         _run(base, tmp_path, mask=_mask(3))
     with pytest.raises(UserError, match="no such model directory"):

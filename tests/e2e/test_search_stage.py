@@ -17,9 +17,11 @@ import torch
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
-from bosch.heads import HeadMaskFile
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.search.bosch import SearchResult
+from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -145,6 +147,21 @@ def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, capl
     assert str(tmp_path / "best_so_far.json") in caplog.text
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert not (tmp_path / "head_mask.json").exists()
+
+
+def test_the_summary_tells_the_result_from_the_last_phases_mask():
+    evaluator = SimpleNamespace(
+        costs=lambda: {"evaluations": 3}, fresh_seconds=2.0, trace=[], notes=["a note"]
+    )
+    mask = HeadMask.all_full(1, 1)
+    best, last = Evaluation(0.8, -1.0, 0.0, 0.0), Evaluation(0.7, -2.0, 0.0, 0.0)
+    result = SearchResult(mask, best, Anchors(0.1, 0.9), last, [{"layer": 0}])
+    assert search._summary(evaluator, result, 5.0) == {
+        "anchors": {"all_sliding": 0.1, "all_full": 0.9}, "best_score": 0.8,
+        "best_log_likelihood": -1.0, "last_phase_score": 0.7, "last_phase_log_likelihood": -2.0,
+        "evaluations": 3, "solver_seconds": 3.0, "layer_importance": [{"layer": 0}], "trace": [],
+        "notes": ["a note"],
+    }  # fmt: skip
 
 
 def test_ties_and_their_breaking_are_said(inputs, tmp_path):
