@@ -296,12 +296,13 @@ def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
 def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    for harm in ("summary.json", "checkpoints/tokens-1280/model.safetensors"):
+    for harm in ("summary.json", "metrics.jsonl", "checkpoints/tokens-1280/model.safetensors"):
         work = tmp_path / harm.replace("/", "-")
         shutil.copytree(undisturbed, work)
         (work / harm).write_bytes(half_zeroed((work / harm).read_bytes()))
         train_here(case, work)
         assert files(work / "checkpoints") == files(undisturbed / "checkpoints")
+        assert metrics(work) == metrics(undisturbed)
 
 
 def test_finished_work_is_not_done_again(
@@ -394,7 +395,9 @@ def test_what_cannot_run_here_is_refused(case: Path, tmp_path: Path) -> None:
 def test_where_memory_is_short_layers_are_recomputed(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By runtime.checkpointing = auto, and the loop knows what was settled."""
+    """By runtime.checkpointing = auto; and the disk is tried before the model is loaded."""
+    rehearsed: list[float] = []
+    monkeypatch.setattr(RestartPoints, "rehearse", lambda self, minutes: rehearsed.append(minutes))
     monkeypatch.setattr("stages.train.run.least_memory", lambda device: 1.0)
     loop = build_loop(
         stage_config(train={"total_tokens": 128, "checkpoint_tokens": []}),
@@ -405,6 +408,7 @@ def test_where_memory_is_short_layers_are_recomputed(
     assert loop.metrics_log is not None
     loop.metrics_log.close()
     assert loop.model.is_gradient_checkpointing and loop.runtime.checkpointing == "full"
+    assert rehearsed == [Runtime().timeout_minutes]
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:

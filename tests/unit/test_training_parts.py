@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint import CheckpointException
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -28,11 +29,12 @@ from bosch.model.loading import load_config
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.packing import Packed, write_dataset
-from stages.context import Runtime
+from stages.context import ModelConfig, Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import model, parallel, storage
 from stages.train.checkpoint import CheckpointWriter, _average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
+from stages.train.decisions import Decision
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, Stopwatch, numbers
 from stages.train.model import (
@@ -125,7 +127,9 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     }  # fmt: skip
 
 
-def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -> None:
+def test_experts_are_computed_in_one_product_whatever_the_configuration_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -134,7 +138,8 @@ def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -
         )
     )  # fmt: skip
     assert model.config._experts_implementation == "eager"
-    use_grouped_experts(model)
+    monkeypatch.setattr("stages.train.model.load_model", lambda *_, **options: model)
+    load_for_training(Path("unused"), ModelConfig(path="unused"), TrainConfig(), Runtime())
     assert model.config._experts_implementation == "grouped_mm"
     model.set_experts_implementation("eager")
     model.set_experts_implementation = lambda name: None
@@ -165,6 +170,10 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
     assert [r["tokens"] for r in records] == [128, 256, 384, 512, 640]
     assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"] + 8
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    losses = [(event.step, round(event.value, 4)) for event in board.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 0.5), (3, 0.3333), (4, 9.0), (5, 9.0)]
     # At eight seconds for one step there are six, at eight for two five.
     left = [r["seconds_left"] for r in records[3:]]
     assert left[0] >= 48 and left[1] >= 20 and left == pytest.approx([48, 20], rel=0.3)
@@ -326,6 +335,10 @@ def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
     with pytest.raises(RunError, match="No space left on device"):
         points.check()
     points.check()
+    points._pending = Future()
+    points._pending.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(RunError, match="No space left on device"):  # and before the next one
+        points.save({}, 8, {}, 1.0)
 
 
 def test_a_checkpoint_without_its_record_is_not_published(tmp_path: Path) -> None:
@@ -500,6 +513,31 @@ def test_training_takes_the_fastest_backend_that_has_what_it_needs(
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
 
 
+@pytest.mark.parametrize(
+    ("sharding", "device", "weights"),
+    [("none", "cpu", True), ("fsdp", None, False), ("deepspeed", None, True)],
+)
+def test_how_a_model_is_loaded_for_training(
+    sharding: Any, device: str | None, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, onto its device where it is not sharded, and without weights under FSDP."""
+    asked: list[Any] = []
+
+    def load(folder: Path, **options: Any) -> Any:
+        asked.append((folder, options))
+        raise RunError("seen")
+
+    monkeypatch.setattr(model, "load_model", load)
+    with pytest.raises(RunError, match="seen"):
+        load_for_training(
+            Path("folder"), ModelConfig(path="x", trust_remote_code=True), TrainConfig(),
+            Runtime(sharding=sharding), backend="eager", device=torch.device("cpu"),
+        )  # fmt: skip
+    options = {"dtype": torch.float32, "backend": "eager", "trust_remote_code": True}
+    where = None if device is None else torch.device(device)
+    assert asked == [(Path("folder"), {**options, "device": where, "weights": weights})]
+
+
 def test_a_backend_is_asked_for_all_that_the_model_has(
     case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,8 +586,11 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
 def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     tmp_path: Path, family: str
 ) -> None:
-    """Experts too, whose weights are one in the model and many in the files."""
+    """Experts too, whose weights are one in the model and many in the files, and whole numbers."""
     model = materialize(small_model(family), random_mask(), Window(8))
+    model.register_buffer("count", torch.tensor([3]))
+    model.register_buffer("scratch", torch.ones(2))
+    model._keys_to_ignore_on_save = {"scratch"}
     start = tmp_path / "start"
     model.save_pretrained(start)
     (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
@@ -645,6 +686,37 @@ def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> 
     places = list(itertools.product((1, 2), (1, 2), (0, 1)))
     seeds = [drawn(*place) for place in places]
     assert len(set(seeds)) == len(places) and seeds == [drawn(*place) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "is_first", "state"),
+    [("none", True, {"a": 1}), ("none", False, {}), ("fsdp", False, {"a": 1})],
+)
+def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
+    sharding: Any, is_first: bool, state: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one, which has the mean, needs no point. Unsharded, the first process has all."""
+    calls: list[Any] = []
+    loop: Any = SimpleNamespace(
+        runtime=Runtime(sharding=sharding, timeout_minutes=9), step=3, train=TrainConfig(),
+        schedule=SimpleNamespace(steps=4, checkpoint_steps={10: 2, 20: 3, 25: 3, 40: 4}),
+        patience=1.0, stopwatch=Stopwatch(), write_checkpoint=lambda *given: calls.append(given),
+        _averaged_with=lambda tokens: [tokens - 1], state=lambda: {"a": 1},
+        restarts=SimpleNamespace(
+            check=lambda: calls.append("check"), save=lambda *given: calls.append(given)
+        ),
+        accelerator=SimpleNamespace(is_main_process=is_first),
+    )  # fmt: skip
+    point = (state, 3, parallel.layout(loop.runtime, loop.train), 9)
+    Loop.save(loop, Decision(restart_point=True, stop=False))
+    assert calls == [(20, []), (25, []), "check", point]
+    calls.clear()
+    Loop.save(loop, Decision(restart_point=False, stop=False))
+    assert calls == [(20, []), (25, []), "check"]
+    calls.clear()
+    loop.step = 4
+    Loop.save(loop, Decision(restart_point=True, stop=True))
+    assert calls == [(40, [39]), "check"]
 
 
 def test_speed_leaves_out_saving_and_scores(tmp_path: Path) -> None:

@@ -436,7 +436,9 @@ def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
     model.register_forward_pre_hook(lambda *_: modes.append(model.training))
     NeedleWatch([([1, 2], 1)], 1).score(model, device)
     assert model.training == training
-    HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device)
+    labels = ids.masked_fill((ids == 1) | (ids == 2), -100)  # nothing predicted in a quarter
+    score = HeldOutWatch([{"input_ids": ids, "labels": labels}], 1).score(model, device)
+    assert score["heldout_by_position"][0] == 0 < min(score["heldout_by_position"][1:])
     assert model.training == training
     assert modes == [False, False]
 
@@ -445,12 +447,13 @@ def test_wandb_gets_every_step_under_the_key_of_the_run(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[dict[str, float]] = []
+    defined: list[Any] = []
     fake: Any = ModuleType("wandb")
     fake.__spec__ = torch.__spec__
 
     class Run:
         log = staticmethod(logged.append)
-        define_metric = staticmethod(lambda *args, **kwargs: None)
+        define_metric = staticmethod(lambda *args, **kwargs: defined.append((*args, kwargs)))
         finish = staticmethod(lambda: logged.append({}))
 
     def init(**options: Any) -> Run:
@@ -461,6 +464,7 @@ def test_wandb_gets_every_step_under_the_key_of_the_run(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train_here(case, tmp_path, runtime={"wandb_project": "hybrids"})
     assert [values.get("train/step") for values in logged] == [*range(1, 11), None]
+    assert defined == [("train/*", {"step_metric": "train/step"})]
     assert [v["train/loss"] for v in logged[:-1]] == [s["loss"] for s in metrics(tmp_path)]
 
 
