@@ -606,7 +606,8 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     assert (written / "templates" / "tool.jinja").read_text() == "a template"
     for file in set(names.values()):
         for name, value in load_file(written / file).items():
-            assert names[name] == file and torch.equal(value, expected[name])
+            assert names[name] == file and value.dtype == expected[name].dtype
+            assert torch.equal(value, expected[name])
 
 
 def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
