@@ -13,15 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from bosch.errors import UserError
 from bosch.model.materialize import materialize
-from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
-from stages.context import Runtime
 from stages.train import loss as training_loss
-from stages.train.footprint import training_memory
 from stages.train.loss import cross_entropy, head_loss, install_loss
-from stages.train.memory import liger_loss_bytes
 from stages.train.model import recompute_activations
-from stages.train.stage import TrainConfig
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 
 WINDOW = 5
@@ -121,41 +116,6 @@ def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
         for chunk in (640, 10)
     )
     torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=0.02)
-
-
-def test_a_plan_counts_what_ligers_loss_holds() -> None:
-    """Of 32k tokens of Qwen3-14B: 2,048 at a time; sums, a chunk's gradient and its copy."""
-    head = 151_936 * 5120 * (4 + 2 + 4)
-    expected = 2048 * 151_936 * 2 + 32_768 * 5120 * 2 + head
-    assert liger_loss_bytes(32_768, 5120, 151_936, 2, True) == expected
-    shape = DecoderShape.of(small_model().config)
-    plain, fused = (
-        training_memory(
-            shape,
-            TrainConfig(liger=liger),
-            Runtime(checkpointing="full"),
-            processes=1,
-            tokens=64,
-            accumulation=1,
-        ).loss
-        for liger in (False, True)
-    )
-    assert fused == liger_loss_bytes(64, shape.hidden, shape.vocabulary, 2, True) != plain
-
-
-@pytest.mark.parametrize("options", [{}, {"liger": True}, {"teacher": "original"}])
-def test_a_plan_counts_no_gradient_of_a_frozen_head(options: dict[str, Any]) -> None:
-    shape = DecoderShape.of(small_model().config)
-    runtime = Runtime(checkpointing="full")
-    trained, frozen = (
-        training_memory(
-            shape, TrainConfig(freeze=freeze, **options), runtime,
-            processes=1, tokens=64, accumulation=1,
-        ).loss
-        for freeze in ("none", "attention_only")
-    )  # fmt: skip
-    copies = 4 + 2 + 4 if options.get("liger") else 4 + 2
-    assert trained - frozen == copies * shape.hidden * shape.vocabulary
 
 
 def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
