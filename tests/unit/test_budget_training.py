@@ -235,6 +235,11 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
             train_here(single, tmp_path, train={"budgets": budgets})
 
 
+def test_a_budget_in_quotes_is_what_it_is_without() -> None:
+    budgets = TrainConfig(budgets=["12k", "2.5k", "4992", "0.25", "1.0", "1e-1", 0.5]).budgets
+    assert repr(budgets) == "[12288, 2560, 4992, 0.25, 1.0, 0.1, 0.5]"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
