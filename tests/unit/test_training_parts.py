@@ -258,6 +258,7 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     (points.directory / "step-98").symlink_to("step-8")
     (points.directory / "step-99").touch()
     assert points.latest() == whole
+    assert (points.directory / "step-98").is_symlink() and (points.directory / "step-99").is_file()
     assert "step-16 is damaged" in caplog.text
     assert "from the beginning" not in caplog.text
     harm(whole)
@@ -368,7 +369,11 @@ def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
-    point = save_point(restart_points(tmp_path, checkpoint_tokens=[]), 1)
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    point = save_point(points, 1)
+    points.writing.mkdir()
+    points.publish(2, {"sharding": "none"})
+    assert points.newest() == point  # that says all of its layout
     check_layout(point, {"sharding": "none", "processes": 1, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.sharding = none.*fsdp"):
         check_layout(point, {"sharding": "fsdp", "processes": 2, "fixed": False})
