@@ -17,10 +17,11 @@ from stages.search.stage import SearchConfig
 def _slots_or_share(value: object) -> object:
     """Slots like `4992` or `12k`, or a share like `0.25` or `1.0`."""
     if isinstance(value, str):
+        first, second = (float, parse_count) if "." in value else (parse_count, float)
         try:
-            return parse_count(value)
+            return first(value)
         except ValueError:
-            return float(value)
+            return second(value)
     return value
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bosch.model.materialize
 from bosch.errors import RunError, UserError
+from bosch.files import file_stamp
 from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
@@ -59,7 +60,7 @@ def _run(
         folder.mkdir(exist_ok=True)
     (mask or _mask()).save(search / "head_mask.json")
     config = StageConfig(
-        section=MaterializeConfig(dtype=dtype),
+        section=MaterializeConfig(dtype=dtype, max_shard_size="32KB"),
         model=ModelConfig(path=str(base)),
         seed=3,
         runtime=Runtime(),
@@ -87,6 +88,8 @@ def test_writes_a_model_anyone_can_load(base: Path, tmp_path: Path, dtype: Any) 
     assert model.generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
     assert HeadMaskFile.load(folder / "head_mask.json") == _mask()
     assert not list(folder.glob("*.bin"))
+    assert len(files := list(folder.glob("*.safetensors"))) > 1
+    assert max(file.stat().st_size for file in files) < 80_000  # a layer, or a table
 
 
 def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path) -> None:
@@ -109,6 +112,26 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     ):
         assert sentence in card, sentence
     assert "0  □ ■\n1  □ □\n" in card
+    # Keys and values of 8 float32 numbers for one head of four, the others hold 17 tokens.
+    assert "per token | 64 bytes instead of 256, and at most 3,264 once |" in card
+    assert "| sinks | 2 |" in card and "| its score in the search | unknown |" in card
+
+
+def test_the_card_of_several_windows_tells_them_apart() -> None:
+    mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
+    file = HeadMaskFile.of(
+        mask, windows, model="m", method="given", swa_ratio=0.75, score=0.8125, seed=4,
+        sink_bias=[[0.5] * 4] * 2,
+    )  # fmt: skip
+    numbers = dict.fromkeys(
+        ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after",
+         "sliding_bytes_constant"), 8,
+    )  # fmt: skip
+    card = model_card(file, ModelConfig(path="org/model"), numbers, {"license": "mit"})
+    assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
+    assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
+    assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
+    assert "| sinks | a learned sink bias in each sliding query head |" in card
 
 
 @pytest.mark.parametrize(
@@ -155,6 +178,10 @@ def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Pat
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"`kv_budget={slots[2]}`" in card and f"| {slots[0]} | {read.budgets[0].share} |" in card
     assert Front.load(folder / "front.json") == front
+    file = HeadMaskFile.load(folder / "head_mask.json")
+    mask = front.mask(2)
+    assert (file.mask, file.swa_ratio) == (mask, mask.swa_ratio)
+    assert (file.method, file.score, file.seed) == ("front", front.points[2].score, front.seed)
 
 
 def test_a_budget_that_computes_something_else_is_not_accepted(
@@ -171,7 +198,16 @@ def test_a_budget_that_computes_something_else_is_not_accepted(
 
 
 def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
-    summary = _run(base, tmp_path)
+    budget = {"bytes": "8KiB @ 100"}
+    search = SearchConfig(method="rand", window_size=WINDOW, sinks=2, budget=budget)
+    summary = _run(base, tmp_path, upstream={"search": search})
+    # Of bfloat16, in which the search counts: one full head, and 17 tokens of three.
+    assert summary["budget"] == {
+        "engine": "generate", "ranks": 1, "tokens": 100, "bytes": 32 * (100 + 3 * 17),
+        "original": 32 * 400, "allowed": 8192,
+    }  # fmt: skip
+    assert summary["check"]["tokens"] == 2 * (WINDOW + 64)  # a window, and what lies behind it
+    assert summary["check"]["precision"] == "float32"
     per_head = 2 * 8 * 4  # keys and values, head dimension 8, float32
     assert summary["kv_cache_bytes_per_token_before"] == 4 * per_head
     assert summary["kv_cache_bytes_per_token_after"] == 1 * per_head
@@ -210,6 +246,20 @@ def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
     load_model(leftovers)
 
 
+def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    _mask().save(tmp_path / "search" / "head_mask.json")
+    stamp = file_stamp(base / "config.json")
+    (base / "config.json").write_text((base / "config.json").read_text())
+    config = StageConfig(
+        MaterializeConfig(), ModelConfig(path=str(base)), 3, Runtime(),
+        stamps={str(base / "config.json"): stamp},
+    )  # fmt: skip
+    with pytest.raises(RunError, match=r"config\.json was written or replaced"):
+        materialize.run(config, {"search": tmp_path / "search"}, tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_model_that_computes_something_else_is_not_accepted(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +277,13 @@ def test_a_model_that_computes_something_else_is_not_accepted(
 
 
 def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    for layers, heads in ((3, 2), (2, 4)):
+        front = nested_front(layers, heads, [Window(WINDOW)], context=100, chosen=None)
+        front.save(tmp_path / "search" / "front.json")
+        with pytest.raises(UserError, match=r"front\.json: the front is another model's"):
+            _run(base, tmp_path, upstream=_budget_of(front, 0))
+    (tmp_path / "search" / "front.json").unlink()
     with pytest.raises(UserError, match=r"head_mask\.json: .* 3 layers of 2 .* has 2 of 2"):
         _run(base, tmp_path, mask=_mask(3))
     with pytest.raises(UserError, match="no such model directory"):

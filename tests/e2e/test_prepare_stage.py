@@ -67,10 +67,17 @@ def test_outputs(model, corpus, tmp_path):
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     assert statistics["sequences"] == 47 and statistics["tokens"] == 47 * 64
-    mine = statistics["sources"]["mine"]
-    assert mine["share"] + statistics["sources"]["made"]["share"] == pytest.approx(1)
+    mine, made = (statistics["sources"][name] for name in ("mine", "made"))
+    assert (mine["target_share"], made["target_share"]) == (0.75, 0.25)
     assert 0.5 < mine["share"] < 0.85
     train = load_from_disk(str(out / "train"))
+    counted = [0, 0]
+    for row in train:
+        for source, length in zip(row["document_sources"], row["document_lengths"], strict=True):
+            counted[source] += length
+    assert [mine["tokens"], made["tokens"]] == counted and sum(counted) == 47 * 64
+    assert [mine["share"], made["share"]] == [tokens / (47 * 64) for tokens in counted]
+    assert statistics["documents"] == mine["documents"] + made["documents"]
     assert len(train) == 47 and set(train.column_names) == {
         "input_ids", "document_lengths", "document_sources"
     }  # fmt: skip
@@ -80,13 +87,15 @@ def test_outputs(model, corpus, tmp_path):
 
 
 def test_training_data_is_the_documents(model, corpus, tmp_path):
-    """With room for all, every document is there once, whole, closed by the end token."""
+    """With room for all that the filters leave, each is there once, whole, closed by the end."""
     tokenizer = tiny_tokenizer()
     texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
+    texts = [text for text in texts if len(text) >= 200]
     encoder = Encoder.load(TokenizerSpec(str(model)))
     expected = [(*ids.tolist(), tokenizer.eos_token_id) for ids in encoder(texts)]
     total = sum(map(len, expected))
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    filters = {"min_characters": 200}
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt"), "filters": filters}]
     out = run(config(model, sources, sequence_length=1, train_tokens=total), tmp_path / "out")
     train = load_from_disk(str(out / "train"))
     flat = [row[0] for row in train["input_ids"]]
@@ -97,11 +106,23 @@ def test_training_data_is_the_documents(model, corpus, tmp_path):
             start = position + 1
     assert sorted(result) == sorted(expected)
     assert result != expected
+    statistics = json.loads((out / "statistics.json").read_text())
+    mine = statistics["sources"]["mine"]
+    assert (mine["documents"], mine["left_out"], len(texts)) == (23, 7, 23)
+    assert mine["tokens"] == mine["tokens_available"] == total
+    rate = sum(map(len, texts)) / total
+    assert mine["bytes_per_token"] == statistics["bytes_per_token"] == pytest.approx(rate)
 
 
 def test_calibration_examples(model, corpus, tmp_path):
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus)}]
-    out = run(config(model, sources, seed=3), tmp_path / "out")
+    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
+    essays = corpus / "essays"
+    essays.mkdir()
+    (essays / "a.txt").write_text("Marmalade is made of oranges. " * 100)
+    calibration = {"examples": 5, "length": 420, "essay_dir": str(essays)}
+    out = run(config(model, sources, seed=3, calibration=calibration), tmp_path / "out")
+    written = json.loads((out / "statistics.json").read_text())["calibration"]
+    assert (written["corpus"]["name"], written["corpus"]["words"]) == (str(essays), 500)
     tokenizer = tiny_tokenizer()
     lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -110,7 +131,8 @@ def test_calibration_examples(model, corpus, tmp_path):
     for record in records:
         prompt = tokenizer.decode(record["input_ids"][: -record["answer_length"]])
         answer = tokenizer.decode(record["input_ids"][-record["answer_length"] :])
-        assert prompt.endswith(" mentioned in the provided text is:")
+        assert prompt.endswith(" mentioned in the provided text is:") and "Marmalade" in prompt
+        assert record["seed"] == 3
         assert f"is:{answer}." in prompt and answer[0] == " " and answer[1:].isdigit()
         assert 370 < len(record["input_ids"]) <= 420
 
@@ -174,6 +196,13 @@ def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
     assert documents == times
     undisturbed = run(stage_config, tmp_path / "undisturbed")
     assert files(work) == files(undisturbed)
+
+
+def test_processes_are_no_more_than_the_text_is_worth(monkeypatch):
+    monkeypatch.setattr(prepare, "cpu_cores", lambda: 8)
+    tokens = (5, 25_000_000, 10**9)
+    assert [prepare._workers("auto", count) for count in tokens] == [1, 2, 8]
+    assert prepare._workers(3, 5) == 3
 
 
 def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):

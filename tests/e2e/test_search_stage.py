@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -14,12 +16,18 @@ import torch
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMaskFile
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.files import file_stamp
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.search.bosch import SearchResult
+from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
+from stages.search import processes
 from stages.search import run as search
+from stages.search.processes import numerics
 from stages.search.stage import TRACES, SearchConfig
 from tests.hybrid_case import KV_HEADS, LAYERS
 from tests.rank_processes import run_order
@@ -59,6 +67,7 @@ def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
     units = LAYERS * KV_HEADS
     assert (~file.mask.is_full).sum() == swa_budget(units, ratio)
     assert (file.method, file.seed, file.window_size) == (method, 5, WINDOW)
+    assert file.swa_ratio == ratio
     for name in TRACES.values():
         groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
         [points] = [one for one in groups if "mark-symbol role-mark" in one.get("class", "")]
@@ -84,11 +93,11 @@ def test_every_method_writes_its_files(inputs, tmp_path, method, ratio):
 def test_a_profile_chooses_among_several_windows(inputs, tmp_path, method):
     menu, context = [WINDOW // 2, WINDOW], 512
     budget = {"kv_cache": f"0.4 @ {context}"}
-    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget}
+    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget, "seed": 9}
     run(inputs, tmp_path, method=method, **changes)
     file = HeadMaskFile.load(tmp_path / "head_mask.json")
     assert [window.size for window in file.windows] == menu[::-1]
-    assert file.swa_ratio == file.mask.swa_ratio
+    assert file.swa_ratio == file.mask.swa_ratio and file.seed == 9
     # Within the slots of the full heads that the budget allows beside the narrowest window.
     units, least = LAYERS * KV_HEADS, Window(menu[0]).held(context)
     full = int((0.4 * units * context - units * least) / (context - least))
@@ -138,6 +147,21 @@ def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, capl
     assert str(tmp_path / "best_so_far.json") in caplog.text
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert not (tmp_path / "head_mask.json").exists()
+
+
+def test_the_summary_tells_the_result_from_the_last_phases_mask():
+    evaluator = SimpleNamespace(
+        costs=lambda: {"evaluations": 3}, fresh_seconds=2.0, trace=[], notes=["a note"]
+    )
+    mask = HeadMask.all_full(1, 1)
+    best, last = Evaluation(0.8, -1.0, 0.0, 0.0), Evaluation(0.7, -2.0, 0.0, 0.0)
+    result = SearchResult(mask, best, Anchors(0.1, 0.9), last, [{"layer": 0}])
+    assert search._summary(evaluator, result, 5.0) == {
+        "anchors": {"all_sliding": 0.1, "all_full": 0.9}, "best_score": 0.8,
+        "best_log_likelihood": -1.0, "last_phase_score": 0.7, "last_phase_log_likelihood": -2.0,
+        "evaluations": 3, "solver_seconds": 3.0, "layer_importance": [{"layer": 0}], "trace": [],
+        "notes": ["a note"],
+    }  # fmt: skip
 
 
 def test_ties_and_their_breaking_are_said(inputs, tmp_path):
@@ -196,6 +220,53 @@ def test_the_search_can_be_watched(inputs, tmp_path):
         assert best == sorted(best)
         assert best[-1] >= round(summary["best_score"], 5)
         assert not (tmp_path / "best_so_far.json").exists()
+
+
+def test_what_the_last_bits_of_a_result_depend_on_tells_results_apart():
+    places = [
+        numerics(torch.device("cpu"), *options, **more)
+        for options, more in (
+            (("sdpa", 3, 14), {}), (("eager", 3, 14), {}), (("sdpa", 4, 14), {}),
+            (("sdpa", 3, 15), {}), (("sdpa", 3, 14), {"shards": 2}),
+            (("sdpa", 3, 14), {"parts": 2}),
+        )
+    ]  # fmt: skip
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shards", "sharing"), [("data", 1, 1), ("tensor", 4, 1), ("context", 1, 4)]
+)
+def test_room_for_reuse_is_that_of_the_processes_of_a_machine(
+    parallel, shards, sharing, monkeypatch
+):
+    asked = []
+
+    def reuse_room(*arguments, **options):
+        asked.append((arguments[2:], options))
+        return 100
+
+    monkeypatch.setattr(processes, "reuse_room", reuse_room)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    ranks = SimpleNamespace(shards=1 if parallel == "data" else 4, least=lambda room: room - 1)
+    examples = CalibrationSet.from_records(([1, 2, 3, k], 1) for k in range(5))
+    for batch, rows in ((8, 5), (2, 2)):
+        runtime = Runtime(search_parallel=parallel, eval_batch_size=batch)
+        assert processes.reuse_bytes(runtime, None, (), examples, ranks) == 99
+        options = {"processes": 3, "shards": shards, "sharing": sharing}
+        assert asked.pop() == ((rows, 4), options)
+    assert processes.reuse_bytes(Runtime(reuse_memory=7), None, (), examples, ranks) == 7
+
+
+def test_a_base_that_changes_while_it_is_read_is_not_searched(inputs, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(inputs[0], base)
+    stamp = file_stamp(base / "config.json")
+    (base / "config.json").write_text((base / "config.json").read_text())
+    config = replace(config_of(base), stamps={str(base / "config.json"): stamp})
+    with pytest.raises(RunError, match=r"config\.json was written or replaced"):
+        search.run(config, {"prepare": inputs[1]}, tmp_path)
+    assert not (tmp_path / "evaluations.jsonl").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(inputs, tmp_path, monkeypatch):

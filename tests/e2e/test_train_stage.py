@@ -29,6 +29,7 @@ from stages.train.data import PackedSequences
 from stages.train.footprint import training_memory
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
+from stages.train.run import build_loop
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
@@ -87,20 +88,51 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     records = metrics(undisturbed)
     assert summary["final_loss"] == records[-1]["loss"]
     assert (summary["tokens"], summary["steps"]) == (1280, 10)
+    assert (summary["processes"], summary["sharding"]) == (1, "none") and summary["seconds"] > 0
+    assert summary["checkpoints"] == {"tokens-384": 3, "tokens-1280": 10}
     assert [r["step"] for r in records] == list(range(1, 11))
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
 
 
-def test_first_loss_is_the_models_own_mean_loss(case: Path, undisturbed: Path) -> None:
-    config = stage_config()
+def test_every_step_is_that_of_a_plain_loop(case: Path, tmp_path: Path) -> None:
+    """With a rate, decay, clipping and moments that are no defaults; norms do not decay."""
+    short = {"total_tokens": 512, "checkpoint_tokens": []}
+    changes = {
+        "learning_rate": 3e-3, "warmup_ratio": 0.5, "min_lr_ratio": 0.1, "adam_beta1": 0.6,
+        "adam_beta2": 0.8, "weight_decay": 0.5, "max_grad_norm": 0.3,
+    }  # fmt: skip
+    train_here(case, tmp_path, train={**short, **changes})
+    config = stage_config(train=short)
     data = PackedSequences(case / "prepare" / "train")
     data.arrange(make_schedule(config.section, config.runtime, SEQUENCE_LENGTH, 1, False), 7)
     model = AutoModelForCausalLM.from_pretrained(case / "materialize" / "model")
-    ids = torch.stack([torch.as_tensor(data[i]["input_ids"]).long() for i in range(4)])
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    assert metrics(undisturbed)[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    names = dict(model.named_parameters())
+    groups = [
+        {"params": [names[name] for name in names if ("norm" in name) is norm], "weight_decay": w}
+        for norm, w in ((False, 0.5), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.6, 0.8))
+    # Half of four steps rise; then a third and two thirds of half a cosine.
+    rates = [3e-3 * factor for factor in (0.5, 1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25)]
+    for step, (rate, record) in enumerate(zip(rates, metrics(tmp_path), strict=True)):
+        rows = range(4 * step, 4 * step + 4)
+        ids = torch.stack([torch.as_tensor(data[i]["input_ids"]).long() for i in rows])
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        norm = sum(p.grad.square().sum() for p in names.values()).sqrt().item()
+        expected = {"loss": loss.item(), "learning_rate": rate, "grad_norm": norm}
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert norm > 0.3
+        for parameter in names.values():
+            parameter.grad *= 0.3 / norm
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    end = load_file(tmp_path / "checkpoints" / "tokens-512" / "model.safetensors")
+    for name, value in end.items():
+        torch.testing.assert_close(value, names[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("kill_at_step", [5, 10])
@@ -264,18 +296,22 @@ def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
 def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    for harm in ("summary.json", "checkpoints/tokens-1280/model.safetensors"):
+    for harm in ("summary.json", "metrics.jsonl", "checkpoints/tokens-1280/model.safetensors"):
         work = tmp_path / harm.replace("/", "-")
         shutil.copytree(undisturbed, work)
         (work / harm).write_bytes(half_zeroed((work / harm).read_bytes()))
         train_here(case, work)
         assert files(work / "checkpoints") == files(undisturbed / "checkpoints")
+        assert metrics(work) == metrics(undisturbed)
 
 
 def test_finished_work_is_not_done_again(
     case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(undisturbed)
+    point = undisturbed / "restart" / "step-10"  # killed between the summary and its removal
+    point.mkdir(parents=True)
+    (point / "whole.json").touch()
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert files(undisturbed) == before
@@ -348,9 +384,31 @@ def test_what_is_recomputed_or_on_the_host_changes_no_bit(case: Path, tmp_path: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_activations_that_are_on_the_host_are_not_moved_there(case: Path, tmp_path: Path) -> None:
+def test_what_cannot_run_here_is_refused(case: Path, tmp_path: Path) -> None:
+    """Activations are on the host already, and one process has nothing to shard over."""
     with pytest.raises(UserError, match="offload_activations = true needs a GPU"):
         train_here(case, tmp_path, runtime={"offload_activations": True})
+    with pytest.raises(UserError, match=r"runtime\.sharding = fsdp needs at least two"):
+        train_here(case, tmp_path, runtime={"sharding": "fsdp"})
+
+
+def test_where_memory_is_short_layers_are_recomputed(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By runtime.checkpointing = auto; and the disk is tried before the model is loaded."""
+    rehearsed: list[float] = []
+    monkeypatch.setattr(RestartPoints, "rehearse", lambda self, minutes: rehearsed.append(minutes))
+    monkeypatch.setattr("stages.train.run.least_memory", lambda device: 1.0)
+    loop = build_loop(
+        stage_config(train={"total_tokens": 128, "checkpoint_tokens": []}),
+        {name: case / name for name in ("prepare", "materialize")},
+        tmp_path,
+        RestartPoints(tmp_path, TrainConfig(**TRAIN)),
+    )
+    assert loop.metrics_log is not None
+    loop.metrics_log.close()
+    assert loop.model.is_gradient_checkpointing and loop.runtime.checkpointing == "full"
+    assert rehearsed == [Runtime().timeout_minutes]
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:

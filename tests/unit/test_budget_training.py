@@ -22,7 +22,7 @@ from bosch.window import Window
 from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime
-from stages.kv_budgets import budget_share, named_budgets
+from stages.kv_budgets import budget_share, named_budgets, share_names
 from stages.train import distillation
 from stages.train.budgets import BudgetDraw, budget_weights, mean_over_budgets
 from stages.train.loop import Loop
@@ -217,6 +217,8 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
     assert [budget_share(config, slots) for slots in SLOTS] == [
         f"{100 * slots / 128:.1f}".removesuffix(".0") + " %" for slots in SLOTS
     ]
+    assert share_names([1000, 4000, 8000], 8000) == ["12.5 %", "50 %", "100 %"]
+    assert share_names([1000, 1001], 8000) == ["12.50 %", "12.51 %"]  # told apart
     with pytest.raises(UserError, match="kv_budget is 5"):
         train_here(case, tmp_path, train={"budgets": [5]})
     points = [*FRONT.points, FrontPoint.of(
@@ -231,6 +233,11 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
     for budgets in ("all", [0.5]):
         with pytest.raises(UserError, match="one head layout alone"):
             train_here(single, tmp_path, train={"budgets": budgets})
+
+
+def test_a_budget_in_quotes_is_what_it_is_without() -> None:
+    budgets = TrainConfig(budgets=["12k", "2.5k", "4992", "0.25", "1.0", "1e-1", 0.5]).budgets
+    assert repr(budgets) == "[12288, 2560, 4992, 0.25, 1.0, 0.1, 0.5]"
 
 
 @pytest.mark.parametrize(
@@ -268,4 +275,8 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     loaded = load_recipe(case.file, changes, env={})
     facts = plan_costs(loaded, plan_devices(loaded))["evaluate"].facts
     assert "hybrid and checkpoints at up to 2 more budgets" in " ".join(facts)
+    # By its slots; a share below the smallest point is that one.
+    heads = 16 * load_recipe(case.file, changes, env={}).recipe.prepare.calibration.length
+    for name in (round(0.3 * heads), 0.1):
+        assert flops(f"train.budgets=[{name}]")[0] == each[0]
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[0] + 2 * each[2]) / 5)

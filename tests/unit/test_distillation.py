@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
@@ -25,7 +25,6 @@ from stages.train.loss import install_loss
 from stages.train.model import load_for_training
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
-from tests.benchmarks.test_train_peak import SIZES
 from tests.hybrid_case import mask_of, small_model, tokens
 from tests.training_case import make_case, metrics, train_here, train_in_processes
 from tests.unit.test_training_loss import LargestTensor, gradients
@@ -279,19 +278,3 @@ def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> N
         shape, config, Runtime(checkpointing="full"), processes=1, tokens=64, accumulation=1
     )
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
-
-
-def test_the_plan_has_the_teachers_memory(case: Path) -> None:
-    shape = DecoderShape.of(Qwen3Config(**SIZES))
-    plain, taught = (
-        training_memory(
-            shape, TrainConfig(teacher=teacher), Runtime(sharding="fsdp", checkpointing="full"),
-            processes=4, tokens=64, accumulation=1,
-        )
-        for teacher in ("none", "original")
-    )  # fmt: skip
-    shards = 2 * shape.parameters / 4
-    assert taught.teacher == shards + 2 * shape.tables and plain.teacher == 0
-    assert (
-        taught.breakdown["teacher"] == taught.teacher and taught.peak >= plain.peak + taught.teacher
-    )

@@ -28,7 +28,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bytes_are_those_of_the_plan_and_rates_do_not_compile_again() -> None:
     model = nn.Linear(128, 64, bias=False)
-    optimizer: Any = make_optimizer(model, TrainConfig(optimizer="adamw_8bit"))
+    train = TrainConfig(optimizer="adamw_8bit", adam_beta1=0.5, adam_beta2=0.7, weight_decay=0.3)
+    optimizer: Any = make_optimizer(model, train)
+    group = optimizer.param_groups[0]
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.7), 0.3)
     with torch.compiler.set_stance("force_eager"):
         for rate in (1e-2, 1e-3):
             set_learning_rate(optimizer, rate)

@@ -15,6 +15,7 @@ from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers
 from bosch.model.loading import load_model
+from bosch.search.evaluator import SlotBudgets
 from bosch.window import Window
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
@@ -83,6 +84,16 @@ def test_a_budget_chooses_a_point(budget: dict[str, Any], chosen: int) -> None:
     assert chosen_point(_front(), _price(**budget)) == chosen
 
 
+def test_of_equal_scores_the_likelier_answers_count_and_what_is_kept_is_a_share() -> None:
+    front = _front()
+    likelier = replace(front.points[2], log_likelihood=-0.5)
+    front = replace(front, points=(*front.points[:2], likelier, front.points[3]))
+    assert chosen_point(front, _price(kv_cache="0.9 @ 100")) == 2
+    # 0.7 is more than 0.71 of 0.8.
+    worse = _front([*_POINTS[:-1], (4, 1.0, 0.8, 0.7)])
+    assert chosen_point(worse, _price(keep=0.71)) == 1
+
+
 def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
     with pytest.raises(
         UserError, match=r"the best, of 856 KV slots, scores 0\.9, .* choose 0\.85 or less"
@@ -94,8 +105,9 @@ def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
         _front().points[-1], held_out_score=None, held_out_low=None, held_out_high=None
     )
     front = replace(_front(), points=(*_front().points[:-1], unscored))
-    with pytest.raises(UserError, match="has no held-out scores"):
-        chosen_point(front, _price(keep=0.5))
+    for one in (front, _front(_POINTS[:-1])):  # and without the original
+        with pytest.raises(UserError, match="has no held-out scores"):
+            chosen_point(one, _price(keep=0.5))
     lost = _front([*_POINTS[:-1], (4, 1.0, 0.0, 0.0)])
     with pytest.raises(UserError, match="original answers none of the examples held out"):
         chosen_point(lost, _price(keep=0.5))
@@ -106,8 +118,11 @@ def test_points_lie_between_the_smallest_window_and_the_original() -> None:
     slots = point_slots(section, _price(ratio=0.5))
     assert len(slots) == 8 and slots[0] > 16 * 7 and slots[-1] < 16 * 100
     assert np.ptp(np.diff(np.log(slots))) < 0.05
-    named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25])
-    assert point_slots(named, _price(ratio=0.5)) == (160, 400)
+    named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.5])
+    assert point_slots(named, _price(ratio=0.5)) == (160, 400, 800)
+    assert search._slot_budgets(named, _price(ratio=0.5)) == SlotBudgets(100, (160, 400, 800), 400)
+    one = named.by_method("bosch")
+    assert search._slot_budgets(one, _price(ratio=0.5)) == SlotBudgets(100)
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
@@ -182,7 +197,9 @@ def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
     for file in save_tiny_model(tmp_path / "other").glob("tokenizer*"):
         shutil.copyfile(file, base / file.name)
     kinds_of = load_model(base).config
-    section = SearchConfig(method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40)
+    section = SearchConfig(
+        method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40, seed=9
+    )
     runtime, model = Runtime(eval_batch_size=3), ModelConfig(path=str(base), dtype="float32")
     work = tmp_path / "search"
     work.mkdir()
@@ -190,6 +207,7 @@ def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
     search.run(config, {"prepare": prepared}, work)
     assert not (work / "head_mask.json").exists() and (work / "front.svg").exists()
     front = Front.load(work / "front.json")
+    assert (front.seed, front.model) == (9, str(base))
     assert front.chosen is None and front.num_layers == kinds_of.num_hidden_layers
     for index, point in enumerate(front.points):
         slots = front.mask(index).kv_slots(front.windows, front.context)

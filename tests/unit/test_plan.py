@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from pipeline.cli import main
 from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.cost import Devices
+from stages.cost import Devices, memory_here
 from stages.formats import format_bytes, format_flops, format_hours
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
+from stages.train import fit
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
 from tests.pipeline_case import Case
 
@@ -399,6 +401,34 @@ def test_a_run_is_refused_before_it_starts(
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "store").exists()
+
+
+def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all processes of the node together; where memory is not known nothing is refused."""
+    overrides = ["runtime.checkpointing=full", "runtime.offload_activations=true"]
+    loaded = load_recipe(Case(tmp_path).file, overrides, env={"NPROC_PER_NODE": "2"})
+    offloaded = training_budget(loaded, shape_of(loaded), 2, 1e15, False).memory.offloaded
+    monkeypatch.setattr(fit, "memory_here", lambda world: 1e15)
+    monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded)
+    refuse_what_cannot_fit(loaded)
+    monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded - 1)
+    with pytest.raises(UserError, match=r"runtime\.offload_activations = true puts"):
+        refuse_what_cannot_fit(loaded)
+    monkeypatch.setattr(fit, "memory_here", lambda world: None)
+    refuse_what_cannot_fit(loaded)
+
+
+def test_memory_of_this_machine_is_the_smallest_gpus_or_a_share_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for output, memory in (("81559\n40960\n", 40960 * 2**20), ("", None), ("none", None)):
+        said = SimpleNamespace(stdout=output)
+        monkeypatch.setattr("stages.cost.subprocess.run", lambda *_, said=said, **options: said)
+        assert memory_here(World(gpus=2)) == memory
+    monkeypatch.setattr("stages.cost.host_memory", lambda: 100)
+    assert memory_here(World(processes_per_node=4)) == 25
 
 
 def test_hardware_names() -> None:

@@ -360,8 +360,12 @@ def test_yaml_up_to_its_limits_is_read(most: str, more: str) -> None:
 def test_unquoted_words_are_what_they_say(case: Case) -> None:
     """YAML 1.1 takes `no` for a flag; a recipe's fields know which words they hold."""
     loaded = load_recipe(
-        case.file, ["train.mixed_precision=no", "train.liger=no", "train.document_masking=on"]
-    )
+        case.file,
+        [
+            "train.mixed_precision=no", "train.liger=no", "train.document_masking=on",
+            "prepare.sources.0.filters={min_tokens: 4, max_tokens: 4}",
+        ],
+    )  # fmt: skip
     train = loaded.recipe.train
     assert train is not None
     assert (train.mixed_precision, train.liger, train.document_masking) == ("no", False, True)

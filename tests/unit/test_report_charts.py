@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from stages.formats import (
     format_bytes,
     format_count,
+    format_flops,
+    format_hours,
     format_length,
     format_score,
     format_seconds,
@@ -113,6 +115,12 @@ def test_formats() -> None:
         "0", "950", "12.5k", "1.3M", "2.5B", "100k",
     ]  # fmt: skip
     assert [format_length(value) for value in (600, 1024, 32768)] == ["600", "1k", "32k"]
-    assert [format_seconds(value) for value in (0.42, 38.4, 185, 15_000)] == [
-        "0.4 s", "38 s", "3 min 5 s", "4 h 10 min",
+    assert [format_seconds(value) for value in (0.42, 38.4, 59.6, 185, 3600, 15_000)] == [
+        "0.4 s", "38 s", "1 min 0 s", "3 min 5 s", "1 h 0 min", "4 h 10 min",
+    ]  # fmt: skip
+    assert [format_hours(value) for value in (0.01, 0.5, 1.99, 2, 1234.5)] == [
+        "less than a minute", "30 min", "119 min", "2.0 h", "1,234.5 h",
+    ]  # fmt: skip
+    assert [format_flops(value) for value in (12, 2e9, 1e12, 3.25e15, 1.5e18, 2e21)] == [
+        "12 FLOP", "2 GFLOP", "1 TFLOP", "3.25 PFLOP", "1.5 EFLOP", "2000 EFLOP",
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +16,14 @@ from pipeline.commands.plan import plan_costs
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
+from stages.evaluate.answers import Evaluated
 from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import named_rival, rival_name
 from stages.evaluate.stage import EvaluateConfig
+from stages.materialize.stage import MaterializeConfig
+from stages.original import run as original
 from stages.prepare.stage import PrepareConfig
+from stages.rival import run as rival
 from stages.rival.stage import RivalConfig
 from stages.search.stage import SearchConfig
 from stages.train.stage import TrainConfig
@@ -91,6 +96,49 @@ def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
     assert own.section == section.model_copy(update={"budgets": None}) and own.seed == 3
     assert inputs == {"prepare": folders["prepare"], "materialize": folders["rival"]}
     assert work_dir == tmp_path
+
+
+def test_its_hybrid_is_made_as_the_searchs_is_with_a_mask_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mask_file(mask: HeadMask, method: str) -> HeadMaskFile:
+        return HeadMaskFile.of(mask, Window(4), model="m", method=method, swa_ratio=0.5)
+
+    searched = mask_file(HeadMask.from_swa_kv_heads([[0]], 2), "bosch")
+    own = mask_file(HeadMask.from_swa_kv_heads([[1]], 2), "bme")
+    folders = {name: tmp_path / name for name in ("prepare", "materialize")}
+    (folders["materialize"] / "model").mkdir(parents=True)
+    searched.save(folders["materialize"] / "model" / "head_mask.json")
+    section = MaterializeConfig(dtype="float16")
+    config = StageConfig(
+        RivalConfig(method="bme"), ModelConfig(path="model"), 3, Runtime(),
+        upstream={"materialize": section},
+    )  # fmt: skip
+    asked, made = [], []
+    monkeypatch.setattr(rival, "rival_masks", lambda *given: asked.append(given) or [own])
+    monkeypatch.setattr(
+        rival, "materialize", lambda *given: made.append(given) or {"parameters": 1}
+    )
+    assert rival.run(config, folders, tmp_path) == {"parameters": 1}
+    assert asked[0][1:4] == (["bme"], searched, folders["prepare"])
+    assert made == [(config.with_section(section), {"search": tmp_path / "mask"}, tmp_path)]
+    assert HeadMaskFile.load(tmp_path / "mask" / "head_mask.json") == own
+
+
+def test_the_original_is_scored_under_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that recipes on one base model share what is known of it."""
+    model = ModelConfig(path="org/name", revision="abc", trust_remote_code=True)
+    config = StageConfig(EvaluateConfig(), model, 3, Runtime(), model_identity="hash")
+    calls = []
+    monkeypatch.setattr(
+        original, "evaluate_models",
+        lambda *given: calls.append(given) or SimpleNamespace(averages={"original": 0.5}),
+    )  # fmt: skip
+    assert original.run(config, {}, tmp_path) == {"original": 0.5}
+    evaluated = Evaluated("original", model, "hash")
+    assert calls == [(config, [evaluated], TokenizerSpec("org/name", "abc", True), tmp_path)]
 
 
 def test_rivals_of_a_mask_of_several_windows_have_its_commonest_and_hold_no_more(

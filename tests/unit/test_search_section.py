@@ -247,6 +247,23 @@ def test_the_fewest_heads_that_a_budget_needs() -> None:
         sliding_ratio(price, Window(11), 1)
 
 
+@pytest.mark.parametrize(
+    ("budget", "price", "front_price"),
+    [
+        ({"kv_cache": "0.5 @ 512", "context": 256}, 512, 256),
+        ({"kv_cache": "0.5 @ 512"}, 512, 512),
+        ({"ratio": 0.5, "context": 256}, 256, 256),
+        ({"ratio": 0.5}, 100, 100),
+    ],
+)
+def test_tokens_at_which_a_budget_and_a_front_count(
+    budget: dict[str, object], price: int, front_price: int
+) -> None:
+    search = SearchConfig(method="front", windows=[8, 32], budget=Budget(**budget))
+    assert search.price(KINDS, "float32", 100).tokens == price
+    assert search.front_price(KINDS, "float32", 100).tokens == front_price
+
+
 def test_a_section_by_another_method_and_its_settings() -> None:
     front = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], sinks=2, points=[0.5])
     one = front.by_method("bosch")

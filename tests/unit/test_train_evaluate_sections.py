@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from bosch.errors import RunError
+from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe, missing_inputs
 from stages.context import Runtime
 from stages.evaluate.stage import EvaluateConfig, missing_ruler_file, suite_title
-from stages.train.stage import TrainConfig, batch_faults, checkpoint_name, checkpoint_tokens
+from stages.train.stage import (
+    TrainConfig,
+    batch_faults,
+    checkpoint_folders,
+    checkpoint_name,
+    checkpoint_tokens,
+    read_metrics,
+)
 from tests.pipeline_case import Case
 
 TWO = {"NPROC_PER_NODE": "2"}
@@ -228,6 +237,28 @@ def test_names_of_checkpoints() -> None:
     assert checkpoint_tokens(checkpoint_name(1000)) == 1000
     for name in ("tokens-", "tokens-1x", "hybrid", "x-tokens-1"):
         assert checkpoint_tokens(name) is None
+
+
+def test_checkpoints_are_in_the_order_of_training(tmp_path: Path) -> None:
+    for name in ("tokens-1000", "tokens-900", "writing", "tokens-20000"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    names = ["tokens-900", "tokens-1000", "tokens-20000"]
+    expected = {name: tmp_path / "checkpoints" / name for name in names}
+    assert list(checkpoint_folders(tmp_path).items()) == list(expected.items())
+
+
+def test_steps_are_read_all_or_not_at_all(tmp_path: Path) -> None:
+    step = {
+        "step": 1, "tokens": 5, "loss": 2.0, "learning_rate": 0.1, "grad_norm": 1.0, "seconds": 3.0
+    }  # fmt: skip
+    with pytest.raises(RunError, match=r"metrics\.jsonl: missing or damaged"):
+        read_metrics(tmp_path)
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.append(step, {**step, "step": 2})
+    assert [one.step for one in read_metrics(tmp_path)] == [1, 2]
+    journal.append({"step": 3})
+    with pytest.raises(RunError, match="missing or damaged"):
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
     }),
     "taught": ({"teacher": "original"}, {}, {}, {
         "teacher": 2 * 5010, "loss and logits": 6 * 8 * 400 + 3 * 160 + 6000,
+        "peak": 81_212 + 10_020 + 25_680,  # at the loss
     }),
     "taught, fsdp": ({"teacher": "original"}, FSDP, {"processes": 2}, {
         "teacher": 5010 + 2 * 2010,

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint import CheckpointException
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.attention import BACKENDS
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
+from bosch.model.loading import load_config
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.packing import Packed, write_dataset
-from stages.context import Runtime
+from stages.context import ModelConfig, Runtime
 from stages.materialize.model_card import UNTRAINED
-from stages.train import parallel, storage
-from stages.train.checkpoint import CheckpointWriter
+from stages.train import model, parallel, storage
+from stages.train.checkpoint import CheckpointWriter, _average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
+from stages.train.decisions import Decision
+from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, Stopwatch, numbers
 from stages.train.model import (
     apply_liger,
@@ -118,7 +126,9 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     }  # fmt: skip
 
 
-def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -> None:
+def test_experts_are_computed_in_one_product_whatever_the_configuration_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -127,7 +137,8 @@ def test_experts_are_computed_in_one_product_whatever_the_configuration_says() -
         )
     )  # fmt: skip
     assert model.config._experts_implementation == "eager"
-    use_grouped_experts(model)
+    monkeypatch.setattr("stages.train.model.load_model", lambda *_, **options: model)
+    load_for_training(Path("unused"), ModelConfig(path="unused"), TrainConfig(), Runtime())
     assert model.config._experts_implementation == "grouped_mm"
     model.set_experts_implementation("eager")
     model.set_experts_implementation = lambda name: None
@@ -150,12 +161,21 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert [r["step"] for r in Journal(path).read_new()] == [1, 2, 3, 4, 5]
 
     resumed = MetricsLog(tmp_path, schedule(), 3)
+    resumed._started -= 8
     resumed.write(4, 9.0, 0.5, learning_rate=1e-3)
+    resumed.write(5, 9.0, 0.5, learning_rate=1e-3)
     resumed.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 3, 4]
-    assert [r["tokens"] for r in records] == [128, 256, 384, 512]
-    assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["tokens"] for r in records] == [128, 256, 384, 512, 640]
+    assert records[3]["loss"] == 9.0 and records[3]["seconds"] >= records[2]["seconds"] + 8
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    losses = [(event.step, round(event.value, 4)) for event in board.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 0.5), (3, 0.3333), (4, 9.0), (5, 9.0)]
+    # At eight seconds for one step there are six, at eight for two five.
+    left = [r["seconds_left"] for r in records[3:]]
+    assert left[0] >= 48 and left[1] >= 20 and left == pytest.approx([48, 20], rel=0.3)
 
 
 @pytest.mark.parametrize("checksummed", [False, True])
@@ -238,6 +258,7 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     (points.directory / "step-98").symlink_to("step-8")
     (points.directory / "step-99").touch()
     assert points.latest() == whole
+    assert (points.directory / "step-98").is_symlink() and (points.directory / "step-99").is_file()
     assert "step-16 is damaged" in caplog.text
     assert "from the beginning" not in caplog.text
     harm(whole)
@@ -258,14 +279,15 @@ def test_a_restart_point_under_the_name_of_another_is_damaged(tmp_path: Path) ->
     assert points.latest() is None
 
 
-def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [12, 16])
+def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path, step: int) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[128 * 12])
     before = save_point(points, 8)
     checkpoint = tmp_path / "checkpoints" / f"tokens-{128 * 12}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_text("weights")
     points.record_checkpoint(128 * 12)
-    after = save_point(points, 16)
+    after = save_point(points, step)
     assert points.latest() == after
     (checkpoint / "model.safetensors").write_text("WEIGHTS")
     assert points.latest() == before
@@ -286,8 +308,12 @@ def test_a_restart_point_that_cannot_be_loaded_is_set_aside(
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("x"), RunError("x"), RuntimeError("Connection reset by peer")]
-)
+    "error",
+    [
+        torch.OutOfMemoryError("x"), MemoryError("x"), RunError("x"), UserError("x"),
+        RuntimeError("Connection reset by peer"),
+    ],
+)  # fmt: skip
 def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
     tmp_path: Path, error: Exception
 ) -> None:
@@ -296,6 +322,39 @@ def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
     with pytest.raises(type(error)), points.loading(point):
         raise error
     assert points.latest() == point
+
+
+def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
+    tmp_path: Path,
+) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    points.make_room()
+    points._pending = Future()
+    points.check()
+    points._pending.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(RunError, match="No space left on device"):
+        points.check()
+    points.check()
+    points._pending = Future()
+    points._pending.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(RunError, match="No space left on device"):  # and before the next one
+        points.save({}, 8, {}, 1.0)
+
+
+def test_a_checkpoint_without_its_record_is_not_published(tmp_path: Path) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[128 * 200])
+    checkpoint = tmp_path / "checkpoints" / f"tokens-{128 * 200}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_text("weights")
+    points.make_room()
+    with pytest.raises(RunError, match=r"tokens-25600\.json is missing or damaged"):
+        points.checkpoint_hashes()
+    (checkpoint / "empty").mkdir()  # which no hash would tell of
+    points.record_checkpoint(128 * 200)
+    assert not (checkpoint / "empty").exists()
+    assert points.checkpoint_hashes() == {
+        f"checkpoints/{checkpoint.name}/model.safetensors": hashlib.sha256(b"weights").hexdigest()
+    }
 
 
 def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +369,11 @@ def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
-    point = save_point(restart_points(tmp_path, checkpoint_tokens=[]), 1)
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    point = save_point(points, 1)
+    points.writing.mkdir()
+    points.publish(2, {"sharding": "none"})
+    assert points.newest() == point  # that says all of its layout
     check_layout(point, {"sharding": "none", "processes": 1, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.sharding = none.*fsdp"):
         check_layout(point, {"sharding": "fsdp", "processes": 2, "fixed": False})
@@ -349,6 +412,34 @@ def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: P
             "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
             "[127.0.0.1]:40123"
         )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "optimizer", "fixed"),
+    [
+        ("none", "adamw_8bit", False), ("fsdp", "adamw", False), ("fsdp", "adamw_8bit", True),
+        ("deepspeed", "adamw", True),
+    ],
+)  # fmt: skip
+def test_shards_that_are_not_cut_again_fix_the_number_of_processes(
+    sharding: Any, optimizer: Any, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = parallel.layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
+    assert found == {"sharding": sharding, "processes": 3, "fixed": fixed}
+
+
+def test_a_process_may_hold_its_share_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(parallel, "host_memory", lambda: 100)
+    assert parallel.least_memory(torch.device("cpu")) == 25
+
+    def unknown() -> float:
+        raise RunError("unknown")
+
+    monkeypatch.setattr(parallel, "host_memory", unknown)
+    assert parallel.least_memory(torch.device("cpu")) == float("inf")
 
 
 def test_sharding_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,8 +519,55 @@ def test_training_takes_the_fastest_backend_that_has_what_it_needs(
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
 
 
+@pytest.mark.parametrize(
+    ("sharding", "device", "weights"),
+    [("none", "cpu", True), ("fsdp", None, False), ("deepspeed", None, True)],
+)
+def test_how_a_model_is_loaded_for_training(
+    sharding: Any, device: str | None, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, onto its device where it is not sharded, and without weights under FSDP."""
+    asked: list[Any] = []
+
+    def load(folder: Path, **options: Any) -> Any:
+        asked.append((folder, options))
+        raise RunError("seen")
+
+    monkeypatch.setattr(model, "load_model", load)
+    with pytest.raises(RunError, match="seen"):
+        load_for_training(
+            Path("folder"), ModelConfig(path="x", trust_remote_code=True), TrainConfig(),
+            Runtime(sharding=sharding), backend="eager", device=torch.device("cpu"),
+        )  # fmt: skip
+    options = {"dtype": torch.float32, "backend": "eager", "trust_remote_code": True}
+    where = None if device is None else torch.device(device)
+    assert asked == [(Path("folder"), {**options, "device": where, "weights": weights})]
+
+
+def test_a_backend_is_asked_for_all_that_the_model_has(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    folder = case / "materialize" / "model"
+    config = load_config(str(folder))
+    config.attention_dropout = 0.1
+    config.hybrid_attention["sinks"] = 3
+    monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
+    monkeypatch.setattr(model, "logit_needs", lambda config: {"softcap": "it"})
+    monkeypatch.setattr(model, "fastest_backend", lambda *_, **options: asked.update(options))
+    options = stage_config(runtime={"checkpointing": "attention"})
+    attention_backend(folder, options.model, options.section, options.runtime)
+    assert asked == {
+        "sinks": 3, "dropout": 0.1, "logits": {"softcap": "it"}, "chunks": False,
+        "saved_outputs": True,
+    }  # fmt: skip
+
+
 def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
-    for text, dtype in {'{"dtype": "bfloat16"}': torch.bfloat16, "{}": torch.float32}.items():
+    for text, dtype in (
+        ('{"dtype": "bfloat16"}', torch.bfloat16), ('{"torch_dtype": "float16"}', torch.float16),
+        ("{}", torch.float32),
+    ):  # fmt: skip
         (tmp_path / "config.json").write_text(text)
         assert saved_dtype(tmp_path) == dtype
 
@@ -454,19 +592,48 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
 def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     tmp_path: Path, family: str
 ) -> None:
-    """Experts too, whose weights are one in the model and many in the files."""
+    """Experts too, whose weights are one in the model and many in the files, and whole numbers."""
     model = materialize(small_model(family), random_mask(), Window(8))
+    model.register_buffer("count", torch.tensor([3]))
+    model.register_buffer("scratch", torch.ones(2))
+    model._keys_to_ignore_on_save = {"scratch"}
     start = tmp_path / "start"
     model.save_pretrained(start)
     (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
+    (start / "templates").mkdir()
+    (start / "templates" / "tool.jinja").write_text("a template")
     CheckpointWriter(tmp_path, start, torch.float32, "40KB").write(1000, model)
     written = tmp_path / "checkpoints" / "tokens-1000"
     names = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
     expected = load_file(start / "model.safetensors")
     assert names.keys() == expected.keys() and len(set(names.values())) > 1
+    # Not the weights of the start, which are loaded rather than several files.
+    assert {file.name for file in written.glob("*.safetensors")} == set(names.values())
+    assert (written / "templates" / "tool.jinja").read_text() == "a template"
     for file in set(names.values()):
         for name, value in load_file(written / file).items():
-            assert names[name] == file and torch.equal(value, expected[name])
+            assert names[name] == file and value.dtype == expected[name].dtype
+            assert torch.equal(value, expected[name])
+
+
+def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
+    """Of 256 and twice 1; bf16 has no 257. Whole numbers are none to average."""
+    folders = []
+    for name, value in (("last", 256), ("before", 1), ("first", 1)):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        weights = {"w": torch.full((2,), value, dtype=torch.bfloat16), "n": torch.tensor([value])}
+        save_file(weights, folders[-1] / "model.safetensors", metadata={"format": "pt"})
+    file = folders[0] / "model.safetensors"
+    _average_into([file], folders[1:])
+    mean = load_file(file)
+    assert mean["w"].tolist() == [86, 86] and mean["w"].dtype == torch.bfloat16
+    assert mean["n"].tolist() == [256]
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    save_file({"w": torch.ones(2)}, folders[1] / "model.safetensors")
+    with pytest.raises(RunError, match=r"holds other weights than .*last"):
+        _average_into([file], folders[1:])
 
 
 def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
@@ -480,6 +647,8 @@ def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
     assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
     plugin = made["gradient_accumulation_plugin"]
     assert (plugin.sync_with_dataloader, plugin.sync_each_batch) == (False, False)
+    assert made["mixed_precision"] == "bf16"
+    assert made["fsdp_plugin"] is made["deepspeed_plugin"] is None
 
 
 def test_the_line_of_a_step_says_all_that_is_known_of_it(
@@ -503,13 +672,79 @@ def test_the_line_of_a_step_says_all_that_is_known_of_it(
     assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"
 
 
-def test_seconds_that_went_elsewhere_count_once() -> None:
+def test_seconds_that_went_elsewhere_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 5.0, 7.0])
+    monkeypatch.setattr("stages.train.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     watch = Stopwatch()
     with watch.timed("saving"):
-        time.sleep(0.02)
-    seconds, elsewhere = watch.read()
-    assert seconds >= elsewhere["saving"] >= 0.02
-    assert watch.read()[1] == {}
+        pass
+    assert watch.read() == (5.0, {"saving": 3.0})
+    assert watch.read() == (2.0, {})
+
+
+def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> None:
+    def drawn(seed: int, step: int, process: int) -> int:
+        loop: Any = SimpleNamespace(
+            seed=seed, step=step, accelerator=SimpleNamespace(process_index=process),
+            optimizer=SimpleNamespace(param_groups=[]), learning_rate=1.0, budget=None,
+        )  # fmt: skip
+        Loop.start_step(loop)
+        return torch.initial_seed()
+
+    places = list(itertools.product((1, 2), (1, 2), (0, 1)))
+    seeds = [drawn(*place) for place in places]
+    assert len(set(seeds)) == len(places) and seeds == [drawn(*place) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "is_first", "state"),
+    [("none", True, {"a": 1}), ("none", False, {}), ("fsdp", False, {"a": 1})],
+)
+def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
+    sharding: Any, is_first: bool, state: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one, which has the mean, needs no point. Unsharded, the first process has all."""
+    calls: list[Any] = []
+    loop: Any = SimpleNamespace(
+        runtime=Runtime(sharding=sharding, timeout_minutes=9), step=3, train=TrainConfig(),
+        schedule=SimpleNamespace(steps=4, checkpoint_steps={10: 2, 20: 3, 25: 3, 40: 4}),
+        patience=1.0, stopwatch=Stopwatch(), write_checkpoint=lambda *given: calls.append(given),
+        _averaged_with=lambda tokens: [tokens - 1], state=lambda: {"a": 1},
+        restarts=SimpleNamespace(
+            check=lambda: calls.append("check"), save=lambda *given: calls.append(given)
+        ),
+        accelerator=SimpleNamespace(is_main_process=is_first),
+    )  # fmt: skip
+    point = (state, 3, parallel.layout(loop.runtime, loop.train), 9)
+    Loop.save(loop, Decision(restart_point=True, stop=False))
+    assert calls == [(20, []), (25, []), "check", point]
+    calls.clear()
+    Loop.save(loop, Decision(restart_point=False, stop=False))
+    assert calls == [(20, []), (25, []), "check"]
+    calls.clear()
+    loop.step = 4
+    Loop.save(loop, Decision(restart_point=True, stop=True))
+    assert calls == [(40, [39]), "check"]
+
+
+def test_speed_leaves_out_saving_and_scores(tmp_path: Path) -> None:
+    """Of ten seconds five; under several budgets with the operations of the step's own."""
+    written: dict[str, Any] = {}
+    spent = {"checkpoint": 2.0, "scores": 3.0, "data": 0.25}
+    loop: Any = SimpleNamespace(
+        stopwatch=SimpleNamespace(read=lambda: (10.0, spent)), _seconds=[], _peak_flops=4e3,
+        metrics_log=SimpleNamespace(write=lambda *_, **values: written.update(values)),
+        restarts=SimpleNamespace(directory=tmp_path / "restart"), step=3, learning_rate=0.5,
+        budget=7, schedule=SimpleNamespace(batch_tokens=100, sequences=4),
+        flops={7: 1e4, None: 9e4}, sources=SimpleNamespace(until=lambda count: {"a": count}),
+    )  # fmt: skip
+    Loop.log(loop, 1.0, 2.0, False, {"needle_score": 0.5})
+    assert written.pop("memory") > 2**20 and loop._seconds == [5.0]
+    assert written == {
+        "learning_rate": 0.5, "kv_budget": 7, "skipped": None, "needle_score": 0.5,
+        "tokens_per_second": 20.0, "mfu": 0.5, "source_tokens": {"a": 12}, "data_seconds": 0.25,
+        "checkpoint_seconds": 2.0,
+    }  # fmt: skip
 
 
 def test_leaving_ends_the_process_group(tmp_path: Path) -> None:

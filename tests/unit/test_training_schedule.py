@@ -88,6 +88,15 @@ def test_learning_rate_rises_then_falls_towards_its_least(
     assert planned.learning_rate_factor(steps) == pytest.approx(least)
 
 
+@pytest.mark.parametrize(("sequences", "micro"), [(8, 4), (6, 3), (5, 1), (3, 3)])
+def test_a_pass_on_a_cpu_has_as_many_sequences_as_its_cache(sequences: int, micro: int) -> None:
+    """2,048 tokens, that is four sequences, and a number that divides the batch."""
+    tokens = sequences * 512
+    options = {"sequence_length": 512, "batch_tokens": tokens, "total_tokens": tokens}
+    assert schedule(**options).micro_batch_size == micro
+    assert schedule(on_gpu=True, **options).micro_batch_size == 1
+
+
 def test_learning_rate_is_a_cosine_between_peak_and_least() -> None:
     planned = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
     assert planned.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2

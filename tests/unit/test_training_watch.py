@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,11 +27,12 @@ from stages.prepare.stage import PrepareConfig
 from stages.recipe import ModelInfo
 from stages.shape import stored_shape
 from stages.train import run as training
+from stages.train import watch as watching
 from stages.train.data import PackedSequences, collate_documents
-from stages.train.decisions import SpikeRule, step_patience
+from stages.train.decisions import RestartTimer, SpikeRule, step_patience
 from stages.train.loop import Loop
 from stages.train.loss import install_loss
-from stages.train.metrics import check_wandb, step_flops
+from stages.train.metrics import peak_flops, step_flops
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
@@ -82,6 +84,8 @@ def test_norms_that_stay_high_are_no_spikes_for_ever() -> None:
     rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     faults = [rule.fault(norm) for norm in [1.0] * 20 + [9.0] * 40]
     assert faults[20] is not None and faults[-1] is None
+    few = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
+    assert [few.fault(norm) for norm in [1.0] * 19 + [9.0]] == [None] * 20
 
 
 def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
@@ -204,17 +208,23 @@ def test_flops_are_those_that_plan_counts(case: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     shape = stored_shape(ModelInfo(content))
     expected = shape.training_flops(128, 32, {Window(6): 0.75})
-    flops = step_flops(AutoConfig.from_pretrained(folder), schedule)
-    assert flops == pytest.approx({None: expected})
+    config = AutoConfig.from_pretrained(folder)
+    assert step_flops(config, schedule) == pytest.approx({None: expected})
+    taught = expected + shape.forward_flops(128, 32)
+    assert step_flops(config, schedule, distilled=True) == pytest.approx({None: taught})
 
 
-def test_devices_are_known_by_their_drivers_names() -> None:
+def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, key in {
         "NVIDIA A800-SXM4-80GB": "a800", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
         "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
     }.items():  # fmt: skip
         assert device_named(name) is DEVICES[key]
     assert device_named("AMD EPYC cpu") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, peak in (("NVIDIA H100 80GB HBM3", 3 * 989e12), ("another", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert peak_flops(3) == peak
 
 
 def made_samples(folder: Path) -> list[tuple[list[int], int]]:
@@ -274,7 +284,12 @@ def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examp
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    calibration = {"tasks": ["niah_single_1", "niah_single_2"], "length": 300, "examples": 4}
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "a.txt").write_text("Marmalade is made of oranges. " * 200)
+    calibration = {
+        "tasks": ["niah_single_1", "niah_single_2"], "length": 300, "examples": 4,
+        "essay_dir": str(tmp_path / "essays"),
+    }  # fmt: skip
     prepare = PrepareConfig.model_validate(
         {"train_tokens": 1, "sources": [{"name": "a", "kind": "retrieval"}],
          "calibration": calibration}
@@ -286,7 +301,9 @@ def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examp
     assert watch.score(model, torch.device("cpu")) == 2 / 5 and model.training
     texts = [tokenizer.decode(prompt) for prompt in model.prompts]
     assert ["The grass is green" in text for text in texts] == [True, False, True, False, True]
+    assert ["Marmalade" in text for text in texts] == [False, True, False, True, False]
     assert all(len(p) + len(a) <= 300 for p, a in zip(model.prompts, model.answers, strict=True))
+    del calibration["essay_dir"]
     write_calibration(
         tmp_path / "set", **calibration, seed=config.seed, tokenizer=tokenizer,
         essay_words=haystack_words(None),
@@ -296,6 +313,35 @@ def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examp
     known = {tuple(ids[-3:]) for ids in searched}
     assert len(known) == 4 and not {tuple(answer[-3:]) for answer in model.answers} & known
     assert make_needle_watch(stage_config(), tmp_path) is None
+
+
+@pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (8, 4)])
+def test_processes_score_every_needle_once_in_as_many_passes(
+    processes: int, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who share a sample compute it together, in whole chunks, and one of them counts it."""
+    samples = [([length] * length, 2) for length in (5, 6, 8, 9, 11)]
+    monkeypatch.setattr(watching, "processes", lambda: processes)
+    monkeypatch.setattr(watching, "_summed", lambda values, device: values)
+    total, read = 0.0, []
+    for rank in range(processes):
+        monkeypatch.setattr(watching, "rank", lambda rank=rank: rank)
+        model, ids = torch.nn.Module(), []
+
+        def forward(input_ids: Any, labels: Any, measure: Any, ids: list[int] = ids) -> Any:
+            ids.append(int(input_ids[0, 0]))
+            assert sharing == 1 or input_ids.shape[1] % (2 * sharing) == 0
+            assert (labels[0] >= 0).nonzero()[:, 0].tolist() == [ids[-1] - 2, ids[-1] - 1]
+            return {"values": torch.tensor([ids[-1] % 3 == 0])}
+
+        model.forward = forward  # type: ignore[method-assign]
+        total += NeedleWatch(samples, 1, sharing).score(model, torch.device("cpu"))
+        read.append(ids)
+    assert total == pytest.approx(3 / 5)  # of 5, 8 and 11
+    replicas = processes // sharing
+    assert {len(ids) for ids in read} == {-(-5 // replicas)}
+    assert all(ids == read[rank // sharing * sharing] for rank, ids in enumerate(read))
+    assert {one for ids in read for one in ids} == {5, 6, 8, 9, 11}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -325,6 +371,7 @@ def test_the_held_out_loss_is_that_of_sequences_never_read(
     assert score["step"] == 8 and len(score["heldout_by_position"]) == 4
     assert score["heldout_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert max(score["heldout_by_position"]) > score["heldout_loss"]
+    assert len(data.held_out(8)) == 8
     with pytest.raises(UserError, match=r"heldout_sequences = 9, .* leaves 8 .* to 1,312"):
         data.held_out(9)
 
@@ -361,6 +408,19 @@ def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minut
     assert step_patience(seconds, 15) == minutes
 
 
+def test_training_in_a_thread_leaves_signals_alone() -> None:
+    timer, entered = RestartTimer(Runtime(), torch.device("cpu")), []
+
+    def run() -> None:
+        with timer.signals():
+            entered.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert entered == [True]
+
+
 def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:
     watch = NeedleWatch([([1, 2], 1)], every=4)
     assert [step for step in range(1, 11) if watch.is_due(step, 10)] == [4, 8, 10]
@@ -376,7 +436,9 @@ def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
     model.register_forward_pre_hook(lambda *_: modes.append(model.training))
     NeedleWatch([([1, 2], 1)], 1).score(model, device)
     assert model.training == training
-    HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device)
+    labels = ids.masked_fill((ids == 1) | (ids == 2), -100)  # nothing predicted in a quarter
+    score = HeldOutWatch([{"input_ids": ids, "labels": labels}], 1).score(model, device)
+    assert score["heldout_by_position"][0] == 0 < min(score["heldout_by_position"][1:])
     assert model.training == training
     assert modes == [False, False]
 
@@ -385,12 +447,13 @@ def test_wandb_gets_every_step_under_the_key_of_the_run(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[dict[str, float]] = []
+    defined: list[Any] = []
     fake: Any = ModuleType("wandb")
     fake.__spec__ = torch.__spec__
 
     class Run:
         log = staticmethod(logged.append)
-        define_metric = staticmethod(lambda *args, **kwargs: None)
+        define_metric = staticmethod(lambda *args, **kwargs: defined.append((*args, kwargs)))
         finish = staticmethod(lambda: logged.append({}))
 
     def init(**options: Any) -> Run:
@@ -401,14 +464,16 @@ def test_wandb_gets_every_step_under_the_key_of_the_run(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train_here(case, tmp_path, runtime={"wandb_project": "hybrids"})
     assert [values.get("train/step") for values in logged] == [*range(1, 11), None]
+    assert defined == [("train/*", {"step_metric": "train/step"})]
     assert [v["train/loss"] for v in logged[:-1]] == [s["loss"] for s in metrics(tmp_path)]
 
 
-def test_wandb_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_named(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_wandb(Runtime())
     with pytest.raises(UserError, match=r"runtime\.wandb_project = x needs the package wandb"):
-        check_wandb(Runtime(wandb_project="x"))
+        train_here(case, tmp_path, runtime={"wandb_project": "x"})
 
 
 def test_the_final_checkpoint_can_be_the_mean_of_the_last(
