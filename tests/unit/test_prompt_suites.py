@@ -14,8 +14,10 @@ import random
 import re
 import shutil
 import time
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -254,6 +256,9 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
     tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="! $A", special_tokens=[("!", tokenizer.convert_tokens_to_ids("!"))]
+    )
     tokenizer.chat_template = (
         "{{ eos_token }}{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}(answer){% endif %}"
@@ -276,26 +281,84 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
         assert first == f"{tokenizer.eos_token}{text}(answer)"
         assert scores.prompts == "in the tokenizer's chat template"
     else:
-        assert first.endswith("Assistant:") and "(user)" not in first
+        assert first.startswith("!User: ") and first.endswith("Assistant:")
         assert scores.prompts == "raw; the tokenizer's chat template is not applied"
     assert own in first and own not in second
     assert ("an instruct model is asked in raw text" in caplog.text) is not is_applied
 
 
+MODEL = Evaluated("original", ModelConfig(path="x"))
+
+
+def mrcr_suite(
+    folder: Path, answers: Path, rank: int = 0, lengths: tuple[int, ...] = (256, 512), **given: Any
+) -> PromptSuite:
+    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[*lengths])
+    given = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **given}
+    suite = PromptSuite(
+        name="mrcr", answers=AnswerFolder(answers, None, rank), rank=rank, world=2, batch_size=1,
+        **given,
+    )  # fmt: skip
+    suite.prepare()
+    return suite
+
+
 def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
-    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512])
-    tokenizer, open_samples = nolima_case.tokenizer(), []
-    for rank in range(2):
-        answers = AnswerFolder(tmp_path, None, rank)
-        suite = PromptSuite(
-            name="mrcr", section=section, files={}, tokenizer=tokenizer, answers=answers, rank=rank,
-            world=2, batch_size=1,
-        )  # fmt: skip
-        suite.prepare()
-        model = Evaluated("original", ModelConfig(path="x"))
-        open_samples.append(suite.open_samples(model))
-        total = sum(suite.samples(subtask) for subtask in suite.subtasks)
+    suites = [mrcr_suite(folder, tmp_path, rank) for rank in range(2)]
+    open_samples = [suite.open_samples(MODEL) for suite in suites]
+    total = sum(suites[0].samples(subtask) for subtask in suites[0].subtasks)
     assert sum(open_samples) == total > 2 and max(open_samples) < total
+
+
+def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    def digests(**given: Any) -> set[str]:
+        return {one.digest for one in mrcr_suite(folder, tmp_path, **given).subtasks}
+
+    [plain] = digests()
+    assert digests(lengths=(512,)) == {plain}  # a length more asks nothing again
+    other = nolima_case.tokenizer()
+    other.add_tokens(["another token"])
+    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
+    changed = [
+        digests(files={"a": "0"}), digests(seed=1), digests(tokenizer=other),
+        digests(section=section), digests(chat=SimpleNamespace(digest="template")),
+    ]  # fmt: skip
+    assert len({plain}.union(*changed)) == 6
+
+
+def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = mrcr_suite(folder, tmp_path)
+    asked: list[tuple[int, bool]] = []
+
+    def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
+        asked.append((new_tokens, one_line))
+        yield [(question, "x") for question in questions]
+
+    monkeypatch.setattr(suite, "generated", generated)
+    for samples in suite._samples.values():
+        samples[0] = replace(samples[0], new_tokens=99)
+    suite.run(MODEL, None, SimpleNamespace(update=lambda *_, **__: None))
+    assert asked == [(99, False)] * len(suite.subtasks)
+
+
+@pytest.mark.parametrize(("more", "is_in"), [((0, 0), 1), ((-1, 0), 0), ((0, 1), 1), ((1, 1), 0)])
+def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
+    tmp_path: Path, more: tuple[int, int], is_in: int
+) -> None:
+    """By conversation and answer together; `more` than them, and whether twice."""
+    row, tokenizer = conversations()[0], nolima_case.tokenizer()
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    texts = [mrcr.plain_text(json.loads(row["prompt"])), row["answer"]]
+    tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
+    length = (tokens + more[0]) if not more[1] else 2 * tokens - 1 + more[0]
+    section = MrcrEvaluation(data_dir=str(tmp_path), lengths=[length, 8])
+    assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0)] == [
+        (length, answer)
+    ] * is_in
 
 
 def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
@@ -437,6 +500,9 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert system == {"role": "system", "content": "Be short."}
     assert user["content"].startswith("Read this:")
     assert {sample.task for sample in samples} == {"onehop", "twohop", "direct"}
+    few = section.model_copy(update={"samples": 5}).make(nolima_case.tokenizer(), 7)
+    drawn = sorted(np.random.default_rng([7, 400]).permutation(len(samples))[:5])
+    assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
@@ -488,6 +554,9 @@ def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
     questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
     drawn = set(random.Random(42).sample(questions, 2))
     assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in found} == drawn
+    keys = helmet_samples(folder, tasks=["json_kv"], samples=4)
+    expected = [f"key-{n}-1" for n in np.random.default_rng(42).permutation(6)[:4]]
+    assert [one.turns()[0]["content"].rpartition("Key: ")[2] for one in keys] == expected
 
 
 def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
@@ -512,6 +581,7 @@ def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
         ("No.\n3 tapirs", True, 0),
         ("No.\n3 tapirs", False, 1),
         ("3 a tapirs", True, 1),
+        ("3, an tapirs", True, 1),
         ("33", True, 0),
     ],
 )
@@ -565,7 +635,7 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
         helmet_samples(tmp_path, tasks=["json_kv"])
     keys.write_text(json.dumps({**row, "question": "Which?" * 8192}))
     (sample,) = helmet_samples(tmp_path, tasks=["json_kv"])
-    with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,"):
+    with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,092 tokens"):
         sample.turns()
 
 
