@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks import ruler
+from data_prep.tasks import ruler, samples
 from data_prep.tasks.needles import Draft, string_match
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
@@ -27,6 +28,7 @@ from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, spl
 from data_prep.text import TokenCounter
 from stages.evaluate.stage import NeedleEvaluation
 from tests.ruler_case import TOKENIZER, essay_text, write_data
+from tests.tiny_data import tiny_tokenizer
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
 OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
@@ -182,7 +184,7 @@ def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
         assert text.endswith(left.tail)
 
 
-def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data):
+def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
     """Their task's data file where there is one (of cwe is none here), and no other task's."""
     other = write_data(tmp_path / "other", questions=40)
     corpora = [_corpus(data), _corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
@@ -197,6 +199,15 @@ def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data)
         made = folders(task)
         assert len({folder.path for folder in made}) == places, task
         assert {folder.path.name.partition("-")[0] for folder in made} == {task}
+    paths = {made[0].path, replace(made[0], tokenizer=tiny_tokenizer()).path}
+    for name, other in (
+        ("words_identity", lambda: "others"), ("sentences_identity", lambda: "others"),
+        ("_GENERATOR_OF_TASK", {"cwe": 99}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(samples, name, other)
+            paths.add(made[0].path)
+    assert len(paths) == 5
     qa = SampleFolder(tmp_path, "qa_1", 1024, 8, 5, corpora[0], tokenizer)
     assert qa.identity["data"] == hashlib.sha256((data / "squad.json").read_bytes()).hexdigest()
     assert (

@@ -86,6 +86,9 @@ def test_retrieval_is_endless_and_depends_on_the_seed():
     texts = list(read_part(first, source))
     assert texts == list(read_part(first, source)) != list(read_part(second, source))
     assert next(list_parts(source, 1, 128)) != first
+    longest = [next(list_parts(source, 0, length)).stop for length in (128, 4096)]
+    assert len(texts) == 256 and longest == [4000, 8192]
+    assert 400 < min(map(len, texts)) < 700 and 3700 < max(map(len, texts)) < 5000
 
 
 def test_mds_source(tmp_path):
