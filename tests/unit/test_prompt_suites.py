@@ -538,6 +538,10 @@ def test_helmets_prompts_are_its_own(folder: Path) -> None:
         "-multikilt has 0 tapirs.\n\nDocument (Title: Weather): It rains in the north.\n\n"
         "Question: How many tapirs has island 0 of nq-dev-multikilt?\nAnswer:"
     )
+    examples = {tuple(re.findall(r"Title: Island (\d)", text)[:2]) for text in texts["kilt_nq"]}
+    assert len(examples) > 1  # other ones for another question
+    popular = [helmet.keep(HELMET_TASKS["kilt_popqa_3"], {"s_pop": views}) for views in (999, 1000)]
+    assert popular == [True, False]
     for text in texts["kilt_popqa_3"]:
         *others, own = re.findall(r"Title: Island (\d)", text)
         assert own not in others and "1" not in (*others, own)
