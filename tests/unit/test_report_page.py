@@ -205,9 +205,9 @@ def test_where_the_numbers_come_from(published: dict[str, Path], results: Result
     assert recipe["search.window_size"] == "128" and recipe["train.total_tokens"] == "4,000,000"
     assert ("documents", "812") in found.statistics
     assert not [name for name, _ in found.statistics if "lengths" in name]
-    values = {"b": 9999, "c": True, "d": None, "e": {}}
+    values = {"b": 9999, "more": 10_000, "c": True, "d": None, "e": {}}
     assert dict(flatten({"a": values, "f": [], "g": [1, 2], "h": [{"i": 1}]})) == {
-        "a.b": "9999", "a.c": "True", "a.d": "none", "a.e": "none", "f": "none", "g": "1, 2",
+        "a.b": "9999", "a.more": "10,000", "a.c": "True", "a.d": "none", "a.e": "none", "f": "none", "g": "1, 2",
         "h.0.i": "1",
     }  # fmt: skip
 
