@@ -268,6 +268,17 @@ def test_a_file_that_came_after_the_start_is_not_read(corpus):
         tokenise(corpus, "shards", 1, stamps=stamps)
 
 
+def test_files_below_a_dataset_are_checked_and_no_others(tmp_path):
+    file = tmp_path / "corpus" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"text": "one"}) + "\n")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    stamps = {str(file): file_stamp(file), str(tmp_path / "other.jsonl"): []}
+    assert tokenise(tmp_path, "shards", 1, kind="huggingface", stamps=stamps).documents == 1
+    with pytest.raises(RunError, match=r"a\.jsonl was written or replaced"):
+        tokenise(tmp_path, "others", 1, kind="huggingface", stamps={str(file): []})
+
+
 _POOL = """
 import time
 from data_prep.documents.tokenization import in_order

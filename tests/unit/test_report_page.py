@@ -207,8 +207,8 @@ def test_where_the_numbers_come_from(published: dict[str, Path], results: Result
     assert not [name for name, _ in found.statistics if "lengths" in name]
     values = {"b": 9999, "more": 10_000, "c": True, "d": None, "e": {}}
     assert dict(flatten({"a": values, "f": [], "g": [1, 2], "h": [{"i": 1}]})) == {
-        "a.b": "9999", "a.more": "10,000", "a.c": "True", "a.d": "none", "a.e": "none", "f": "none", "g": "1, 2",
-        "h.0.i": "1",
+        "a.b": "9999", "a.more": "10,000", "a.c": "True", "a.d": "none", "a.e": "none",
+        "f": "none", "g": "1, 2", "h.0.i": "1",
     }  # fmt: skip
 
 
