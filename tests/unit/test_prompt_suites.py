@@ -119,6 +119,12 @@ def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_end
         for sample in nolima.samples_of(tests, 20, 26, 4000)
         if sample.test.distractor is not None
     ]
+    short, long = (
+        {one.distractor_depth for one in nolima.samples_of(tests, 1, 4, length)
+         if one.test.distractor is not None}
+        for length in (499, 500)
+    )  # fmt: skip
+    assert short == {0.5, 0.6, 0.7} and not short & long  # a short context has fixed places
     sides = {distractor > depth for depth, distractor in samples if 0.4 < depth < 0.6}
     assert sides == {True, False}
     for depth, distractor in samples:

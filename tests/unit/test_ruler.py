@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +81,14 @@ def test_special_tokens_are_not_counted():
     assert counter.tokens("four") == 4 and counter.tokens("") == 0
     assert counter.fits("four", 4) and not counter.fits("fours", 4)
 
+    class Closing(Opening):
+        eos_token_id = 9
+
+        def __call__(self, text, **options):
+            return {"input_ids": [*text.encode(), 9]}
+
+    assert TokenCounter(Closing()).ids("four") == [*b"four"]
+
 
 @pytest.mark.parametrize("length", [1500, 2500])
 @pytest.mark.parametrize("task", NEW_TOKENS)
@@ -95,6 +105,17 @@ def test_short_samples_fit(task, length, tokenizer, data):
         # Those of the question stand in it; the task is not solved in its own prompt.
         assert len(sample.draft.answers) == _answers(task)
         assert sample.draft.text.endswith(sample.draft.prefix)
+
+
+def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
+    """Six times against once; in the worked example three times, and its answer names them."""
+    task = ruler_task("cwe", _corpus(None, words=OWN_WORDS), 1, 2000, 16, TokenCounter(tokenizer))
+    draft = task.draw(0, 50)
+    example, asked = draft.text.split("Below is a numbered list")[1:]
+    for text, expected in ((example, {3 + 1: 10, 1: 10}), (asked, {6: 10, 1: 40})):
+        counts = Counter(re.findall(r"\d+\. (\w+)", text))
+        assert Counter(counts.values()) == expected
+    assert {word for word, count in counts.most_common(10)} == {*draft.answers}
 
 
 class _Counted(ruler.RulerTask):
