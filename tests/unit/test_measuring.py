@@ -36,7 +36,12 @@ from stages.measure.measured_model import (
     planned_variants,
 )
 from stages.measure.process import check_kernels
-from stages.measure.results import draw_figures, point_of, set_against_original
+from stages.measure.results import (
+    draw_figures,
+    point_of,
+    results_table,
+    set_against_original,
+)
 from stages.measure.stage import MeasureSettings
 from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
@@ -364,6 +369,12 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[2]["out_of_memory"]
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
+    assert results_table(points).rows == [
+        ["10", "original", "", "5", "0.5", "9000.0", "100 B", "4 B", "0.2 B"],
+        ["10", "0.5", "8", "20", "2", "1000.0", "50 B", "8 B", "0.4 B"],
+        ["20", "original", "", "no memory"],
+        ["20", "0.5", "8", "40", "2", "1000.0", "100 B", "4 B", "0.1 B"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -377,11 +388,18 @@ def test_a_report_says_whose_layout_it_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(measurement, "run_in_process", lambda request, what: run(1.0))
+    """And on what hardware, though the last run had no memory."""
+
+    def measured(request: Any, what: str) -> Any:
+        is_hybrid = request["variant"]["kind"] == "hybrid"
+        return {"out_of_memory": "full"} if is_hybrid else {**run(1.0), "hardware": {"cpu": "x"}}
+
+    monkeypatch.setattr(measurement, "run_in_process", measured)
     monkeypatch.setattr(measurement, "draw_figures", lambda points, output: None)
     settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
-    model = measurement.measure(str(folder / name), None, settings, tmp_path)["model"]
-    assert (model["layout"], model["original"]) == (layout, original.format(folder=folder))
+    report = measurement.measure(str(folder / name), None, settings, tmp_path / "a" / "b")
+    assert report["model"]["layout"] == layout and report["hardware"] == {"cpu": "x"}
+    assert report["model"]["original"] == original.format(folder=folder)
 
 
 def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(

@@ -282,6 +282,14 @@ def test_unknown_split_or_subset(tmp_path, split, subset):
         read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))
 
 
+def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **b: opened.append((*a, b["revision"])))
+    for path in ("org/name", str(tmp_path)):
+        records.open_dataset("source s", path, "sub", "test", "abc")
+    assert opened == [("org/name", "sub", "abc"), (str(tmp_path), "sub", None)]
+
+
 def empty_lines(count: int) -> bytes:
     return b"\n" * count + lines(["x"])
 
