@@ -261,8 +261,17 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
                 TokenizerSpec(str(folder / "model")),
                 tmp_path / f"alone-{suite}",
             )  # fmt: skip
-    # Its weights were mended: the next attempt knows nothing of the fault.
     good = ModelConfig(path=str(models["good"]), dtype="float32")
+    for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
+        configs = {one: good.model_copy(update={"path": str(models[one])}) for one in names}
+        with pytest.raises(error, match="broken: "):
+            evaluate_models(
+                StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
+                [Evaluated(one, own) for one, own in configs.items()],
+                TokenizerSpec(str(folder / "model")),
+                tmp_path / f"alone-{'-'.join(names)}",
+            )
+    # Its weights were mended: the next attempt knows nothing of the fault.
     mended = evaluate_models(
         StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
         [Evaluated("nan", good)],

@@ -231,14 +231,16 @@ def test_damaged_essay_folder(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize(
-    ("output", "answers", "score"),
+    ("output", "answers", "score", "of_any"),
     [
-        (": 1234567.", ["1234567"], 1.0),
-        ("1234568", ["1234567"], 0.0),
-        ("ABC-Def\x00\x07", ["abc-dEF"], 1.0),
-        ("one two", ["one", "two", "three", "four"], 0.5),
-        ("123\x004567", ["1234567"], 0.0),
+        (": 1234567.", ["1234567"], 1.0, 1.0),
+        ("1234568", ["1234567"], 0.0, 0.0),
+        ("ABC-Def\x00\x07", ["abc-dEF"], 1.0, 1.0),
+        ("A one\x00and TWO", ["one", "two", "three", "four"], 0.5, 1.0),
+        ("123\x004567", ["1234567"], 0.0, 0.0),
     ],
 )
-def test_string_match(output, answers, score):
+def test_string_match(output, answers, score, of_any):
+    """As string_match_all and string_match_part of RULER's scripts/eval/synthetic/constants.py."""
     assert string_match(output, answers) == score
+    assert string_match(output, answers, any_answer=True) == of_any

@@ -655,6 +655,8 @@ def test_a_prompt_beyond_the_positions_is_refused() -> None:
     long = Question(0, np.zeros(most - 3, np.int32), [])
     with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
         next(generate(model, None, [long], 4, 1))
+    just = Question(0, np.zeros(most - 4, np.int32), [])
+    assert len(next(generate(model, nolima_case.tokenizer(), [just], 4, 1))) == 1
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:

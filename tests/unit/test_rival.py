@@ -20,7 +20,14 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
 from stages.evaluate import run as evaluate
 from stages.evaluate.rivals import rivals
-from stages.evaluate.scores import named_rival, rival_name
+from stages.evaluate.scores import (
+    budget_name,
+    named_budget,
+    named_rival,
+    named_window,
+    rival_name,
+    window_name,
+)
 from stages.evaluate.stage import EvaluateConfig
 from stages.prepare.stage import PrepareConfig
 from stages.rival.stage import RivalConfig
@@ -176,7 +183,15 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     assert {name: place.as_posix() for name, place in places.items()} == expected
 
 
-def test_names_of_trained_rivals() -> None:
+def test_names_of_models_say_what_they_are() -> None:
+    assert named_window(window_name(64)) == (None, 64)
+    assert named_window(window_name(64, "intr")) == ("intr", 64)
+    for name in ("other-window-64", "intr-window-", "hybrid", "tokens-64"):
+        assert named_window(name) is None
+    for name in ("hybrid", "tokens-5"):
+        assert named_budget(budget_name(name, "12.5 %")) == (name, "12.5 %")
+    for name in ("intr @ 5 %", "hybrid @ 5", "tokens-x @ 5 %", "hybrid"):
+        assert named_budget(name) is None
     assert named_rival(rival_name("intr", "tokens-1000")) == ("intr", 1000)
     for name in ("tokens-1000", "intr", "intr-window-64", "other-tokens-1000", "intr-tokens-"):
         assert named_rival(name) is None

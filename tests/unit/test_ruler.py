@@ -22,7 +22,7 @@ from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import ruler, samples
-from data_prep.tasks.needles import Draft, string_match
+from data_prep.tasks.needles import Draft
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
@@ -269,15 +269,6 @@ def test_a_sample_without_its_fields_is_damaged(line, tmp_path, tokenizer, data)
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
 
 
-def test_scores_are_upstreams():
-    """As string_match_all and string_match_part of scripts/eval/synthetic/constants.py."""
-    assert string_match("A one\x00and TWO", ["one", "two", "three", "four"]) == 0.5
-    assert string_match("nothing", ["one"]) == 0.0
-    assert string_match("the TWO", ["one", "two"], any_answer=True) == 1.0
-    assert string_match("three", ["one", "two"], any_answer=True) == 0.0
-    assert {"qa_1", "qa_2"} == ANY_ANSWER
-
-
 def test_pairs_of_words_are_in_the_order_of_the_alphabet():
     adjectives, nouns = ["high", "high-pitched", "old", "a"], ["pitched-a", "z", "b", "b"]
     pairs = PairedWords(adjectives, nouns)
@@ -323,6 +314,7 @@ def test_a_list_longer_than_the_words_is_of_rulers_english_words(tmp_path, token
 
 def test_recipe_knows_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
+    assert {"qa_1", "qa_2"} == ANY_ANSWER
     section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
     assert section.yarn_factor(65536) == 2 and section.yarn_factor(4096) is None
     assert NeedleEvaluation.model_validate(section.model_dump(mode="json")) == section
