@@ -23,7 +23,6 @@ class MrcrSample(NamedTuple):
     turns: list[dict[str, str]]
     answer: str
     prefix: str
-    characters: int
 
 
 def sample_of(row: Mapping[str, Any]) -> MrcrSample:
@@ -41,8 +40,7 @@ def sample_of(row: Mapping[str, Any]) -> MrcrSample:
     "".join([answer, prefix, *texts]).encode()  # texts alone, and no half a surrogate
     if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
-    characters = sum(len(turn["content"]) for turn in turns)
-    return MrcrSample(needles, turns, answer, prefix, characters)
+    return MrcrSample(needles, turns, answer, prefix)
 
 
 def plain_text(turns: list[dict[str, str]]) -> str:

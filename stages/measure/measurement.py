@@ -199,13 +199,13 @@ def _report(
     hybrid = hasattr(config, "hybrid_attention")
     layout = "of the hybrid model" if hybrid else "even over the layers, full heads first"
     kinds = decoder_layers(config)
-    shown = "the hybrid's weights, every head full" if hybrid and original is None else None
+    shown = "the hybrid's weights, every head full" if hybrid else model
     return {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
             "path": model,
-            "original": original or shown or model,
+            "original": original or shown,
             "model_type": config.model_type,
             "layers": kinds.count,
             "full_attention_layers": len(kinds.full),

@@ -62,7 +62,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from flatten(inner, f"{path}.{index}")
     elif isinstance(value, list):
         yield path, ", ".join(format_path(str(item)) for item in value) or "none"
-    elif isinstance(value, int) and not isinstance(value, bool):
+    elif isinstance(value, int):
         yield path, f"{value:,}" if value >= 10_000 else str(value)
     else:
         yield path, "none" if value is None or value == {} else format_path(str(value))

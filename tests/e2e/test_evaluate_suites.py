@@ -23,11 +23,18 @@ from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.harness_tasks import read_records
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.position_suite import documents, edges, position_table, token_losses
+from stages.evaluate.position_suite import (
+    PositionSuite,
+    documents,
+    edges,
+    position_table,
+    token_losses,
+)
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, PositionEvaluation
 from stages.evaluate.tables import not_shares
 from stages.original import run as original
+from tests import nolima_case
 from tests.evaluation_case import score_original, suites_config
 from tests.tiny_data import save_tiny_model
 
@@ -254,6 +261,25 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
                 TokenizerSpec(str(folder / "model")),
                 tmp_path / f"alone-{suite}",
             )  # fmt: skip
+    good = ModelConfig(path=str(models["good"]), dtype="float32")
+    for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
+        configs = {one: good.model_copy(update={"path": str(models[one])}) for one in names}
+        with pytest.raises(error, match="broken: "):
+            evaluate_models(
+                StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
+                [Evaluated(one, own) for one, own in configs.items()],
+                TokenizerSpec(str(folder / "model")),
+                tmp_path / f"alone-{'-'.join(names)}",
+            )
+    # Its weights were mended: the next attempt knows nothing of the fault.
+    mended = evaluate_models(
+        StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
+        [Evaluated("nan", good)],
+        TokenizerSpec(str(folder / "model")),
+        tmp_path / "alone-positions",
+        kind=SelectedScores,
+    )
+    assert set(mended.positions) == {"nan"} and not mended.missing
 
 
 def test_logits_that_are_no_numbers_show_in_what_the_harness_asks(folder, tmp_path):
@@ -337,19 +363,22 @@ def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
     (tmp_path / "model/chat_template.jinja").write_text(CHAT)
     data = tmp_path / "data/longbench"
     rows = read_records(folder / "data/longbench/triviaqa.jsonl")
-    for task in ("qasper", "triviaqa"):
+    for task in ("qasper", "triviaqa", "samsum"):
         _write(data / f"{task}.jsonl", rows[:1])
-    asked = []
+    asked, one_line = [], []
     generate = suites.generate
 
     def spy(loaded, tokenizer, questions, *rest, **more):
         asked.extend(tokenizer.decode(question.prompt_ids) for question in questions)
+        one_line.append(more["stop_at_newline"])
         return generate(loaded, tokenizer, questions, *rest, **more)
 
     monkeypatch.setattr(suites, "generate", spy)
-    section = _harness(tmp_path, "longbench_qasper", "longbench_triviaqa", max_length=200)
+    tasks = [f"longbench_{task}" for task in ("qasper", "triviaqa", "samsum")]
+    section = _harness(tmp_path, *tasks, max_length=200)
     score_original(tmp_path, tmp_path / "out", harness=section, chat_template=True)
-    qasper, triviaqa = asked
+    qasper, triviaqa, _ = asked
+    assert one_line == [False, False, True]
     assert qasper.startswith("<user>") and qasper.endswith("</user><assistant>")
     assert "user>" not in triviaqa and "Question" in qasper
 
@@ -389,14 +418,20 @@ def test_loss_by_position(folder, tmp_path):
         score_original(folder, tmp_path / "long", positions=section | {"length": 40000})
 
 
-def test_a_copied_document_counts_once(folder, tmp_path):
-    """A copy is no second document: it would narrow the interval."""
-    for name, of in (("0", "0"), ("0 again", "0"), ("1", "1")):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        shutil.copy(folder / f"texts/{of}.txt", tmp_path / f"texts/{name}.txt")
-    section = {"length": 300, "documents": 3, "path": str(tmp_path / "texts")}
-    scores = score_original(folder, tmp_path / "work", positions=section)
-    assert scores.positions["original"].documents == 2
+@pytest.mark.parametrize(("most", "count"), [(9, 3), (2, 2)])
+def test_documents_are_long_enough_and_differ(tmp_path, most, count):
+    """A copy of what is read is no second document: it would narrow the interval."""
+    # A character of the last takes three tokens.
+    texts = ["a" * 300, "a" * 301, "b" * 299, "c" * 300, "\u4e2d" * 100]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    suite = PositionSuite(
+        name="positions", tokenizer=nolima_case.tokenizer(), rank=0, world=1, batch_size=1,
+        section=PositionEvaluation(length=300, documents=most, path=str(tmp_path)),
+        answers=AnswerFolder(tmp_path, None, 0),
+    )  # fmt: skip
+    suite.prepare()
+    assert suite.samples(suite.subtasks[0]) == count
 
 
 def test_documents_of_transformers_do_not_begin_alike():

@@ -178,12 +178,13 @@ def test_a_stage_measures_the_hybrid_beside_its_original(tmp_path: Path) -> None
         section=MeasureConfig(lengths=[1024], decode_tokens=2, repeats=1),
         model=ModelConfig(path="unused", dtype="float32"),
         seed=0,
-        runtime=Runtime(),
+        runtime=Runtime(attention="sdpa"),
     )
     (tmp_path / "work").mkdir()
     summary = run(config, {"materialize": tmp_path / "materialize"}, tmp_path / "work")
     record = Efficiency.read(tmp_path / "work")
-    assert record.settings["dtype"] == "float32" and record.machine
+    assert record.settings["dtype"] == "float32" and record.settings["attention"] == "sdpa"
+    assert record.machine
     assert [point.length for point in record.hybrids][-1] == 1024
     assert summary.keys() == {"1024"} and summary["1024"]["prefill_tokens_per_second"] > 0
     assert not list((tmp_path / "work").glob("*.partial.jsonl"))

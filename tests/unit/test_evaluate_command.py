@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError, UserError
-from bosch.files import file_hashes
+from bosch.files import file_digest, file_hashes
 from pipeline.commands import evaluate, evaluation
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
-from stages.evaluate.answers import TaskGroup
+from stages.context import ModelConfig
+from stages.evaluate.answers import TaskGroup, content_identity
 from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
@@ -403,6 +404,24 @@ def test_models_are_known_by_their_content(
     assert sorted(path.name for path in places[0].iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
+
+
+def test_a_models_identity_is_of_every_file_that_is_read_and_of_how_it_runs(tmp_path: Path) -> None:
+    read = [
+        "config.json", "tokenizer.json", "vocab.txt", "spiece.model", "qwen.tiktoken", "chat.jinja",
+        "model.safetensors", "code/layer.py",
+    ]  # fmt: skip
+    (tmp_path / "code").mkdir()
+    for name in [*read, "README.md"]:
+        (tmp_path / name).write_text("")
+    model = ModelConfig(path="m", dtype="float32")
+    others = [model.model_copy(update={"dtype": "bfloat16"}),
+              model.model_copy(update={"trust_remote_code": True})]  # fmt: skip
+    found = {content_identity(tmp_path, one, file_digest) for one in (model, *others)}
+    for name in [*read, "README.md"]:
+        (tmp_path / name).write_text("other")
+        found.add(content_identity(tmp_path, model, file_digest))
+    assert len(found) == 3 + len(read)
 
 
 @pytest.mark.parametrize("of", ["model", "original"])

@@ -15,7 +15,7 @@ from bosch.files import file_hashes
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Subtask, TaskGroup
 from stages.evaluate.models import write_tables
-from stages.evaluate.scores import SAMPLES, Scores, read_samples
+from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
 from stages.evaluate.suite import Suite
 from stages.evaluate.tables import (
     against,
@@ -91,6 +91,19 @@ def test_a_document_of_several_questions_is_one_sample(
 def test_which_tasks_have_scores_that_are_no_shares() -> None:
     every = {("good", 0): [0.0, 1.0], ("high", 0): [0.5, 1.5], ("low", 4): [-0.1, 1.0]}
     assert not_shares(every).keys() == {"high", "low"}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "relation"),
+    [
+        (-5.0, 5.0, "similar"), (-5.1, 1.0, "undecided"), (-1.0, 5.1, "undecided"),
+        (0.0, 3.0, "similar"), (-3.0, 0.0, "similar"),
+        (0.1, 1.0, "different"), (-9.0, -0.1, "different"),
+    ],
+)  # fmt: skip
+def test_what_an_interval_says_of_two_models(low: float, high: float, relation: str) -> None:
+    ends = {"difference_low": low, "difference_high": high}
+    assert Against(samples=9, difference=low, p_value=0.5, **ends).relation == relation
 
 
 FOUR, THREE, HALF = [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lm_eval.tasks
@@ -12,9 +14,10 @@ from lm_eval.api.task import ConfigurableTask, TaskConfig
 from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from stages.evaluate import harness_tasks
-from stages.evaluate.answers import MetricRule, TaskGroup
+from stages.evaluate.answers import MetricRule, Subtask, TaskGroup
+from stages.evaluate.harness_suite import HarnessSuite, record_of
 from stages.evaluate.harness_tasks import leaf_configs, load_tasks, read_records, refuse_unscorable
 from stages.evaluate.stage import HarnessEvaluation
 from stages.evaluate.tables import suite_table
@@ -86,6 +89,55 @@ def test_settings_of_the_recipe_reach_every_task(manager: TaskManager) -> None:
     assert {task.given["num_fewshot"] for task in loaded.tasks.values()} == {1}
     # What was put in place of lm-eval's own builder is gone.
     assert "_build_task" not in vars(manager._factory)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager) -> None:
+    """A mapping of them is laid over the task's, whose other values stay."""
+    own = "bbh_cot_fewshot_snarks"
+    sampling = {name: {"generation_kwargs": {"temperature": value}} for name, value in
+                (("bbh", 0.5), (own, 0.7))}  # fmt: skip
+    plain = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"]))
+    changed = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"], settings=sampling))
+    for name, task in changed.tasks.items():
+        theirs = plain.tasks[name].given["generation_kwargs"]
+        expected = {**theirs, "temperature": 0.7 if name == own else 0.5}
+        assert task.given["generation_kwargs"] == expected != theirs
+
+
+def logged(kind: str, **values: float) -> dict[str, Any]:
+    """What lm-eval logs of a document under one filter."""
+    more = {"arguments": [["x" * 301]], "filtered_resps": ["a", "b"]}
+    return {"filter": kind, "metrics": [*values], "target": "t", **values, **more}
+
+
+def test_a_documents_score_is_its_first_metric_under_the_first_filter() -> None:
+    two = [logged("one", acc=0.0, acc_norm=1.0, other=9.0), logged("two", acc=0.5, acc_norm=0.25)]
+    assert record_of(3, two, {"acc", "acc_norm"}) == {
+        "index": 3, "score": 1.0, "answers": ["t"], "question": "x" * 300, "output": "a | b",
+        "scores": {"acc,one": 0.0, "acc_norm,one": 1.0, "acc,two": 0.5, "acc_norm,two": 0.25},
+    }  # fmt: skip
+    order = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score", "any other")
+    for first, second in itertools.pairwise(order):
+        both = logged("none", **{second: 0.0, first: 1.0})
+        assert record_of(0, [both], {first, second})["score"] == 1.0
+    with pytest.raises(RunError, match="gave document 0 no score"):
+        record_of(0, two, {"f1"})
+
+
+@pytest.mark.parametrize(("most", "samples"), [(None, 3), (2, 2), (4, 3)])
+def test_samples_of_a_task_and_which_of_them_share_a_text(
+    tmp_path: Path, most: int | None, samples: int
+) -> None:
+    given: Any = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1}
+    suite = HarnessSuite(name="harness", section=HarnessEvaluation(samples=most), **given)
+    documents = [{"context": text} for text in "aab"]
+    for name, distinct in (("infinitebench_x", 2), ("longbench_x", 2), ("gsm8k", 1)):
+        subtask = Subtask(name, 0)
+        suite._tasks[subtask] = SimpleNamespace(eval_docs=documents)
+        assert suite.samples(subtask) == samples
+        assert len({suite.document(subtask, index) for index in range(3)}) == distinct
+    assert suite.document(subtask, 0) is None
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:

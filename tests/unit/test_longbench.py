@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from data_prep.tasks.longbench import TASKS, groups, prompt, score, truncated_ids
+from data_prep.tasks.longbench import NO_CHAT, TASKS, groups, prompt, score, truncated_ids
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -21,11 +21,18 @@ def test_categories():
     assert sorted(task for name in categories for task in table[name]) == sorted(table["LongBench"])
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_answers_are_as_long_as_lm_eval_has_them(task):
-    file = files("lm_eval") / "tasks" / "longbench" / f"{task}.yaml"
-    stated = re.search(r"max_gen_toks: (\d+)", file.read_text())
-    assert TASKS[task].new_tokens == int(stated[1])
+def test_tasks_are_as_lm_eval_has_them():
+    """How long an answer is, what measures it, and which tasks stand together."""
+    tags = {}
+    for task, ours in TASKS.items():
+        text = (files("lm_eval") / "tasks" / "longbench" / f"{task}.yaml").read_text()
+        assert ours.new_tokens == int(re.search(r"max_gen_toks: (\d+)", text)[1])
+        assert ours.metric == f"{re.search(r'metrics.get_(.+)_with_score', text)[1]}_score"
+        tags.setdefault(re.search(r"longbench_(\w+)_tasks", text)[1], []).append(task)
+    found = [tasks for name, tasks in groups().items() if " " in name and "samsum" not in name]
+    assert sorted(map(sorted, found)) == sorted(
+        sorted(f"longbench_{task}" for task in tasks) for tasks in tags.values()
+    )
 
 
 def test_prompt_takes_both_field_names_and_the_benchmarks_ends():
@@ -36,7 +43,12 @@ def test_prompt_takes_both_field_names_and_the_benchmarks_ends():
     assert prompt("trec", template, renamed) == prompt("trec", template, record)
     assert prompt("samsum", template, record) == "Read.\nBraces {{question}} stay.\n\nWhy?"
     assert prompt("lcc", "{{context}}Next line of code:", record).endswith("code:\n")
-    assert prompt("passage_count", "The final answer is:", record) == "The final answer is: "
+    assert prompt("triviaqa", template, record) == prompt("samsum", template, record)
+    assert prompt("repobench-p", "{{context}}", record) == f"{record['context']}\n"
+    for task in ("passage_count", "passage_retrieval_en"):
+        assert prompt(task, "The final answer is:", record) == "The final answer is: "
+    # As in its pred.py.
+    assert {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"} == NO_CHAT
 
 
 def test_long_prompts_lose_their_middle():
@@ -71,7 +83,9 @@ def test_score(task, output, answers, classes, expected):
 def test_only_the_first_line_counts_in_few_shot_tasks():
     assert score("triviaqa", "\nParis\nLondon Berlin", ["Paris"], []) == 1.0
     assert score("hotpotqa", "Paris\nLondon", ["Paris"], []) == pytest.approx(2 / 3)
-    assert score("trec", "Location\nNumber", ["Location"], ["Location", "Number"]) == 1.0
+    for task in ("trec", "lsht"):
+        assert score(task, "Location\nNumber", ["Location"], ["Location", "Number"]) == 1.0
+    assert score("samsum", "the cat\nsat", ["the cat"], []) == pytest.approx(1.0)
     assert score("qasper", "", ["Paris"], []) == 0.0
 
 
@@ -92,8 +106,8 @@ def test_a_prompt_of_the_longest_length_is_read_as_it_is():
         def __call__(self, text, **options):
             return {"input_ids": text.split()}
 
-        def decode(self, ids, **options):
-            return " ".join(["cut", *ids])
+        def decode(self, ids, *, skip_special_tokens):
+            return " ".join([f"cut {skip_special_tokens}", *ids])
 
     assert truncated_ids(Words(), "a b c d", 4) == ["a", "b", "c", "d"]
-    assert truncated_ids(Words(), "a b c d e", 4)[0] == "cut"
+    assert truncated_ids(Words(), "a b c d e", 4)[:3] == ["cut", "True", "a"]

@@ -246,6 +246,24 @@ def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes
     return f"ndarray:uint32:{sizes}", np.array(numbers, "<u4").tobytes()
 
 
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("place", range(3))
+def test_numbers_of_every_type_are_read(tmp_path, bits, place):
+    """Alone, and in arrays whose type and shape stand in the encoding or before the data."""
+    kinds = ["uint", "int", "float" if bits > 8 else "int"]
+    name, code = f"{kinds[place]}{bits}", bits + kinds.index(kinds[place])
+    data, shape = np.array([[1, 2, 3]], name), bytes([2 << 2, 1, 3])
+    arrays = {
+        "shaped": (f"ndarray:{name}:1,3", data.tobytes()),
+        "typed": (f"ndarray:{name}", shape + data.tobytes()),
+        "free": ("ndarray", bytes([code]) + shape + data.tobytes()),
+    }
+    [sample] = read_all(write_sample(tmp_path, one=(name, data[0, 2:].tobytes()), **arrays))
+    assert sample["one"] == 3
+    for column in arrays:
+        assert sample[column].dtype == name and sample[column].tolist() == [[1, 2, 3]]
+
+
 def test_special_tokens_are_no_text(tmp_path):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("One. ")["input_ids"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,7 +36,12 @@ from stages.measure.measured_model import (
     planned_variants,
 )
 from stages.measure.process import check_kernels
-from stages.measure.results import draw_figures, point_of, set_against_original
+from stages.measure.results import (
+    draw_figures,
+    point_of,
+    results_table,
+    set_against_original,
+)
 from stages.measure.stage import MeasureSettings
 from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
@@ -103,6 +109,10 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
     assert eager["attention"]["cache"] == "DynamicCache"
     assert not any("scaled_dot_product" in name for name in eager["attention"]["kernels"])
     assert eager["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+    auto = build_model(
+        str(folder / "model"), None, ORIGINAL, MeasureSettings(dtype="float32", device="cpu")
+    )
+    assert auto.implementation == "sdpa"
     ours = request(folder, "model", ORIGINAL, 20, original_attention="hybrid", random_weights=True)
     figures = process.measure_run(ours)
     assert figures["attention"]["implementation"] == "bosch"
@@ -112,11 +122,16 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
 def test_processor_time_is_taken_where_it_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = count()
+    """Of memory the peaks of all passes."""
+    ticks, peaks = count(), iter([50, 10, 20, 30, 40])
+    meter = process.MemoryMeter("planned", lambda: None, lambda: next(peaks), lambda: 7)
+    monkeypatch.setattr(process, "memory_meter", lambda device: meter)
     monkeypatch.setattr(process, "time", SimpleNamespace(process_time=lambda: next(ticks)))
     figures = process.measure_run(request(folder, "model", ORIGINAL, 20, clock="processor"))
     assert figures["prefill_seconds"] == 2  # chunks of 16 and 4
     assert figures["token_seconds"] == [1] * 3
+    memory = [figures[f"memory_{name}_bytes"] for name in ("start", "peak", "p90")]
+    assert memory == pytest.approx([7, 50, 46])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
         chosen_device(MeasureSettings(clock="processor"))
@@ -204,11 +219,21 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
     assert original.full_kv_heads_per_layer == (KV_HEADS,) * LAYERS
     figures = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
     assert figures == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
+    # Ratios between two counts of heads are one variant; a window may be as long as a sequence.
+    near = MeasureSettings(lengths=(32, 64), ratios=(0.49, 0.5), windows=(32,))
+    _, one = planned_variants(small_config("qwen3"), near)
+    assert (one.swa_ratio, one.window_size) == (0.5, 32)
+    by_default = planned_variants(small_config("qwen3"), MeasureSettings(lengths=(1024,)))[1:]
+    assert {(v.window_size, v.sinks) for v in by_default} == {(1024, 0)}
+    heads = LAYERS * KV_HEADS
+    assert [v.swa_ratio for v in by_default] == [
+        swa_budget(heads, ratio) / heads for ratio in (0.25, 0.5, 0.75, 0.875)
+    ]
 
 
 def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> None:
     with pytest.raises(UserError, match="--windows: a window of 64 tokens is longer than"):
-        planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32,), windows=(64,)))
+        planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32, 99), windows=(8, 64)))
     config = load_config(str(folder / "hybrid"))
     with pytest.raises(UserError, match="--ratios: the model is a hybrid"):
         planned_variants(config, MeasureSettings(ratios=(0.5,)))
@@ -325,7 +350,7 @@ def test_the_slow_tokens_are_the_ninetieth_percentile_of_all_runs() -> None:
 
 def test_points_are_medians_and_ratios_to_the_original() -> None:
     points = [
-        point_of(ORIGINAL, 10, 2, [run(2.0), run(9.0), run(4.0)]),
+        point_of(ORIGINAL, 10, 2, [run(2.0), run(9.0, 200), run(4.0, 50)]),
         point_of(HYBRID, 10, 2, [run(1.0, 50)]),
         point_of(ORIGINAL, 20, 2, [{"out_of_memory": "no room"}]),
         point_of(HYBRID, 20, 2, [run(1.0)]),
@@ -334,6 +359,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[0]["prefill_tokens_per_second"] == 20 / 4
     assert points[0]["decode_tokens_per_second"] == 2 / 4
     assert points[0]["decode_seconds_per_token_p90"] == 9.0
+    assert points[0]["memory_p90_bytes"] == 99
     assert points[0]["kv_cache_bytes_per_token"] == 4 / 20
     assert "over_original" not in points[0]
     over = points[1]["over_original"]
@@ -343,6 +369,12 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert points[2]["out_of_memory"]
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
+    assert results_table(points).rows == [
+        ["10", "original", "", "5", "0.5", "9000.0", "100 B", "4 B", "0.2 B"],
+        ["10", "0.5", "8", "20", "2", "1000.0", "50 B", "8 B", "0.4 B"],
+        ["20", "original", "", "no memory"],
+        ["20", "0.5", "8", "40", "2", "1000.0", "100 B", "4 B", "0.1 B"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -356,11 +388,18 @@ def test_a_report_says_whose_layout_it_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(measurement, "run_in_process", lambda request, what: run(1.0))
+    """And on what hardware, though the last run had no memory."""
+
+    def measured(request: Any, what: str) -> Any:
+        is_hybrid = request["variant"]["kind"] == "hybrid"
+        return {"out_of_memory": "full"} if is_hybrid else {**run(1.0), "hardware": {"cpu": "x"}}
+
+    monkeypatch.setattr(measurement, "run_in_process", measured)
     monkeypatch.setattr(measurement, "draw_figures", lambda points, output: None)
     settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
-    model = measurement.measure(str(folder / name), None, settings, tmp_path)["model"]
-    assert (model["layout"], model["original"]) == (layout, original.format(folder=folder))
+    report = measurement.measure(str(folder / name), None, settings, tmp_path / "a" / "b")
+    assert report["model"]["layout"] == layout and report["hardware"] == {"cpu": "x"}
+    assert report["model"]["original"] == original.format(folder=folder)
 
 
 def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
@@ -388,9 +427,11 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(*arguments)
     assert calls == [*turns, ("stop", 0)]
-    # Runs of another machine, or of a model that was replaced, are not those of this one.
+    # Runs of another machine or of other packages, or of a model that was replaced, are not those
+    # of this one.
     for change in (
         lambda: monkeypatch.setattr(measurement, "process_place", lambda: "elsewhere"),
+        lambda: monkeypatch.setattr(measurement, "installed_versions", lambda names: {"torch": 0}),
         lambda: os.utime(folder / "model" / "model.safetensors"),
     ):
         change()
@@ -425,13 +466,19 @@ def test_lack_of_memory_is_told_from_other_ends(
 ) -> None:
     assert process.is_out_of_memory(MemoryError())
     assert process.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert process.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"))
+    for sign in ("can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED"):
+        assert process.is_out_of_memory(RuntimeError(f"an allocator: {sign}"))
+        assert not process.is_out_of_memory(ValueError(sign))
     assert not process.is_out_of_memory(RuntimeError("shape mismatch"))
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 5\noom_kill 3\n")
     reason = partial(measurement.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
     assert reason(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
     assert reason(-signal.SIGKILL, "", 3) is None
+    # Where the system does not count, a kill is taken for one.
+    assert reason(-signal.SIGKILL, "", None) == reason(-signal.SIGKILL, "", 2)
+    assert reason(-signal.SIGKILL, "", 3, killed_now=lambda: None) == reason(-signal.SIGKILL, "", 2)
+    assert reason(-signal.SIGABRT, "an assertion", 3) is None
     assert reason(-signal.SIGABRT, "what(): std::bad_alloc", 3) == "std::bad_alloc"
     assert reason(1, "std::bad_alloc", 3) is None
 
@@ -445,3 +492,12 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(
     monkeypatch.setattr(measurement.sys, "executable", str(dying))
     with pytest.raises(RunError, match="measuring it failed with status 3: the device caught fire"):
         measurement.run_in_process({}, "it")
+    for result, ending in (
+        ({"status": "user_error", "reason": "a fault"}, pytest.raises(UserError, match="a fault")),
+        ({"status": "run_error", "reason": "a stop"}, pytest.raises(RunError, match="a stop")),
+        ({"status": "out_of_memory", "reason": "full"}, nullcontext({"out_of_memory": "full"})),
+        ({"status": "measured", "kv_cache_bytes": 5}, nullcontext({"kv_cache_bytes": 5})),
+    ):
+        dying.write_text(f"#!/bin/sh\necho '{json.dumps(result)}' > $5\n")
+        with ending as expected:
+            assert measurement.run_in_process({}, "it") == expected

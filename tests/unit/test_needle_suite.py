@@ -114,9 +114,17 @@ def test_one_of_several_answers_is_enough_where_upstream_says_so(
     suite: Any, any_answer: tuple[str, ...], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needle_suite, "ANY_ANSWER", any_answer)
-    one = suite(tasks=["niah_multivalue"], lengths=[600], samples=1)
+    """In a chat template the beginning of the answer stands behind the prompt."""
+    chat = SimpleNamespace(digest="template", ids=lambda ids, prefix: [len(ids), len(prefix)])
+    one = suite(chat=chat, tasks=["niah_multivalue"], lengths=[600], samples=1)
     one.prepare()
-    answer = lambda loaded, questions, _: [[(one, one.answers[0]) for one in questions]]  # noqa: E731
+
+    def answer(loaded: Any, questions: Any, new_tokens: int) -> Any:
+        [asked] = questions
+        prefix = asked.tail[asked.tail.rindex(" The special magic numbers for") :]
+        assert asked.prompt_ids.tolist()[1] == len(prefix)
+        yield [(asked, asked.answers[0])]
+
     monkeypatch.setattr(one, "generated", answer)
     one.run(MODEL, None, STOP)
     assert one.answers.read(MODEL, one.subtasks[0])[0]["score"] == score

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
+from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.tasks.needles import (
     Draft,
     forced_ids,
@@ -14,6 +16,7 @@ from data_prep.tasks.needles import (
     pair_owner,
     string_match,
 )
+from data_prep.tasks.samples import StoredSample
 from data_prep.tasks.tables import NEEDLES
 from data_prep.tasks.words import ADJECTIVES, NOUNS
 from data_prep.text import encode_prompt, essay_identity, haystack_words
@@ -87,6 +90,14 @@ def test_evaluation_essay_is_the_first_words_in_order(tokenizer, words):
     for key, value in sample.needles:
         context = context.replace(f"One of the special magic numbers for {key} is: {value}.", "")
     assert context.split() == words[: len(context.split())]
+    numbered = [f"word{number}" for number in range(3000)]
+    for space in ("calibration", "training"):
+        samples = [
+            sample_of("niah_single_2", tokenizer, numbered, space=space, index=index)
+            for index in range(4)
+        ]
+        firsts = {re.search(r"word\d+", one.prompt)[0] for one in samples}
+        assert len(firsts) == 4 and "word0" not in firsts
 
 
 def test_short_essay_is_tiled(tokenizer):
@@ -146,6 +157,14 @@ def test_needles_do_not_depend_on_the_length_left_by_the_tokenizer(tokenizer, wo
     long = sample_of("niah_multikey_2", tokenizer, words, new=0)
     assert len(long.needles) > len(short.needles)
     assert long.needles[: len(short.needles)] == short.needles
+
+
+def test_a_sample_with_a_needle_or_the_prompt_of_the_calibration_set_is_refused():
+    sample = StoredSample("vt", 3, np.zeros(1), [], "", "", [("a", "1"), ("b", "2")], "digest")
+    CalibrationNeedles(frozenset({("a", "2")}), frozenset({"other"})).check(sample)
+    for pairs, prompts, said in (({("b", "2")}, (), "the needle"), ((), {"digest"}, "its whole")):
+        with pytest.raises(RunError, match=f"vt 3 shares {said}"):
+            CalibrationNeedles(frozenset(pairs), frozenset(prompts)).check(sample)
 
 
 def test_keys_of_a_sample_are_distinct(tokenizer, words):
@@ -212,14 +231,16 @@ def test_damaged_essay_folder(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize(
-    ("output", "answers", "score"),
+    ("output", "answers", "score", "of_any"),
     [
-        (": 1234567.", ["1234567"], 1.0),
-        ("1234568", ["1234567"], 0.0),
-        ("ABC-Def\x00\x07", ["abc-dEF"], 1.0),
-        ("one two", ["one", "two", "three", "four"], 0.5),
-        ("123\x004567", ["1234567"], 0.0),
+        (": 1234567.", ["1234567"], 1.0, 1.0),
+        ("1234568", ["1234567"], 0.0, 0.0),
+        ("ABC-Def\x00\x07", ["abc-dEF"], 1.0, 1.0),
+        ("A one\x00and TWO", ["one", "two", "three", "four"], 0.5, 1.0),
+        ("123\x004567", ["1234567"], 0.0, 0.0),
     ],
 )
-def test_string_match(output, answers, score):
+def test_string_match(output, answers, score, of_any):
+    """As string_match_all and string_match_part of RULER's scripts/eval/synthetic/constants.py."""
     assert string_match(output, answers) == score
+    assert string_match(output, answers, any_answer=True) == of_any

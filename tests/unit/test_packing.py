@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError
 from bosch.files import file_stamp
 from bosch.progress import Progress
 from data_prep.documents import tokenization, tokenizer
@@ -25,7 +25,7 @@ from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import Block, TokenisedSource, read_shard, tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
-from data_prep.text import TextFile, pydoc_topics
+from data_prep.text import pydoc_topics
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -268,6 +268,17 @@ def test_a_file_that_came_after_the_start_is_not_read(corpus):
         tokenise(corpus, "shards", 1, stamps=stamps)
 
 
+def test_files_below_a_dataset_are_checked_and_no_others(tmp_path):
+    file = tmp_path / "corpus" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"text": "one"}) + "\n")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    stamps = {str(file): file_stamp(file), str(tmp_path / "other.jsonl"): []}
+    assert tokenise(tmp_path, "shards", 1, kind="huggingface", stamps=stamps).documents == 1
+    with pytest.raises(RunError, match=r"a\.jsonl was written or replaced"):
+        tokenise(tmp_path, "others", 1, kind="huggingface", stamps={str(file): []})
+
+
 _POOL = """
 import time
 from data_prep.documents.tokenization import in_order
@@ -355,13 +366,3 @@ def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
     plain = [text.removeprefix("\ufeff") for text in texts]
     assert contents(tokenised) == [[*ids.tolist(), 0] for ids in encoder(plain)]
     assert tokenised.text_bytes == sum(len(text.encode()) for text in plain)
-
-
-def test_bad_byte_of_a_large_file_is_named(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"\xef\xbb\xbf" + "é".encode() * 200_000 + b"\xe9 end")
-    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 400003 \(0xe9\)"):
-        list(TextFile(file).pieces())
-    file.write_bytes("é".encode() * 200_000 + b"\xc3")
-    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 400000 \(0xc3\)"):
-        list(TextFile(file).pieces())

@@ -275,12 +275,22 @@ def test_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path)
     assert has_template(tmp_path)
+    (tmp_path / "chat_template.jinja").rename(tmp_path / "chat_template.json")
+    assert has_template(tmp_path)
+    (tmp_path / "chat_template.json").unlink()
+    for config, expected in (("[]", False), ('{"chat_template": ""}', False),
+                             ('{"chat_template": "x"}', True)):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert has_template(tmp_path) is expected
     chat = ChatTemplate(tokenizer)
     prefix = " The answer is"
     body = tokenizer("What is it?")["input_ids"]
     ids = chat.ids(body + tokenizer(prefix)["input_ids"], prefix)
     assert tokenizer.decode(ids) == "<user>What is it?</user><assistant> The answer is"
-    assert tokenizer.decode(chat.ids([0, *body])) == "<user>What is it?</user><assistant>"
+    for ids in (chat.ids([0, 0, *body]), chat.ids(body, " a beginning that is not there")):
+        assert tokenizer.decode(ids) == "<user>What is it?</user><assistant>"
+    tokenizer.chat_template = f"{TEMPLATE}!"
+    assert len({chat.digest, ChatTemplate(tokenizer).digest}) == 2
     tokenizer.chat_template = "no prompt"
     with pytest.raises(UserError, match="leaves out what the user says"):
         ChatTemplate(tokenizer)

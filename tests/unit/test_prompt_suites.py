@@ -14,8 +14,10 @@ import random
 import re
 import shutil
 import time
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,12 @@ def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_end
         for sample in nolima.samples_of(tests, 20, 26, 4000)
         if sample.test.distractor is not None
     ]
+    short, long = (
+        {one.distractor_depth for one in nolima.samples_of(tests, 1, 4, length)
+         if one.test.distractor is not None}
+        for length in (499, 500)
+    )  # fmt: skip
+    assert short == {0.5, 0.6, 0.7} and not short & long  # a short context has fixed places
     sides = {distractor > depth for depth, distractor in samples if 0.4 < depth < 0.6}
     assert sides == {True, False}
     for depth, distractor in samples:
@@ -254,6 +262,9 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
     tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="! $A", special_tokens=[("!", tokenizer.convert_tokens_to_ids("!"))]
+    )
     tokenizer.chat_template = (
         "{{ eos_token }}{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}(answer){% endif %}"
@@ -276,26 +287,84 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
         assert first == f"{tokenizer.eos_token}{text}(answer)"
         assert scores.prompts == "in the tokenizer's chat template"
     else:
-        assert first.endswith("Assistant:") and "(user)" not in first
+        assert first.startswith("!User: ") and first.endswith("Assistant:")
         assert scores.prompts == "raw; the tokenizer's chat template is not applied"
     assert own in first and own not in second
     assert ("an instruct model is asked in raw text" in caplog.text) is not is_applied
 
 
+MODEL = Evaluated("original", ModelConfig(path="x"))
+
+
+def mrcr_suite(
+    folder: Path, answers: Path, rank: int = 0, lengths: tuple[int, ...] = (256, 512), **given: Any
+) -> PromptSuite:
+    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[*lengths])
+    given = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **given}
+    suite = PromptSuite(
+        name="mrcr", answers=AnswerFolder(answers, None, rank), rank=rank, world=2, batch_size=1,
+        **given,
+    )  # fmt: skip
+    suite.prepare()
+    return suite
+
+
 def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
-    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512])
-    tokenizer, open_samples = nolima_case.tokenizer(), []
-    for rank in range(2):
-        answers = AnswerFolder(tmp_path, None, rank)
-        suite = PromptSuite(
-            name="mrcr", section=section, files={}, tokenizer=tokenizer, answers=answers, rank=rank,
-            world=2, batch_size=1,
-        )  # fmt: skip
-        suite.prepare()
-        model = Evaluated("original", ModelConfig(path="x"))
-        open_samples.append(suite.open_samples(model))
-        total = sum(suite.samples(subtask) for subtask in suite.subtasks)
+    suites = [mrcr_suite(folder, tmp_path, rank) for rank in range(2)]
+    open_samples = [suite.open_samples(MODEL) for suite in suites]
+    total = sum(suites[0].samples(subtask) for subtask in suites[0].subtasks)
     assert sum(open_samples) == total > 2 and max(open_samples) < total
+
+
+def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    def digests(**given: Any) -> set[str]:
+        return {one.digest for one in mrcr_suite(folder, tmp_path, **given).subtasks}
+
+    [plain] = digests()
+    assert digests(lengths=(512,)) == {plain}  # a length more asks nothing again
+    other = nolima_case.tokenizer()
+    other.add_tokens(["another token"])
+    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
+    changed = [
+        digests(files={"a": "0"}), digests(seed=1), digests(tokenizer=other),
+        digests(section=section), digests(chat=SimpleNamespace(digest="template")),
+    ]  # fmt: skip
+    assert len({plain}.union(*changed)) == 6
+
+
+def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = mrcr_suite(folder, tmp_path)
+    asked: list[tuple[int, bool]] = []
+
+    def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
+        asked.append((new_tokens, one_line))
+        yield [(question, "x") for question in questions]
+
+    monkeypatch.setattr(suite, "generated", generated)
+    for samples in suite._samples.values():
+        samples[0] = replace(samples[0], new_tokens=99)
+    suite.run(MODEL, None, SimpleNamespace(update=lambda *_, **__: None))
+    assert asked == [(99, False)] * len(suite.subtasks)
+
+
+@pytest.mark.parametrize(("more", "is_in"), [((0, 0), 1), ((-1, 0), 0), ((0, 1), 1), ((1, 1), 0)])
+def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
+    tmp_path: Path, more: tuple[int, int], is_in: int
+) -> None:
+    """By conversation and answer together; `more` than them, and whether twice."""
+    row, tokenizer = conversations()[0], nolima_case.tokenizer()
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    texts = [mrcr.plain_text(json.loads(row["prompt"])), row["answer"]]
+    tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
+    length = (tokens + more[0]) if not more[1] else 2 * tokens - 1 + more[0]
+    section = MrcrEvaluation(data_dir=str(tmp_path), lengths=[length, 8])
+    assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0)] == [
+        (length, answer)
+    ] * is_in
 
 
 def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
@@ -437,6 +506,9 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert system == {"role": "system", "content": "Be short."}
     assert user["content"].startswith("Read this:")
     assert {sample.task for sample in samples} == {"onehop", "twohop", "direct"}
+    few = section.model_copy(update={"samples": 5}).make(nolima_case.tokenizer(), 7)
+    drawn = sorted(np.random.default_rng([7, 400]).permutation(len(samples))[:5])
+    assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
@@ -472,6 +544,10 @@ def test_helmets_prompts_are_its_own(folder: Path) -> None:
         "-multikilt has 0 tapirs.\n\nDocument (Title: Weather): It rains in the north.\n\n"
         "Question: How many tapirs has island 0 of nq-dev-multikilt?\nAnswer:"
     )
+    examples = {tuple(re.findall(r"Title: Island (\d)", text)[:2]) for text in texts["kilt_nq"]}
+    assert len(examples) > 1  # other ones for another question
+    popular = [helmet.keep(HELMET_TASKS["kilt_popqa_3"], {"s_pop": views}) for views in (999, 1000)]
+    assert popular == [True, False]
     for text in texts["kilt_popqa_3"]:
         *others, own = re.findall(r"Title: Island (\d)", text)
         assert own not in others and "1" not in (*others, own)
@@ -488,6 +564,9 @@ def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
     questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
     drawn = set(random.Random(42).sample(questions, 2))
     assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in found} == drawn
+    keys = helmet_samples(folder, tasks=["json_kv"], samples=4)
+    expected = [f"key-{n}-1" for n in np.random.default_rng(42).permutation(6)[:4]]
+    assert [one.turns()[0]["content"].rpartition("Key: ")[2] for one in keys] == expected
 
 
 def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
@@ -512,6 +591,7 @@ def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
         ("No.\n3 tapirs", True, 0),
         ("No.\n3 tapirs", False, 1),
         ("3 a tapirs", True, 1),
+        ("3, an tapirs", True, 1),
         ("33", True, 0),
     ],
 )
@@ -565,7 +645,7 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
         helmet_samples(tmp_path, tasks=["json_kv"])
     keys.write_text(json.dumps({**row, "question": "Which?" * 8192}))
     (sample,) = helmet_samples(tmp_path, tasks=["json_kv"])
-    with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,"):
+    with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,092 tokens"):
         sample.turns()
 
 
@@ -575,6 +655,8 @@ def test_a_prompt_beyond_the_positions_is_refused() -> None:
     long = Question(0, np.zeros(most - 3, np.int32), [])
     with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
         next(generate(model, None, [long], 4, 1))
+    just = Question(0, np.zeros(most - 4, np.int32), [])
+    assert len(next(generate(model, nolima_case.tokenizer(), [just], 4, 1))) == 1
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:

@@ -30,7 +30,8 @@ from stages.report import run as report
 from stages.report.index import write_index
 from stages.report.page import budget_table, cost_table, harness_table, score_table, served_table
 from stages.report.predictions import samples_by_model
-from stages.report.results import Results, load_results
+from stages.report.provenance import collect_provenance, flatten
+from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
 from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import verdict
@@ -161,6 +162,56 @@ def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r' id="([^"]+)"', page))
 
 
+def test_of_each_score_the_worst_samples_are_shown() -> None:
+    place = {"checkpoint": "hybrid", "suite": "needle", "task": "vt", "length": 1024}
+    text = {"question": f"{'q' * 9}{'r' * 400}", "answers": ["a", 7], "output": "x" * 401}
+    records = [
+        {**place, **text, "index": index, "score": score}
+        for index, score in ((4, 0.5), (0, 1.0), (1, 0.5), (2, 0.0), (3, 0.25))
+    ]
+    others = {**place, "task": "fwe", "length": 0, "index": 0}
+    [model] = samples_by_model(collect_predictions([*records, {**others, "loss": [1.0]}]))
+    [cell] = model.cells
+    assert (model.label, cell.label, cell.task, cell.length) == (
+        "Hybrid, untrained", "vt at 1k", "vt", "1k",
+    )  # fmt: skip
+    assert cell.table.rows == [
+        (number, f"…{'r' * 400}", "a, 7", "x" * 400) for number in ("2: 0.0", "3: 25.0", "1: 50.0")
+    ]
+    [model] = samples_by_model(collect_predictions([{**others, "score": 1.0}]))
+    [cell] = model.cells
+    assert (cell.label, cell.table.rows) == ("fwe", [("0: 100.0", "…", "", "")])
+
+
+def test_where_the_numbers_come_from(published: dict[str, Path], results: Results) -> None:
+    later = results.manifests["train"].model_copy(
+        update={"packages": {"torch": "3"}, "git_commit": "f" * 40, "gpus": None}
+    )
+    found = collect_provenance(
+        report_fixture.config(published),
+        replace(results, manifests={**results.manifests, "train": later}),
+    )
+    assert found.versions == [("numpy", "2.0.0"), ("torch", "2.13.0, 3")]
+    origin, recipe = dict(found.origin), dict(found.recipe)
+    assert origin["Stage search"] == (
+        "key ssssssssssss, commit 0123456789ab, with local changes, "
+        "created 2026-01-02T03:04:05+00:00, GPUs: 8"
+    )
+    assert origin["Stage train"] == (
+        "key tttttttttttt, commit ffffffffffff, created 2026-01-02T03:04:05+00:00"
+    )
+    assert (origin["Seed"], origin["Parameters"]) == ("17", "7,345,920")
+    assert origin["Text of the evaluation, words"] == "70,000"
+    assert recipe["search.window_size"] == "128" and recipe["train.total_tokens"] == "4,000,000"
+    assert ("documents", "812") in found.statistics
+    assert not [name for name, _ in found.statistics if "lengths" in name]
+    values = {"b": 9999, "more": 10_000, "c": True, "d": None, "e": {}}
+    assert dict(flatten({"a": values, "f": [], "g": [1, 2], "h": [{"i": 1}]})) == {
+        "a.b": "9999", "a.more": "10,000", "a.c": "True", "a.d": "none", "a.e": "none",
+        "f": "none", "g": "1, 2", "h.0.i": "1",
+    }  # fmt: skip
+
+
 def test_what_the_filter_hides_names_its_task_and_length(page: str) -> None:
     tags = outline(page).tags
     assert [attributes["name"] for tag, attributes in tags if tag == "select"] == ["task", "length"]
@@ -262,6 +313,8 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
     ]  # fmt: skip
     page = make(tmp_path / "report", inputs)
     assert "INTR, untrained, W = 256" in page
+    # A trained rival comes last, though its score is the lowest.
+    assert [one.name for one in results.rivals] == ["intr", "intr-tokens-4000000"]
     # They are neither points of the recovery nor rivals in the first picture.
     others = rows_of(charts.recovery(results)) + rows_of(charts.standing(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
@@ -326,8 +379,11 @@ def test_what_has_no_score_is_said_with_the_reason(
     del scores["positions"][failed]
     reason = "its logits are no numbers (NaN)"
     scores["missing"] = {"models": {failed: reason}, "harness": {"gsm8k": "it has no data"}}
-    report_fixture.write_json(file, scores)
+    report_fixture.write_json(file, scores | {"cached_answers": 5})
+    original = inputs["original"] / "scores.json"
+    report_fixture.write_json(original, json.loads(original.read_text()) | {"cached_answers": 7})
     summary = report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    assert summary["cached_answers"] == 12
     page = outline((tmp_path / "report" / "index.html").read_text(encoding="utf-8")).text
     out = " ".join(capsys.readouterr().out.split())
     for text in (page, out):

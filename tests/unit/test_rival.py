@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,17 @@ from pipeline.commands.plan import plan_costs
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Devices
+from stages.evaluate import run as evaluate
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.rivals import rivals
-from stages.evaluate.scores import named_rival, rival_name
+from stages.evaluate.scores import (
+    budget_name,
+    named_budget,
+    named_rival,
+    named_window,
+    rival_name,
+    window_name,
+)
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MaterializeConfig
 from stages.original import run as original
@@ -183,7 +193,52 @@ def test_rivals_of_a_mask_of_several_windows_have_its_commonest_and_hold_no_more
     assert len(identities) == 4
 
 
-def test_names_of_trained_rivals() -> None:
+def test_the_last_checkpoint_of_a_trained_rival_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the hybrid and all its checkpoints, and at no other budget."""
+    for stage in ("train", "train_rival"):
+        for tokens in (5, 10):
+            (tmp_path / stage / "checkpoints" / f"tokens-{tokens}").mkdir(parents=True)
+    (tmp_path / "materialize" / "model").mkdir(parents=True)
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "needles.jsonl").touch()
+    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
+    file = HeadMaskFile.of(mask, Window(8), model="m", method="bosch", swa_ratio=0.5)
+    file.save(tmp_path / "materialize" / "model" / "head_mask.json")
+    places: dict[str, Path] = {}
+
+    def evaluated(config: Any, models: Any, *_: Any, **__: Any) -> Any:
+        places.update({one.name: Path(one.model.path).relative_to(tmp_path) for one in models})
+        return SimpleNamespace(averages={})
+
+    monkeypatch.setattr(evaluate, "evaluate_models", evaluated)
+    monkeypatch.setattr(
+        evaluate, "at_other_budgets", lambda model, _: [replace(model, name=f"{model.name} @")]
+    )
+    config = StageConfig(
+        EvaluateConfig(), ModelConfig(path="m"), 0, Runtime(), {"rival": RivalConfig()}
+    )
+    stages = ("materialize", "train", "train_rival", "original")
+    inputs = {**{name: tmp_path / name for name in stages}, "prepare": tmp_path}
+    evaluate.run(config, inputs, tmp_path)
+    own = [f"train/checkpoints/tokens-{tokens}" for tokens in (5, 10)]
+    names = ["hybrid", "tokens-5", "tokens-10"]
+    expected = dict(zip(names, ["materialize/model", *own], strict=True))
+    expected |= {f"{name} @": place for name, place in expected.items()}
+    expected["intr-tokens-10"] = "train_rival/checkpoints/tokens-10"
+    assert {name: place.as_posix() for name, place in places.items()} == expected
+
+
+def test_names_of_models_say_what_they_are() -> None:
+    assert named_window(window_name(64)) == (None, 64)
+    assert named_window(window_name(64, "intr")) == ("intr", 64)
+    for name in ("other-window-64", "intr-window-", "hybrid", "tokens-64"):
+        assert named_window(name) is None
+    for name in ("hybrid", "tokens-5"):
+        assert named_budget(budget_name(name, "12.5 %")) == (name, "12.5 %")
+    for name in ("intr @ 5 %", "hybrid @ 5", "tokens-x @ 5 %", "hybrid"):
+        assert named_budget(name) is None
     assert named_rival(rival_name("intr", "tokens-1000")) == ("intr", 1000)
     for name in ("tokens-1000", "intr", "intr-window-64", "other-tokens-1000", "intr-tokens-"):
         assert named_rival(name) is None

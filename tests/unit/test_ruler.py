@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +21,8 @@ import pytest
 from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks import ruler
-from data_prep.tasks.needles import Draft, string_match
+from data_prep.tasks import ruler, samples
+from data_prep.tasks.needles import Draft
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
@@ -27,6 +30,7 @@ from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, spl
 from data_prep.text import TokenCounter
 from stages.evaluate.stage import NeedleEvaluation
 from tests.ruler_case import TOKENIZER, essay_text, write_data
+from tests.tiny_data import tiny_tokenizer
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
 OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
@@ -77,6 +81,14 @@ def test_special_tokens_are_not_counted():
     assert counter.tokens("four") == 4 and counter.tokens("") == 0
     assert counter.fits("four", 4) and not counter.fits("fours", 4)
 
+    class Closing(Opening):
+        eos_token_id = 9
+
+        def __call__(self, text, **options):
+            return {"input_ids": [*text.encode(), 9]}
+
+    assert TokenCounter(Closing()).ids("four") == [*b"four"]
+
 
 @pytest.mark.parametrize("length", [1500, 2500])
 @pytest.mark.parametrize("task", NEW_TOKENS)
@@ -93,6 +105,17 @@ def test_short_samples_fit(task, length, tokenizer, data):
         # Those of the question stand in it; the task is not solved in its own prompt.
         assert len(sample.draft.answers) == _answers(task)
         assert sample.draft.text.endswith(sample.draft.prefix)
+
+
+def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
+    """Six times against once; in the worked example three times, and its answer names them."""
+    task = ruler_task("cwe", _corpus(None, words=OWN_WORDS), 1, 2000, 16, TokenCounter(tokenizer))
+    draft = task.draw(0, 50)
+    example, asked = draft.text.split("Below is a numbered list")[1:]
+    for text, expected in ((example, {3 + 1: 10, 1: 10}), (asked, {6: 10, 1: 40})):
+        counts = Counter(re.findall(r"\d+\. (\w+)", text))
+        assert Counter(counts.values()) == expected
+    assert {word for word, count in counts.most_common(10)} == {*draft.answers}
 
 
 class _Counted(ruler.RulerTask):
@@ -182,7 +205,7 @@ def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
         assert text.endswith(left.tail)
 
 
-def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data):
+def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
     """Their task's data file where there is one (of cwe is none here), and no other task's."""
     other = write_data(tmp_path / "other", questions=40)
     corpora = [_corpus(data), _corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
@@ -197,6 +220,15 @@ def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data)
         made = folders(task)
         assert len({folder.path for folder in made}) == places, task
         assert {folder.path.name.partition("-")[0] for folder in made} == {task}
+    paths = {made[0].path, replace(made[0], tokenizer=tiny_tokenizer()).path}
+    for name, other in (
+        ("words_identity", lambda: "others"), ("sentences_identity", lambda: "others"),
+        ("_GENERATOR_OF_TASK", {"cwe": 99}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(samples, name, other)
+            paths.add(made[0].path)
+    assert len(paths) == 5
     qa = SampleFolder(tmp_path, "qa_1", 1024, 8, 5, corpora[0], tokenizer)
     assert qa.identity["data"] == hashlib.sha256((data / "squad.json").read_bytes()).hexdigest()
     assert (
@@ -235,15 +267,6 @@ def test_a_sample_without_its_fields_is_damaged(line, tmp_path, tokenizer, data)
         list(folder.read(range(4)))
     folder.make(4)
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
-
-
-def test_scores_are_upstreams():
-    """As string_match_all and string_match_part of scripts/eval/synthetic/constants.py."""
-    assert string_match("A one\x00and TWO", ["one", "two", "three", "four"]) == 0.5
-    assert string_match("nothing", ["one"]) == 0.0
-    assert string_match("the TWO", ["one", "two"], any_answer=True) == 1.0
-    assert string_match("three", ["one", "two"], any_answer=True) == 0.0
-    assert {"qa_1", "qa_2"} == ANY_ANSWER
 
 
 def test_pairs_of_words_are_in_the_order_of_the_alphabet():
@@ -291,6 +314,7 @@ def test_a_list_longer_than_the_words_is_of_rulers_english_words(tmp_path, token
 
 def test_recipe_knows_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
+    assert {"qa_1", "qa_2"} == ANY_ANSWER
     section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
     assert section.yarn_factor(65536) == 2 and section.yarn_factor(4096) is None
     assert NeedleEvaluation.model_validate(section.model_dump(mode="json")) == section

@@ -86,6 +86,11 @@ def test_retrieval_is_endless_and_depends_on_the_seed():
     texts = list(read_part(first, source))
     assert texts == list(read_part(first, source)) != list(read_part(second, source))
     assert next(list_parts(source, 1, 128)) != first
+    longer = list(read_part(next(list_parts(source, 0, 4096)), source))
+    assert len(texts) == len(longer) == 256
+    for made, longest in ((texts, 4000), (longer, 8192)):
+        lengths = [len(text) for text in made]
+        assert 400 < min(lengths) < 800 and 0.95 * longest < max(lengths) < 1.1 * longest
 
 
 def test_mds_source(tmp_path):
@@ -275,6 +280,14 @@ def test_unknown_split_or_subset(tmp_path, split, subset):
     (tmp_path / "train.jsonl").write_bytes(lines(["x"]))
     with pytest.raises(UserError, match=r"source s: dataset .*cannot be read \("):
         read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))
+
+
+def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **b: opened.append((*a, b["revision"])))
+    for path in ("org/name", str(tmp_path)):
+        records.open_dataset("source s", path, "sub", "test", "abc")
+    assert opened == [("org/name", "sub", "abc"), (str(tmp_path), "sub", None)]
 
 
 def empty_lines(count: int) -> bytes:
