@@ -295,9 +295,16 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
 
 
 _CAPPED = {"softcap": 2.0}
+_LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_only": True}
 
 
-@pytest.mark.parametrize("options", [{}, _CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *((name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)),
+        *(("flash", options) for options in ({}, _LOST)),
+    ],
+)
 @pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
 @pytest.mark.parametrize(
     "case",
@@ -310,12 +317,11 @@ _CAPPED = {"softcap": 2.0}
     ],
     ids=["prompt", "padded", "documents", "chunk", "token"],
 )
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     """Values of one are summed to one by weights that none drops, and else to one on average."""
-    case = replace(case, rows=rows * 4)
+    case = replace(case, rows=rows * 4, sinks=0 if backend == "flash" else case.sinks)
     query, key, value = (x.detach() for x in case.tensors())
     states = query, key, torch.ones_like(value)
     out = hybrid_attention(
