@@ -56,10 +56,10 @@ def _stand_ins() -> Iterator[None]:
     patch.undo()
 
 
-def _outputs_and_gradients(case: Case, backend: str) -> list[Tensor]:
+def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Tensor]:
     """Output, and gradients of a random sum of it; what padding gives only has to be finite."""
     tensors, context = case.tensors(), case.context()
-    out = hybrid_attention(*tensors, case.layout(), context, backend=backend)
+    out = hybrid_attention(*tensors, case.layout(), context, backend=backend, **options)
     if context.valid is not None:
         assert out.isfinite().all()
         out = out * context.valid[:, case.past :, None, None]
@@ -295,6 +295,14 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
 
 
 _CAPPED = {"softcap": 2.0}
+
+
+def test_capped_logits_of_documents_have_the_gradients_of_the_oracle() -> None:
+    case = Case(33, 2, 0, (False, True), padding="documents", batch=2)
+    ours, theirs = (_outputs_and_gradients(case, name, **_CAPPED) for name in ("sdpa", "eager"))
+    torch.testing.assert_close(ours, theirs, **_NEAR)
+
+
 _LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_only": True}
 
 

@@ -416,7 +416,11 @@ def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path:
     """Also in files: one at a time is what transformers writes, whole experts and fp32 buffers."""
     base = small_model(family).to(torch.bfloat16)
     mask = mask_of(base.config)
+    base.generation_config.max_new_tokens = 3
     copied = materialize(base, mask, Window(WINDOW))
+    assert copied.generation_config.max_new_tokens == 3
+    places = [{weight.data_ptr() for weight in one.parameters()} for one in (base, copied)]
+    assert places[0].isdisjoint(places[1])
     assert not any(weight.is_meta for weight in base.state_dict().values())
     hybrid = materialize(base, mask, Window(WINDOW), take_weights=True)
     assert all(weight.is_meta for weight in base.state_dict().values())
