@@ -26,7 +26,6 @@ def flash_attn_func(
 ) -> Any:
     assert q.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
     assert q.shape[2] % k.shape[2] == 0 and q.stride(-1) == k.stride(-1) == 1
-    assert dropout_p == 0.0
     left, right = window_size
     visible = _visible(q, k, left, 0 if causal else right)
     assert bool(visible.any(1).all())
@@ -35,7 +34,8 @@ def flash_attn_func(
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     scores = scores.masked_fill(~visible, float("-inf"))
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).contiguous()
+    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v).contiguous()
     return (out, scores.logsumexp(-1), None) if return_attn_probs else out
 
 

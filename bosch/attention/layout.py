@@ -174,8 +174,8 @@ class CachedStates:
         return any(group.slots is not None for group in self.groups)
 
     def to(self, dtype: torch.dtype) -> CachedStates:
-        """The same in another dtype."""
-        return CachedStates([group.to(dtype) for group in self.groups], self.done)
+        """The same in another dtype, to compute with alone."""
+        return CachedStates([group.to(dtype) for group in self.groups])
 
     def settle(self, context: AttentionContext) -> None:
         """Tell the cache layer that handed these out that the pass `context` is done with them."""

@@ -285,7 +285,7 @@ def _row_mask(
     if sinks:
         offsets = torch.arange(sinks, device=device)
         if context.document is not None:
-            begin = (starts - size).clamp(min=0, max=context.kv_length - 1)
+            begin = (starts - size).clamp(min=0)
             sink_slots = context.document_starts()[row][begin] + offsets
         else:
             slots = context.sink_slots(sinks, device)

@@ -26,7 +26,7 @@ from bosch.model.families import (
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Where one of these stands in config.json, layers or their heads may differ.
-_DIFFERENCES = ("per_layer_config", "global_head_dim", "attn_logit_softcapping")
+_DIFFERENCES = ("per_layer_config", "global_head_dim")
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,6 +168,10 @@ def test_varlen_gives_what_eager_gives(
     weight = torch.randn_like(result)
     ours, theirs = (torch.autograd.grad((x * weight).sum(), tensors) for x in (result, expected))
     torch.testing.assert_close(ours, theirs)
+    dropped = hybrid_attention(
+        *tensors, case.layout(), case.context(), backend="varlen", dropout=0.5
+    )
+    assert not torch.equal(dropped, result)
     kinds = len(set(rows))
     assert used == [] if padding in ("left", "right") else used == [2 * 70] * kinds
 

@@ -56,10 +56,10 @@ def _stand_ins() -> Iterator[None]:
     patch.undo()
 
 
-def _outputs_and_gradients(case: Case, backend: str) -> list[Tensor]:
+def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Tensor]:
     """Output, and gradients of a random sum of it; what padding gives only has to be finite."""
     tensors, context = case.tensors(), case.context()
-    out = hybrid_attention(*tensors, case.layout(), context, backend=backend)
+    out = hybrid_attention(*tensors, case.layout(), context, backend=backend, **options)
     if context.valid is not None:
         assert out.isfinite().all()
         out = out * context.valid[:, case.past :, None, None]
@@ -297,7 +297,22 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
 _CAPPED = {"softcap": 2.0}
 
 
-@pytest.mark.parametrize("options", [{}, _CAPPED], ids=["plain", "capped"])
+def test_capped_logits_of_documents_have_the_gradients_of_the_oracle() -> None:
+    case = Case(33, 2, 0, (False, True), padding="documents", batch=2)
+    ours, theirs = (_outputs_and_gradients(case, name, **_CAPPED) for name in ("sdpa", "eager"))
+    torch.testing.assert_close(ours, theirs, **_NEAR)
+
+
+_LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_only": True}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *((name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)),
+        *(("flash", options) for options in ({}, _LOST)),
+    ],
+)
 @pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
 @pytest.mark.parametrize(
     "case",
@@ -310,12 +325,11 @@ _CAPPED = {"softcap": 2.0}
     ],
     ids=["prompt", "padded", "documents", "chunk", "token"],
 )
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     """Values of one are summed to one by weights that none drops, and else to one on average."""
-    case = replace(case, rows=rows * 4)
+    case = replace(case, rows=rows * 4, sinks=0 if backend == "flash" else case.sinks)
     query, key, value = (x.detach() for x in case.tensors())
     states = query, key, torch.ones_like(value)
     out = hybrid_attention(

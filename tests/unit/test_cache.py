@@ -224,6 +224,15 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
                 assert (sliding.sink_keys is not None) == bool(sinks and left > past)
 
 
+def test_sinks_that_come_once_the_window_is_full() -> None:
+    layer = HybridCacheLayer(full_first(0, 1, Window(2, 4)))
+    for number in range(7):
+        states = torch.full((1, 1, 1, 1), float(number))
+        layer.update(states, states)
+        layer.settle(AttentionContext(1, number))
+    assert layer.groups[0].sink_keys.flatten().tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
     model, ids = _hybrid(sinks), tokens(1, 20)

@@ -71,6 +71,7 @@ QWEN3 = {
         ({"attention_dropout": 0.1}, "attention dropout"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "states pass from token"),
         ({"model_type": "gpt_oss"}, "positions that follow each other"),
+        ({"text_config": SimpleNamespace(**QWEN3)}, "takes more than text"),
     ],
 )
 def test_models_that_cannot_be_split(changes: dict[str, Any], reason: str | None) -> None:

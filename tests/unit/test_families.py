@@ -368,12 +368,24 @@ def test_config_json_tells_what_the_loaded_config_does(family: str) -> None:
             assert stored.logit_needs == logit_needs(config)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "gpt_oss", "qwen3_next"])
-def test_layer_types_that_older_files_lack(family: str) -> None:
-    config = AutoConfig.for_model(family, num_hidden_layers=8)
-    content = json.loads(config.to_json_string())
-    del content["layer_types"]
-    assert StoredConfig(content).kinds == decoder_layers(config)
+_ALL_FULL = {"layer_types": ["full_attention"] * 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "changes"),
+    [
+        *((name, {}, {"layer_types": None}) for name in ("gemma2", "gemma3_text", "olmo3")),
+        *((name, {}, {"layer_types": None}) for name in ("gpt_oss", "qwen3_next")),
+        ("gemma2", _ALL_FULL, {"attn_logit_softcapping": None}),
+        ("gemma4_text", _ALL_FULL, {}),
+        ("gemma4_text", _ALL_FULL, {"per_layer_config": None, "global_head_dim": 512}),
+    ],
+)
+def test_what_older_files_lack(family: str, options: Any, changes: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=8, **options)
+    content = json.loads(config.to_json_string()) | changes
+    stored = StoredConfig({name: value for name, value in content.items() if value is not None})
+    assert (stored.kinds, stored.logit_needs) == (decoder_layers(config), logit_needs(config))
 
 
 _GENERIC = "its attention is not known here"

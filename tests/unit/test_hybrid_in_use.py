@@ -67,6 +67,14 @@ def test_packed_rows_get_no_cache_and_a_wish_for_one_is_refused(hybrid: Any) -> 
             hybrid(tokens(1, LENGTH), position_ids=packed, **options)
 
 
+def test_training_makes_no_cache(hybrid: Any) -> None:
+    hybrid.train()
+    try:
+        assert hybrid(tokens(1, LENGTH)).past_key_values is None
+    finally:
+        hybrid.eval()
+
+
 def _user_caches(model: Any) -> list[Any]:
     return [
         DynamicCache(config=model.config),

@@ -148,6 +148,7 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
         {"model_type": "gpt_oss"},
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
         {"attn_implementation": "flash_attention_2", "experts_implementation": None},
+        {"use_kernels": False, "quantization_config": {"load_in_8bit": True}},
         {"model_type": "olmo3", "sliding_window": 9},
         {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
         {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},

@@ -121,14 +121,17 @@ def test_padding_within_a_row_hides_its_tokens() -> None:
 
 def test_autocast_computes_attention_in_its_dtype() -> None:
     dtypes: list[torch.dtype] = []
-    model, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 40)
+    model, ids = materialize(small_model(), random_mask(), Window(WINDOW, 2)), tokens(1, 40)
     model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
         lambda module, args: dtypes.append(args[0].dtype)
     )
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         low = _logits(model, ids)
-    assert dtypes == [torch.bfloat16]
-    torch.testing.assert_close(low.float(), _logits(model, ids), rtol=0.1, atol=0.1)
+        for cache in (model.new_cache(), model.new_static_cache(40)):
+            parts = [model(part, past_key_values=cache).logits for part in ids.split(13, dim=1)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), low, rtol=0.01, atol=0.01)
+    assert set(dtypes) == {torch.bfloat16}
+    torch.testing.assert_close(low.float(), _logits(model, ids), rtol=0.02, atol=0.02)
 
 
 def test_switching_masks_touches_no_weight_and_comes_back() -> None:
@@ -413,7 +416,11 @@ def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path:
     """Also in files: one at a time is what transformers writes, whole experts and fp32 buffers."""
     base = small_model(family).to(torch.bfloat16)
     mask = mask_of(base.config)
+    base.generation_config.max_new_tokens = 3
     copied = materialize(base, mask, Window(WINDOW))
+    assert copied.generation_config.max_new_tokens == 3
+    places = [{weight.data_ptr() for weight in one.parameters()} for one in (base, copied)]
+    assert places[0].isdisjoint(places[1])
     assert not any(weight.is_meta for weight in base.state_dict().values())
     hybrid = materialize(base, mask, Window(WINDOW), take_weights=True)
     assert all(weight.is_meta for weight in base.state_dict().values())

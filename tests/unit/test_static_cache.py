@@ -252,6 +252,9 @@ def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None
     assert int(cache.get_seq_length()) == 20
     with pytest.raises(ValueError, match="negative"):
         cache.crop(1)
+    for layer, removed in zip(cache.layers, (20, 99), strict=False):
+        layer.crop(-removed)
+        assert int(layer.get_seq_length()) == 0
 
 
 def test_a_pass_beyond_the_end_is_refused() -> None:

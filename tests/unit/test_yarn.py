@@ -52,6 +52,7 @@ llama.cpp's `--rope-scaling yarn --yarn-orig-ctx 32768`.
         ({"max_position_embeddings": 40960, "rope_scaling": None}, CARD, 32768),
         ({"original_max_position_embeddings": 4096}, CARD, 4096),
         ({"rope_parameters": {"original_max_position_embeddings": 8192}}, None, 8192),
+        ({"rope_scaling": {"original_max_position_embeddings": 2048}}, CARD, 2048),
         ({}, CARD + "original_max_position_embeddings=4096", None),  # the card names two
         ({}, b"\xff", None),
         ({}, None, None),
@@ -69,6 +70,8 @@ def test_the_trained_length_is_stretched(tmp_path):
     (tmp_path / "README.md").write_text(CARD)
     for arguments, length in (((3.0, 2048), 6144), ((2.0, None, tmp_path / "README.md"), 65536)):
         with yarn(model, *arguments):
+            rope = model.model.rotary_emb.config.rope_parameters
+            assert rope["original_max_position_embeddings"] * arguments[0] == length
             assert model.config.max_position_embeddings == length
 
 
