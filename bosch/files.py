@@ -21,14 +21,14 @@ from bosch.errors import UserError
 from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
-# The place and number of the process that writes a temporary file, so that others see it is dead.
+# Host (or PID namespace) and PID of the process that writes a temporary file.
 _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 _CHUNK = 4 * 1024**2
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 SCANNED_BYTES = 2**20
-# For scanning JSON: what opens a value or parts two, and brackets as signed bytes, in and out.
+# For scanning JSON: bytes before a value; an opening bracket is a step of 1, a closing one of -1.
 _SEPARATORS = b",:[{"
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -36,7 +36,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """How large a JSON text may be that a stranger may have written.
+    """Limits of a JSON text that may come from a stranger.
 
     A value in Python takes up to about 100 bytes however short it is in the file, so the count of
     values (each key, list and object is one too) bounds the memory, and bytes alone do not.

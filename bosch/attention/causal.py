@@ -18,7 +18,8 @@ from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 
-# Rows of fewer queries that are padded on the left take one call under a mask.
+# Rows that are padded on the left are computed one by one from this many queries on; below, one
+# call under a mask is faster.
 LEAST_PADDED = 128
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 DENSE_MASK_ENTRIES = 2**24
@@ -134,8 +135,8 @@ def causal_attention(call: GroupCall) -> Tensor:
 def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
     """Causal attention within each part of a row, [B, HQ, T, D]: nothing between parts.
 
-    `parts` are the lengths of each row's documents, or of its padding and its tokens: half of the
-    products that a mask over the whole batch takes, and no mask.
+    `parts` are the lengths of each row's documents, or of its padding and its tokens. A causal part
+    needs no mask and half of the products.
     """
     rows, offset = [], call.context.q_offset
     for number, lengths in enumerate(parts):

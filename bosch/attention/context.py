@@ -24,8 +24,8 @@ class AttentionContext:
     padding. `document` [B, Tk] numbers packed documents, only in a pass without padding and cache.
     `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
     see it, so that attention may ignore padding (the outputs of padded queries are not used).
-    `start` []: slot of the first query where only the device knows it, in a pass over a cache of
-    fixed size. q_offset is then the last one possible, and the key slots are all the cache has.
+    `start` []: slot of the first query as a tensor on the device, in a pass over a cache of fixed
+    size. q_offset is then the last slot possible, and the key slots are all that the cache has.
     """
 
     q_length: int

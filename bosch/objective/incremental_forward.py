@@ -53,8 +53,8 @@ _START, _MIXTURE = "start", "mixture"
 class IncrementalForward:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
-    With `answers_only` off the last layer is computed everywhere, like the others; so it is where
-    the last layer has no full attention or more than that, or sequences are `split` over processes.
+    With `answers_only` the last layer is computed at the answers alone. That is off where the last
+    layer is not full attention alone, and where sequences are `split` over processes.
     `agree` makes a decision the same in all processes that share one model or one sequence.
     """
 
@@ -100,8 +100,8 @@ class IncrementalForward:
         """Final hidden states that predict the answers [answers of the batch, C], and operations.
 
         `index` names the batch in the cache. The first time that a saving is used its result is
-        compared with a plain pass. If one bit differs the saving is switched off: that of all
-        choices of attention, and if the layers' inputs alone give other bits too, all reuse.
+        compared with a plain pass. If one bit differs, attention outputs are reused no more; if
+        reused layer inputs alone give other bits too, nothing is.
         """
         reusing = BatchPass(self, index, batch, mask, self.cache.enabled)
         states = reusing.answer_states()
@@ -123,13 +123,15 @@ class IncrementalForward:
         self.inexact = inexact
         if inexact == 1:
             logger.warning(
-                "attention of all heads from earlier passes is not exact for this model: switched "
-                "off; the layers' inputs are still reused"
+                "reused attention outputs change the result for this model: switched off, which is "
+                "slower and gives the same scores; the layers' inputs are still reused"
             )
             self.can_mix = False
             self.cache.clear()
         else:
-            logger.warning("reuse of earlier passes is not exact for this model: switched off")
+            logger.warning(
+                "reuse of earlier passes changes the result for this model: switched off"
+            )
             self.cache.disable()
 
     @property
@@ -214,7 +216,7 @@ class BatchPass:
             return run()
 
     def _mixture_of(self, row: Any) -> str:
-        """Name of the saving to verify: a GPU chooses kernels by the number of heads of a kind."""
+        """What is verified once: on a GPU, each number of heads of a kind: it decides kernels."""
         return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {np.bincount(row)}"
 
     def _worth_every(self, number: int, cached: LayerActivations | None) -> bool:
@@ -321,8 +323,8 @@ def answer_attention(
 
     All heads of the layout see the same.
 
-    Few kernels take a mask, and without one all logits are in memory at once: examples are computed
-    in groups of at most `max_logits`.
+    Few fused kernels take a mask, and without a fused kernel all logits are in memory at once: so
+    examples are computed in groups of at most `max_logits`.
     """
     keys = torch.arange(key.shape[2], device=key.device)
     (group,) = layout.groups

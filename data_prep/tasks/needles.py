@@ -58,8 +58,8 @@ def needle_sentence(key: str, value: str, what: str) -> str:
 
 
 def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
-    """The question at the prompt's end, and the beginning of its answer, behind which a model goes
-    on; `many`: it has several answers.
+    """The question at the prompt's end, and the beginning of its answer, which the model continues;
+    `many`: it has several answers.
     """
     noun, verb = (what, "are") if many else (what[:-1], "is")
     subject = f"are all the special magic {what}" if many else f"is the special magic {noun}"
@@ -80,7 +80,7 @@ def instruction(what: str, many: bool = False) -> str:
 def needle_draft(
     spec: TaskSpec, context: str, keys: Sequence[str], answers: list[str], needles: list[Needle]
 ) -> Draft:
-    """The question for the values of `keys`, which `needles` in the context have."""
+    """The prompt that asks for the values of `keys`; `needles` are the hidden pairs."""
     query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
     what, many = spec.value, spec.queries * spec.values > 1
     text, prefix = question(query, what, many)
@@ -88,7 +88,7 @@ def needle_draft(
 
 
 def hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
-    """The lines or sentences with each needle as one more; the first stands last."""
+    """Insert the needles into `texts` at these places, the first one at the last place."""
     for place, needle in zip(sorted(places, reverse=True), needles, strict=True):
         texts.insert(place, needle)
     return texts
@@ -250,10 +250,10 @@ class _Draws:
 def largest_fit(
     tokens: Callable[[int], int], length: int, per_unit: float, smallest: int, what: str
 ) -> int:
-    """The largest haystack size whose sample has at most `length` tokens, to within one unit.
+    """About the largest haystack size whose sample has at most `length` tokens.
 
-    Interpolation towards the length, kept inside a bracket that shrinks in every step; where it
-    shrinks too slowly, bisection. Ends after a bounded number of steps whatever `tokens` does.
+    Interpolates towards the length inside a bracket that shrinks in every step, and bisects it in
+    every fourth. Ends after a bounded number of steps whatever `tokens` does.
     Raises UserError, about `what`, when not even the `smallest` one fits.
     """
     fits, used = smallest, tokens(smallest)

@@ -2,8 +2,6 @@
 
 Needle sets and books are read in their public layout (adobe-research/NoLiMa at commit 7532e4e,
 whose prompts these are to the character): a JSON list of experiments, and .txt files.
-
-T tokens of a book.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Heartbeats of a stage's processes: one that is frozen is noticed whatever it was doing.
+"""Heartbeats of a stage's processes: one that is stopped as a whole is noticed at any time.
 
 A collective's own timeout bounds only the steps that all processes do together. While one of them
 loads, saves or makes samples, the others wait for as long as such work may take.
@@ -16,10 +16,10 @@ from typing import Any
 from bosch.errors import StoppedError
 from bosch.this_process import name_processes
 
-_CHECKS = 10  # at least, without a heartbeat, before a process counts as lost
-_LONGEST_SECONDS = 30.0  # between two checks
+_CHECKS = 10  # the fewest checks without a heartbeat after which a process counts as lost
+_LONGEST_SECONDS = 30.0  # the longest time between two checks
 _ENDED = 1 << 40  # added to the count of a process that has finished
-_END_SECONDS = 5.0  # longest wait for the store to take that
+_END_SECONDS = 5.0  # the longest that a finished process waits for the store
 
 
 @contextlib.contextmanager
@@ -38,7 +38,8 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
     except StoppedError:
         heartbeat.end()
         raise
-    # A process that fails goes silent: the others notice even if its exit status is lost.
+    # Not after a failure: the process soon ends, and the others notice its silence even if its exit
+    # status is lost.
     heartbeat.end()
 
 

@@ -22,7 +22,7 @@ from stages.shape import shape_of
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """At most the evaluations of the method's bound, each as if nothing were reused."""
+    """The most evaluations of the method, each a full pass without reuse."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
@@ -40,7 +40,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     sizes = ActivationSizes.of(shape, number, shards, processes if split else 1)
     passes = sizes.plain_pass(rows * length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
-    # One by one onto the GPUs, from files that all processes share; in host memory for each else.
+    # Weights go onto the GPUs one by one, from mapped files that all processes of a node share; on
+    # a CPU each process has its own.
     host = (
         number * shape.parameters
         if devices.on_gpu or sharded
@@ -67,7 +68,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         facts.append(
             "gradients, and evaluations that may end early, take "
             f"{' or '.join(str(size) for size in sorted({*batches}))} of the batches at a time: "
-            f"more than {max(batches)} process(es) have nothing to do then"
+            f"processes beyond {max(batches)} are idle then"
         )
     efficiency = devices.efficiency or EFFICIENCY
     result = Cost(evaluations * one, 1e6, facts, jobs, efficiency=efficiency)

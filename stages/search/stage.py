@@ -212,7 +212,7 @@ class SearchConfig(Section):
         return self.menu[0]
 
     def completed(self, recipe: Recipe) -> Self:
-        """Of a front with the context at which it counts caches."""
+        """With the context at which a front counts caches."""
         budget = self.chosen_budget
         if not METHODS[self.method].finds_front or budget.context is not None:
             return self
@@ -221,9 +221,8 @@ class SearchConfig(Section):
         return self.model_copy(update=changes)
 
     def in_key(self) -> dict[str, Any]:
-        """Of a front the budget chooses a point afterwards: only what it counts by is in the key.
-
-        So another point takes no new search.
+        """The key has only what a front counts caches by: another budget chooses another point of
+        the same search.
         """
         values = super().in_key()
         if METHODS[self.method].finds_front:

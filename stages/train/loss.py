@@ -139,7 +139,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
-    """Writes the `measure` of every token into `values` [N]; there is no loss."""
+    """Writes the `measure` of every token into `values` [N]; the loss is 0."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
         values[rows] = measure(logits, labels[rows]).float()
@@ -160,7 +160,7 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
         ignore_index=IGNORED,
         reduction="sum",
         softcap=getattr(config, "final_logit_softcapping", None),
-        # Else it sums the chunks' gradients of the head in the weight's precision, bf16 under FSDP.
+        # By default Liger sums the head's gradient in the weight's precision, bf16 under FSDP.
         accum_dtype=torch.float32,
     )
     return result[0] if isinstance(result, tuple) else getattr(result, "loss", result)

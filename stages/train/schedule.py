@@ -1,7 +1,7 @@
 """How a training run is cut into steps and batches: arithmetic over the recipe, no torch.
 
 A step is one optimiser update over `batch_tokens` tokens: `sequences` packed sequences, split
-evenly over the processes (groups of them where they share sequences) and, within a process, over
+evenly over the processes (or groups of processes that share a sequence) and, within one, over
 `accumulation` forward passes.
 """
 
@@ -14,7 +14,7 @@ from bosch.errors import UserError
 from stages.context import Runtime
 from stages.train.stage import TrainConfig, batch_faults
 
-_CPU_MICRO_BATCH_TOKENS = 2048  # what a core works on without leaving its cache
+_CPU_MICRO_BATCH_TOKENS = 2048  # about what fits into the cache of a core
 
 
 @dataclass(frozen=True)
