@@ -29,8 +29,14 @@ def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) 
     return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
-def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granularity: int) -> None:
-    """Raise UserError where no mask of units of `granularity` heads is exactly on budget."""
+def check_granularity(
+    num_layers: int,
+    num_heads: int,
+    swa_ratio: float,
+    granularity: int,
+    field: str = "search.swa_ratio",
+) -> None:
+    """Raise UserError, about `field`, where no mask in units of `granularity` is on budget."""
     if num_heads % granularity:
         raise UserError(
             f"search.head_granularity: {num_heads} KV heads per layer are no multiple of "
@@ -40,10 +46,10 @@ def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granula
     budget = swa_budget(heads, swa_ratio)
     if budget % granularity:
         below = budget // granularity * granularity
+        near = [_ratio(n, heads) for n in (below, below + granularity) if n]
         raise UserError(
-            f"search.swa_ratio: {swa_ratio:g} means {budget} sliding heads of {heads}, which is "
-            f"no multiple of search.head_granularity = {granularity}; choose swa_ratio "
-            f"{_ratio(below, heads)} or {_ratio(below + granularity, heads)}"
+            f"{field}: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple "
+            f"of search.head_granularity = {granularity}; choose {' or '.join(near)}"
         )
 
 

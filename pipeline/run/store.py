@@ -205,7 +205,7 @@ class Store:
         return target
 
     def set_aside(self, stage: str, key: str) -> Path:
-        """Move a damaged output out of the store, so that nothing in it is lost or used."""
+        """Move a damaged output out of the store, in the place of an earlier one of this key."""
         aside = self.root / "damaged" / stage / key
         remove(aside)
         aside.parent.mkdir(parents=True, exist_ok=True)

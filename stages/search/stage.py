@@ -413,7 +413,8 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         if faults or (search.method == "given" and search.stated_ratio is None):
             return
         ratio = search.ratio_for(kinds, loaded.recipe.model.dtype)
-        check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity)
+        field = "search.swa_ratio" if search.budget is None else "search.budget.ratio"
+        check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity, field)
         if search.stated_ratio is None:
             yield from _ratio(search, ratio)
     except UserError as error:

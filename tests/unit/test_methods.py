@@ -163,7 +163,7 @@ def test_units_are_heads_of_similar_worth_where_gradients_tell_it(
 @pytest.mark.parametrize("name", FINDING)
 def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
     for ratio, granularity, sentence in (
-        (0.3, 2, r"means 15 sliding heads of 48.*choose swa_ratio 0\.29 or 0\.33"),
+        (0.3, 2, r"means 15 sliding heads of 48.*choose 0\.29 or 0\.33"),
         (0.5, 3, "8 KV heads per layer are no multiple of 3; choose a divisor of 8"),
     ):
         options = SearchSettings(ratio, head_granularity=granularity)

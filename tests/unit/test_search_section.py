@@ -133,6 +133,12 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["search.swa_ratio=0.4", "search.head_granularity=4"],
         "search.swa_ratio: 0.4 means 7 sliding heads of 16", ["search.swa_ratio=0.4"],
     ),
+    "a budget's ratio of half a group": (
+        ["search.budget={ratio: 0.1}", "search.head_granularity=4"],
+        "search.budget.ratio: 0.1 means 2 sliding heads of 16, which is no multiple of "
+        "search.head_granularity = 4; choose 0.2",
+        ["search.budget={ratio: 0.2}", "search.head_granularity=4"],
+    ),
     "float32 in flash": (
         ["runtime.attention=flash", "model.dtype=float32"],
         "flash computes in float16 and bfloat16, model.dtype asks for float32",
