@@ -102,7 +102,8 @@ def causal_attention(call: GroupCall) -> Tensor:
     """
     query, key, value, context = call.query, call.key, call.value, call.context
     options, length = (call.transform, call.dropout), key.shape[2]
-    fixed = context.start is not None  # all that a cache has room for
+    # The keys fill a cache of fixed size, and some of its slots hold nothing yet.
+    fixed = context.start is not None or length != context.kv_length
     if context.is_plain and not fixed:
         if context.q_length == 1 or context.q_offset == 0:
             return masked_attention(query, key, value, *options, is_causal=context.q_length > 1)
