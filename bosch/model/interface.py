@@ -142,7 +142,9 @@ def attention_forward(
     bias = getattr(module, SINK_BIAS, None)
     logits = kwargs.get("s_aux") if bias is None else bias
     transform = LogitTransform(scale, kwargs.get("softcap"), logits, bias is not None)
-    context, layout = pass_context(attention_mask, query, key), state.layout
+    layout, context = state.layout, attention_mask
+    if context is None or isinstance(context, AttentionContext):
+        context = pass_context(context, query, key)
     dropout = dropout if state.attend is None else 0.0
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
