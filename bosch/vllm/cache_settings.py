@@ -105,7 +105,7 @@ def wrap_engine() -> None:
     # The engine's core holds a name of its own for the function, where it is loaded already.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
-            wrap(module, "update_kv_cache_capacity", _logging_cache)
+            wrap(module, "update_kv_cache_capacity", with_cache_log)
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -137,7 +137,9 @@ def noting_options(create_engine_config: Any) -> Any:
     return noting
 
 
-def _logging_cache(update_kv_cache_capacity: Any) -> Any:
+def with_cache_log(update_kv_cache_capacity: Any) -> Any:
+    """vLLM's function, which then logs what the cache holds."""
+
     def logging_cache(vllm_config: Any, kv_cache_config: Any) -> None:
         update_kv_cache_capacity(vllm_config, kv_cache_config)
         if getattr(vllm_config.model_config.hf_config, "hybrid_attention", None) is not None:

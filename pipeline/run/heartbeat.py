@@ -18,7 +18,7 @@ from bosch.this_process import name_processes
 
 _CHECKS = 10  # the fewest checks without a heartbeat after which a process counts as lost
 _LONGEST_SECONDS = 30.0  # the longest time between two checks
-_ENDED = 1 << 40  # added to the count of a process that has finished
+ENDED = 1 << 40  # added to the count of a process that has finished
 _END_SECONDS = 5.0  # the longest that a finished process waits for the store
 
 
@@ -78,7 +78,7 @@ class Heartbeat:
                 self._counts = [int(count) for count in store.multi_get(self._keys)]
                 self._exchanges += 1
                 self._ending.wait(self._interval)
-            store.add(self._keys[self._rank], _ENDED)
+            store.add(self._keys[self._rank], ENDED)
 
     def _watch(self) -> None:
         before, silent_checks = [-1], [0]
@@ -88,7 +88,7 @@ class Heartbeat:
                 before, silent_checks = now, [0] * len(now)
                 continue
             silent_checks = [
-                checks + 1 if new == old < _ENDED else 0
+                checks + 1 if new == old < ENDED else 0
                 for checks, old, new in zip(silent_checks, before, now, strict=True)
             ]
             before = now
@@ -100,7 +100,7 @@ class Heartbeat:
                 least = max(silent_checks) / 2
                 ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks > least]
                 who = f"{name_processes(ranks)} of this run"
-            elif max(self._counts) >= _ENDED:
+            elif max(self._counts) >= ENDED:
                 return  # the store leaves with the first node, whose work is done
             self._lost(
                 f"{who} has sent no heartbeat for {self._minutes:g} minutes "

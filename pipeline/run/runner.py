@@ -56,7 +56,7 @@ _PACKAGES = (
     "liger-kernel",
     "deepspeed",
 )
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Runner:
             "host": socket.gethostname(),
             "python": platform.python_version(),
             "packages": installed_versions(_PACKAGES),
-            "git_commit": _git_commit(),
+            "git_commit": checkout_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
             "summary": summary,
         }
@@ -359,7 +359,7 @@ class Runner:
                 joined = True
                 order = self.order(node, self.store.work(node.name, key), self.stamps(node))
                 self.launcher(order, self._world(node))
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _model_identity(node: Node) -> str | None:
@@ -374,7 +374,7 @@ def _typed(section: BaseModel) -> dict[str, Any]:
 
 
 @functools.cache
-def _git_commit() -> str | None:
+def checkout_commit() -> str | None:
     """Commit of the checkout, `+` behind it where files differ from it; None outside git."""
     git = shutil.which("git")
     if git is None:

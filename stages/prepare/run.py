@@ -101,7 +101,7 @@ def write_training_data(
                 tokens=math.ceil(tokens * source.weight / sum(weights)),
                 seed=config.seed,
                 sequence_length=length,
-                workers=_workers(config.runtime.data_workers, tokens),
+                workers=worker_count(config.runtime.data_workers, tokens),
                 stamps=config.stamps,
                 bar=bar,
             )
@@ -150,7 +150,7 @@ def _bytes_per_token(tokenised: list[Any]) -> float:
     return float(sum(t.text_bytes for t in tokenised) / sum(t.tokens for t in tokenised))
 
 
-def _workers(configured: int | str, tokens: int) -> int:
+def worker_count(configured: int | str, tokens: int) -> int:
     """Processes that tokenise; `auto` starts no more than the amount of text is worth."""
     if isinstance(configured, int):
         return max(1, configured)

@@ -108,7 +108,7 @@ def run(
             views = contextlib.closing(LiveView(work_dir, config, sink_bias))
         with bars as bar, views as view:
             evaluator = Evaluator(objective, log, bar)
-            evaluator.slot_budgets = _slot_budgets(config.section, price)
+            evaluator.slot_budgets = budgets_in_slots(config.section, price)
             if view is not None:
                 evaluator.watch = view.update
             try:
@@ -117,7 +117,7 @@ def run(
                 if log.path is not None:
                     _log_progress_so_far(evaluator, work_dir)
                 raise
-        summary = _summary(evaluator, result, time.perf_counter() - started)
+        summary = summary_of(evaluator, result, time.perf_counter() - started)
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
             _write(work_dir, config, summary, result, price, sink_bias)
@@ -127,7 +127,7 @@ def run(
     }
 
 
-def _slot_budgets(section: SearchConfig, price: Price) -> SlotBudgets:
+def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
     """KV slots of a front's points; masks are made to be nested with the one in the middle."""
     if not METHODS[section.method].finds_front:
         return SlotBudgets(price.tokens)
@@ -177,7 +177,8 @@ def _sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> S
     return values
 
 
-def _summary(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
+def summary_of(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
+    """What a search writes down of its result and its costs; `seconds` are those of the stage."""
     evaluation = result.evaluation
     return {
         "anchors": asdict(result.anchors),

@@ -81,7 +81,7 @@ class CheckpointWriter:
                 wait()
                 earlier = [self._directory / checkpoint_name(count) for count in averaged]
                 files = sorted(writing.glob("*.safetensors"))
-                _average_into(files[rank() :: processes()], earlier)
+                average_into(files[rank() :: processes()], earlier)
                 wait()
             if first:
                 copy_companions(self._model_dir, writing)
@@ -198,7 +198,7 @@ def _count(value: Any) -> int:
     return int(getattr(value, "ds_numel", value.numel()))
 
 
-def _average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
+def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
     """Replace the weights in `files` by their mean with those in `others`, in files of their names.
 
     `others` are model directories. All are checkpoints of one training, so their files hold the

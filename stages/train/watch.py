@@ -66,7 +66,7 @@ class NeedleWatch:
             wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
             correct += counts and number < len(self._samples) and not wrong.any().item()
         model.train(was_training)
-        return _summed(correct, device).item() / len(self._samples)
+        return summed(correct, device).item() / len(self._samples)
 
 
 class HeldOutWatch:
@@ -112,7 +112,7 @@ class HeldOutWatch:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-        sums = _summed(sums, device)
+        sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {
             "heldout_loss": total / count,
@@ -120,7 +120,7 @@ class HeldOutWatch:
         }
         if routers:
             layers = [torch.stack(passes).double().sum(0) for passes in routed]
-            totals = _summed(torch.stack(layers), device)
+            totals = summed(torch.stack(layers), device)
             loads = totals[:, 2:]
             fields["router_entropy"] = (totals[:, 0] / totals[:, 1]).mean().item()
             fields["expert_load"] = (loads.amax(1) / loads.mean(1)).max().item()
@@ -137,8 +137,8 @@ def _routing(output: Any) -> Tensor:
     return torch.cat([head, counts]).cpu()
 
 
-def _summed(values: Tensor, device: torch.device) -> Tensor:
-    """Over all processes."""
+def summed(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over all processes, in place."""
     if processes() > 1:
         values = values.to(device)
         dist.all_reduce(values)

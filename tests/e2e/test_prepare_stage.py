@@ -201,8 +201,8 @@ def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
 def test_processes_are_no_more_than_the_text_is_worth(monkeypatch):
     monkeypatch.setattr(prepare, "cpu_cores", lambda: 8)
     tokens = (5, 25_000_000, 10**9)
-    assert [prepare._workers("auto", count) for count in tokens] == [1, 2, 8]
-    assert prepare._workers(3, 5) == 3
+    assert [prepare.worker_count("auto", count) for count in tokens] == [1, 2, 8]
+    assert prepare.worker_count(3, 5) == 3
 
 
 def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):

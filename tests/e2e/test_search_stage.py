@@ -156,7 +156,7 @@ def test_the_summary_tells_the_result_from_the_last_phases_mask():
     mask = HeadMask.all_full(1, 1)
     best, last = Evaluation(0.8, -1.0, 0.0, 0.0), Evaluation(0.7, -2.0, 0.0, 0.0)
     result = SearchResult(mask, best, Anchors(0.1, 0.9), last, [{"layer": 0}])
-    assert search._summary(evaluator, result, 5.0) == {
+    assert search.summary_of(evaluator, result, 5.0) == {
         "anchors": {"all_sliding": 0.1, "all_full": 0.9}, "best_score": 0.8,
         "best_log_likelihood": -1.0, "last_phase_score": 0.7, "last_phase_log_likelihood": -2.0,
         "evaluations": 3, "solver_seconds": 3.0, "layer_importance": [{"layer": 0}], "trace": [],

@@ -120,9 +120,11 @@ def test_points_lie_between_the_smallest_window_and_the_original() -> None:
     assert np.ptp(np.diff(np.log(slots))) < 0.05
     named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.5])
     assert point_slots(named, _price(ratio=0.5)) == (160, 400, 800)
-    assert search._slot_budgets(named, _price(ratio=0.5)) == SlotBudgets(100, (160, 400, 800), 400)
+    assert search.budgets_in_slots(named, _price(ratio=0.5)) == SlotBudgets(
+        100, (160, 400, 800), 400
+    )
     one = named.by_method("bosch")
-    assert search._slot_budgets(one, _price(ratio=0.5)) == SlotBudgets(100)
+    assert search.budgets_in_slots(one, _price(ratio=0.5)) == SlotBudgets(100)
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:

@@ -176,7 +176,12 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0]}}', _BOTH, "swa_token_num"),
         ("rtp_llm", "{}", [], "--key-value-heads"),
         ("rtp_llm", '{"headwise_config": {"0": []}}', _BOTH, "a list of 0 and 1"),
-        ("rtp_llm", '{"headwise_config": {"0": [1, 1], "1": [0, 0, 0, 0]}}', _BOTH, "layer 0 has 2"),
+        (
+            "rtp_llm",
+            '{"headwise_config": {"0": [1, 1], "1": [0, 0, 0, 0]}}',
+            _BOTH,
+            "layer 0 has 2",
+        ),
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 2, 2]}}', _BOTH, "a list of 0 and 1"),
         ("rtp_llm", '{"headwise_config": {"²": [1]}}', _BOTH, 'from "0" on'),
         ("rtp_llm", '{"headwise_config": {"00": [1]}}', _BOTH, 'from "0" on'),

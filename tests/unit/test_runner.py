@@ -28,7 +28,7 @@ from pipeline.run import first_node, heartbeat, worker
 from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
-from pipeline.run.runner import Choice, Runner, _git_commit
+from pipeline.run.runner import Choice, Runner, checkout_commit
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
@@ -148,7 +148,7 @@ def test_the_commit_of_a_manifest_says_whether_files_differ(
 
     monkeypatch.setattr("pipeline.run.runner.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    commit = _git_commit.__wrapped__
+    commit = checkout_commit.__wrapped__
     assert commit() is None
     git("init", "-q")
     (tmp_path / "code.py").write_text("1")
@@ -593,7 +593,7 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
 def test_a_node_joins_the_stages_that_use_every_process(
     case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.run.runner._POLL_SECONDS", 0.02)
+    monkeypatch.setattr("pipeline.run.runner.POLL_SECONDS", 0.02)
     joined: list[tuple[Mapping[str, Any], World]] = []
     is_joined = threading.Event()
 
@@ -676,8 +676,8 @@ class _Checks:
         (lambda n: (5, 5, 5, min(n, 3)), "the first node of this run, or its launcher,"),
         (lambda n: (1, n, 1, n), "process 0, 2 of this run"),
         # One that has finished sends none, nor does the store when its node has.
-        (lambda n: (n, heartbeat._ENDED + 1, n, n), None),
-        (lambda n: (heartbeat._ENDED, 5, 5, min(n, 3)), None),
+        (lambda n: (n, heartbeat.ENDED + 1, n, n), None),
+        (lambda n: (heartbeat.ENDED, 5, 5, min(n, 3)), None),
     ],
 )
 def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) -> None:

@@ -572,7 +572,7 @@ def test_vllms_functions_are_wrapped_once_and_log_the_caches_of_hybrids_alone(
     monkeypatch.setattr(cache_settings, "log_cache", lambda *_: called.append("ours"))
     module = SimpleNamespace(__name__="utils", update=lambda *_: called.append("vLLM's"))
     for name in ("update", "update", "gone in this version"):
-        cache_settings.wrap(module, name, cache_settings._logging_cache)
+        cache_settings.wrap(module, name, cache_settings.with_cache_log)
     for config, expected in (
         (SimpleNamespace(hybrid_attention={"sinks": 0}), ["vLLM's", "ours"]),
         (SimpleNamespace(), ["vLLM's"]),

@@ -31,7 +31,7 @@ from data_prep.documents.packing import Packed, write_dataset
 from stages.context import ModelConfig, Runtime
 from stages.materialize.model_card import UNTRAINED
 from stages.train import model, parallel, storage
-from stages.train.checkpoint import CheckpointWriter, _average_into
+from stages.train.checkpoint import CheckpointWriter, average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.decisions import Decision
 from stages.train.loop import Loop
@@ -596,7 +596,7 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     model = materialize(small_model(family), random_mask(), Window(8))
     model.register_buffer("count", torch.tensor([3]))
     model.register_buffer("scratch", torch.ones(2))
-    model._keys_to_ignore_on_save = {"scratch"}
+    vars(model)["_keys_to_ignore_on_save"] = {"scratch"}
     start = tmp_path / "start"
     model.save_pretrained(start)
     (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
@@ -625,7 +625,7 @@ def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
         weights = {"w": torch.full((2,), value, dtype=torch.bfloat16), "n": torch.tensor([value])}
         save_file(weights, folders[-1] / "model.safetensors", metadata={"format": "pt"})
     file = folders[0] / "model.safetensors"
-    _average_into([file], folders[1:])
+    average_into([file], folders[1:])
     mean = load_file(file)
     assert mean["w"].tolist() == [86, 86] and mean["w"].dtype == torch.bfloat16
     assert mean["n"].tolist() == [256]
@@ -633,7 +633,7 @@ def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt"}
     save_file({"w": torch.ones(2)}, folders[1] / "model.safetensors")
     with pytest.raises(RunError, match=r"holds other weights than .*last"):
-        _average_into([file], folders[1:])
+        average_into([file], folders[1:])
 
 
 def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(

@@ -322,7 +322,7 @@ def test_processes_score_every_needle_once_in_as_many_passes(
     """Those who share a sample compute it together, in whole chunks, and one of them counts it."""
     samples = [([length] * length, 2) for length in (5, 6, 8, 9, 11)]
     monkeypatch.setattr(watching, "processes", lambda: processes)
-    monkeypatch.setattr(watching, "_summed", lambda values, device: values)
+    monkeypatch.setattr(watching, "summed", lambda values, device: values)
     total, read = 0.0, []
     for rank in range(processes):
         monkeypatch.setattr(watching, "rank", lambda rank=rank: rank)
