@@ -138,7 +138,7 @@ def _routing(output: Any) -> Tensor:
 
 
 def summed(values: Tensor, device: torch.device) -> Tensor:
-    """The sum over all processes, in place."""
+    """The sum over all processes, on the CPU."""
     if processes() > 1:
         values = values.to(device)
         dist.all_reduce(values)

@@ -182,8 +182,7 @@ def test_a_compiled_model_computes_the_same() -> None:
         expected = hybrid(ids, use_cache=False).logits
         for options in (
             {"use_cache": False},
-            {"attention_mask": mask},
-            {"position_ids": positions},
+            {"attention_mask": mask, "position_ids": positions},
         ):
             out = compiled(ids, **options)
             torch.testing.assert_close(out.logits, expected, **_NEAR)
