@@ -163,7 +163,7 @@ def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
     assert hours[1] == pytest.approx(8 * hours[8]) and hours[4] == pytest.approx(2 * hours[8])
     assert hours[8] == hours[16] == hours[64]
     text = "\n".join(plan_lines(_paper("qwen3_14b"), "h100x64"))
-    assert "take 8 of the batches at a time: more than 8 process(es) have nothing to do" in text
+    assert "take 8 of the batches at a time: processes beyond 8 are idle then" in text
     assert " on 8 of them" in text
     # Without gradients and races all 64 are at work.
     published = "search.method=bosch", "search.strict=true"
