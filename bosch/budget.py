@@ -36,7 +36,9 @@ def check_granularity(
     granularity: int,
     field: str = "search.swa_ratio",
 ) -> None:
-    """Raise UserError, about `field`, where no mask in units of `granularity` is on budget."""
+    """Raise UserError, about `field`, where `admits_granularity` is false."""
+    if admits_granularity(num_layers, num_heads, swa_ratio, granularity):
+        return
     if num_heads % granularity:
         raise UserError(
             f"search.head_granularity: {num_heads} KV heads per layer are no multiple of "
@@ -44,13 +46,12 @@ def check_granularity(
         )
     heads = num_layers * num_heads
     budget = swa_budget(heads, swa_ratio)
-    if budget % granularity:
-        below = budget // granularity * granularity
-        near = [_ratio(n, heads) for n in (below, below + granularity) if n]
-        raise UserError(
-            f"{field}: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple "
-            f"of search.head_granularity = {granularity}; choose {' or '.join(near)}"
-        )
+    below = budget // granularity * granularity
+    near = [_ratio(n, heads) for n in (below, below + granularity) if n]
+    raise UserError(
+        f"{field}: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple "
+        f"of search.head_granularity = {granularity}; choose {' or '.join(near)}"
+    )
 
 
 def _ratio(sliding: int, heads: int) -> str:

@@ -112,7 +112,7 @@ def replace(source: Path, target: Path) -> None:
     try:
         os.replace(source, target)
     except BaseException:
-        if moved:
+        if moved and not os.path.lexists(target):
             os.rename(old, target)
         raise
     sync(target.parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import NOT_REGULAR, write_text
+from data_prep.documents.mds_index import INDEX
 from data_prep.documents.source_files import SUFFIXES, files_below
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
@@ -166,7 +167,7 @@ def _kind(data: str) -> str:
     names = [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
     if not names:
         raise UserError(f"--data {data}: is an empty folder")
-    if "index.json" in names and any(".mds" in name for name in names):
+    if INDEX in names and any(".mds" in name for name in names):
         return "mds"
     kinds = [k for k, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
     if len(kinds) > 1:

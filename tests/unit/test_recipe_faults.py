@@ -439,7 +439,8 @@ def test_what_is_in_the_place_of_a_stages_link_is_named_and_stays(
 
 
 def test_folders_named_like_the_kernels_are_no_fault(case: Case) -> None:
-    load_recipe(case.file, ["runtime.output_root=/processed/runs"], env={})
+    loaded = load_recipe(case.file, ["runtime.output_root=/processed/runs"], env={})
+    assert loaded.output_root == Path("/processed/runs")
 
 
 def test_processes_come_from_torchrun_variables(case: Case) -> None:

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             f"TARGET {options.target}: is there already; remove it or name another file"
         )
     for name in _WITHOUT_EFFECT[options.direction, options.format]:
-        if getattr(options, name):
+        if getattr(options, name) not in (None, ""):
             flag = name.replace("_", "-")
             raise UserError(
                 f"--{flag}: has no effect on {options.direction} of {options.format}; leave it out"
