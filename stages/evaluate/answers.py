@@ -19,6 +19,8 @@ from stages.context import ModelConfig
 from stages.published import Manifest
 
 if TYPE_CHECKING:
+    from lm_eval.config.group import AggMetricConfig
+
     from bosch.heads import HeadMaskFile
 
 # In the key of what runs share: to be raised when a model gives other answers to the same samples,
@@ -58,27 +60,17 @@ class Subtask:
 
 
 @dataclass(frozen=True)
-class MetricRule:
-    """A metric that a group sums up, under these filters (None: all that its tasks have).
-
-    `by_size`: the mean over all documents, else over the tasks.
-    """
-
-    metric: str
-    filters: tuple[str, ...] | None
-    by_size: bool
-
-
-@dataclass(frozen=True)
 class TaskGroup:
     """Tasks that have a score together; its score is that of the first of the `rules`.
 
-    `tasks` are all there are, with and without answers. Without rules it is the unweighted mean of
-    the tasks' scores. `is_asked`: the recipe names the group itself.
+    `tasks` are all there are, with and without answers. A rule of lm-eval names a metric, its
+    filters (None: all that the tasks have), and whether the mean is over all documents
+    (`weight_by_size`) or over the tasks. Without rules it is the unweighted mean of the tasks'
+    scores. `is_asked`: the recipe names the group itself.
     """
 
     tasks: tuple[str, ...]
-    rules: tuple[MetricRule, ...] = ()
+    rules: tuple[AggMetricConfig, ...] = ()
     is_asked: bool = False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +18,9 @@ from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
-from bosch.progress import Progress
 from data_prep.tasks import longbench
 from data_prep.tasks.samples import tokenizer_digest
-from stages.evaluate.answers import Evaluated, Subtask, TaskGroup, digest_of
+from stages.evaluate.answers import Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers
 from stages.evaluate.harness_tasks import (
     load_tasks,
@@ -33,7 +32,7 @@ from stages.evaluate.harness_tasks import (
 )
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.stage import HarnessEvaluation
-from stages.evaluate.suite import Suite, answer_record
+from stages.evaluate.suite import Records, Suite, answer_record
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -109,17 +108,13 @@ class HarnessSuite(Suite):
                 name: TaskGroup(tuple(tasks)) for name, tasks in longbench.groups().items()
             }
 
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        for subtask in self.subtasks:
-            indices = self.open(model, subtask)
-            if not indices:
-                continue
-            journal = self.answers.journal(model, subtask)
-            is_longbench = longbench.task_of(subtask.task) is not None
-            answers = self._longbench_answers if is_longbench else self._harness_answers
-            for records in answers(subtask, indices, loaded):
-                journal.append(*records)
-                bar.update(len(records), note=subtask.task)
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+        is_longbench = longbench.task_of(subtask.task) is not None
+        answers = self._longbench_answers if is_longbench else self._harness_answers
+        return answers(subtask, indices, loaded)
+
+    def note(self, subtask: Subtask) -> str:
+        return subtask.task
 
     def _digest(self, manager: Any, name: str, task: Any) -> str:
         documents = [dict(document) for document in task.eval_docs]
@@ -170,9 +165,7 @@ class HarnessSuite(Suite):
             self._requests[subtask] = requests
         return self._requests[subtask]
 
-    def _longbench_answers(
-        self, subtask: Subtask, indices: Sequence[int], loaded: Any
-    ) -> Iterator[list[dict[str, Any]]]:
+    def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
         limit, questions = self.section.max_length, list[Question]()
@@ -194,9 +187,7 @@ class HarnessSuite(Suite):
                 records.append(answer_record(question, score, answers, output, scores=scores))
             yield records
 
-    def _harness_answers(
-        self, subtask: Subtask, indices: Sequence[int], loaded: Any
-    ) -> Iterator[list[dict[str, Any]]]:
+    def _harness_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a chunk at a time."""
         from lm_eval.evaluator import evaluate
 

@@ -21,7 +21,7 @@ from bosch.errors import UserError
 from bosch.files import JsonLimits, check_json_text, read_within
 from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
-from stages.evaluate.answers import MetricRule, TaskGroup
+from stages.evaluate.answers import TaskGroup
 from stages.evaluate.presets import PRESETS
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, missing_ruler_file
 from stages.recipe import LoadedRecipe
@@ -271,18 +271,8 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     }
     for one, group in whole.get("groups", {}).items():
         if group.has_aggregation:
-            loaded.groups[one] = TaskGroup(
-                tuple(_leaf_names(group)),
-                tuple(
-                    MetricRule(
-                        rule.metric,
-                        None if rule.filter_list is None else tuple(rule.filter_list),
-                        bool(rule.weight_by_size),
-                    )
-                    for rule in group.aggregate_metric_list
-                ),
-                is_asked=one == name,
-            )
+            rules = tuple(group.aggregate_metric_list)
+            loaded.groups[one] = TaskGroup(tuple(_leaf_names(group)), rules, is_asked=one == name)
     return loaded
 
 

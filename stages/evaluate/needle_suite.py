@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from bosch.model.yarn import original_positions, yarn
-from bosch.progress import Progress, progress
+from bosch.progress import progress
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER
-from stages.evaluate.answers import Evaluated, Subtask, digest_of
+from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
 from stages.evaluate.stage import NeedleEvaluation, missing_ruler_file
-from stages.evaluate.suite import Suite, answer_record
+from stages.evaluate.suite import Records, Suite, answer_record
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class NeedleSuite(Suite):
                     self.folder, task, length, self.section.new_tokens(task), self.seed,
                     self.corpus, self.tokenizer,
                 )  # fmt: skip
-                factor = self.section.yarn_factor(length)
+                factor = self.section.yarn.get(length)
                 identity = {**folder.identity, "yarn": factor}
                 if factor is not None:
                     stated = self.section.yarn_original_length
@@ -76,33 +77,17 @@ class NeedleSuite(Suite):
             for subtask in mine:
                 self._folders[subtask].make(self.section.samples, bar.update)
 
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        for subtask in self.subtasks:
-            indices = set(self.open(model, subtask))
-            if not indices:
-                continue
-            questions = [q for q in self._subtask_questions(subtask) if q.index in indices]
-            factor = self.section.yarn_factor(subtask.length)
-            with yarn(loaded, factor, self.section.yarn_original_length, self.card):
-                self._answer(model, subtask, questions, loaded, bar)
-
-    def _answer(
-        self,
-        model: Evaluated,
-        subtask: Subtask,
-        questions: list[Question],
-        loaded: Any,
-        bar: Progress,
-    ) -> None:
-        journal = self.answers.journal(model, subtask)
-        new_tokens = self.section.new_tokens(subtask.task)
-        for batch in self.generated(loaded, questions, new_tokens):
-            records = []
-            for question, output in batch:
-                score = string_match(output, question.answers, question.any_answer)
-                records.append(answer_record(question, score, question.answers, output))
-            journal.append(*records)
-            bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+        asked, new_tokens = set(indices), self.section.new_tokens(subtask.task)
+        questions = [q for q in self._subtask_questions(subtask) if q.index in asked]
+        factor = self.section.yarn.get(subtask.length)
+        with yarn(loaded, factor, self.section.yarn_original_length, self.card):
+            for batch in self.generated(loaded, questions, new_tokens):
+                records = []
+                for question, output in batch:
+                    score = string_match(output, question.answers, question.any_answer)
+                    records.append(answer_record(question, score, question.answers, output))
+                yield records
 
     def _subtask_questions(self, subtask: Subtask) -> list[Question]:
         """The subtask's samples of this rank; cached, since every checkpoint answers the same."""

@@ -16,15 +16,14 @@ import torch
 
 from bosch.analysis.intervals import student
 from bosch.errors import UserError
-from bosch.progress import Progress
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
-from stages.evaluate.answers import Evaluated, Subtask, digest_of
+from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.scores import read_samples
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import PositionEvaluation
-from stages.evaluate.suite import Suite
+from stages.evaluate.suite import Records, Suite
 from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.
@@ -75,15 +74,15 @@ class PositionSuite(Suite):
                 "lower the length or name a folder of longer ones as path"
             )
 
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        [subtask] = self.subtasks
-        journal = self.answers.journal(model, subtask)
-        for index in self.open(model, subtask):
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+        bounds = edges(self.section.length)
+        for index in indices:
             losses = token_losses(loaded, self._documents[index], self.shared)
-            bounds = edges(self.section.length)
             bins = [float(losses[a - 1 : b - 1].mean()) for a, b in itertools.pairwise(bounds)]
-            journal.append({"index": index, "loss": bins})
-            bar.update(note="loss by position")
+            yield [{"index": index, "loss": bins}]
+
+    def note(self, subtask: Subtask) -> str:
+        return "loss by position"
 
     @property
     def _digest(self) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.progress import Progress
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import encode_answer, encode_prompt
-from stages.evaluate.answers import Evaluated, Subtask, digest_of
+from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
 from stages.evaluate.prompt_sections import PromptEvaluation
-from stages.evaluate.suite import Suite, answer_record
+from stages.evaluate.suite import Records, Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
@@ -92,15 +91,13 @@ class PromptSuite(Suite):
                 "tokens"
             )
 
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        for subtask in self.subtasks:
-            samples, journal = self._samples[subtask], self.answers.journal(model, subtask)
-            questions = [self._question(samples[i], i) for i in self.open(model, subtask)]
-            new_tokens = max(sample.new_tokens for sample in samples)
-            one_line = samples[0].stop_at_newline
-            for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
-                journal.append(*(_record(samples[q.index], q, text) for q, text in batch))
-                bar.update(len(batch), note=f"{subtask.task} at {subtask.length:,}")
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+        samples = self._samples[subtask]
+        questions = [self._question(samples[i], i) for i in indices]
+        new_tokens = max(sample.new_tokens for sample in samples)
+        one_line = samples[0].stop_at_newline
+        for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
+            yield [_record(samples[q.index], q, text) for q, text in batch]
 
     def _question(self, sample: PromptSample, index: int) -> Question:
         turns = sample.turns()

@@ -134,10 +134,6 @@ class NeedleEvaluation(Section):
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
 
-    def yarn_factor(self, length: int) -> float | None:
-        """Factor by which RoPE is stretched at this length."""
-        return self.yarn.get(length)
-
 
 class HarnessEvaluation(Section):
     """Tasks of lm-evaluation-harness (the extra eval): LongBench v1, GSM8K and many others."""
@@ -367,7 +363,7 @@ def _stretched(loaded: LoadedRecipe, needle: NeedleEvaluation, limit: int | None
         yield f"evaluate.needle.yarn: RoPE cannot be stretched: {fault}"
     trained = _trained_length(loaded) or limit
     for length in needle.lengths:
-        factor = needle.yarn_factor(length)
+        factor = needle.yarn.get(length)
         reach = limit if factor is None or trained is None else trained * factor
         if reach is not None and trained is not None and length > reach:
             name, of_whom = ("lengths", f"the model's {limit:,} positions")

@@ -13,6 +13,9 @@ from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_reading import SharedReading
 
+# Records of answers, a batch at a time.
+Records = Iterator[list[dict[str, Any]]]
+
 
 @dataclass(kw_only=True)
 class Suite(ABC):
@@ -52,8 +55,21 @@ class Suite(ABC):
         """Make or read the questions, as far as this rank does it."""
 
     @abstractmethod
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+        """Records of the answers to the samples at `indices`."""
+
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         """Answer this rank's open samples; every finished batch is on disk at once."""
+        for subtask in self.subtasks:
+            if indices := self.open(model, subtask):
+                journal = self.answers.journal(model, subtask)
+                for records in self.answer(subtask, indices, loaded):
+                    journal.append(*records)
+                    bar.update(len(records), note=self.note(subtask))
+
+    def note(self, subtask: Subtask) -> str:
+        """What the progress shows while a subtask is answered."""
+        return f"{subtask.task} at {subtask.length:,}"
 
     def open_samples(self, model: Evaluated) -> int:
         """How many samples of this rank the model has not answered."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bosch.analysis.intervals import Interval, compare, mean_score
 from bosch.errors import RunError
-from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, TaskGroup
+from stages.evaluate.answers import AnswerFolder, Evaluated, TaskGroup
 from stages.evaluate.suite import Suite
+
+if TYPE_CHECKING:
+    from lm_eval.config.group import AggMetricConfig
 
 # Scores in [0, 1] of a model in a suite, by task and length, in the order of the samples.
 SubtaskScores = Mapping[tuple[str, int], Sequence[float]]
@@ -161,7 +164,7 @@ def _group_row(
             ]
             if not having or not all(_are_shares(values) for values, _ in of_tasks):
                 continue
-            pooled = _pooled(of_tasks) if rule.by_size else None
+            pooled = _pooled(of_tasks) if rule.weight_by_size else None
             if not scores:
                 first = pooled
             scores[metric] = {
@@ -173,10 +176,10 @@ def _group_row(
     return {**next(iter(scores.values())), "of": len(group.tasks), "metrics": scores}, first
 
 
-def _metric_names(rule: MetricRule, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of a rule's metric under its filters; without some, under all that the tasks have."""
-    if rule.filters is not None:
-        return [f"{rule.metric},{name}" for name in rule.filters]
+    if rule.filter_list is not None:
+        return [f"{rule.metric},{name}" for name in rule.filter_list]
     start = f"{rule.metric},"
     return sorted({name for task in tasks for name in task if name.startswith(start)})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Self
 
 from rich.box import SIMPLE_HEAD
@@ -20,8 +20,9 @@ _MARKDOWN = {_BEST: "**{}**", _SECOND: "<u>{}</u>"}
 _TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 
 
+@dataclass(eq=False, repr=False)
 class Cell(str):
-    """A cell's text, with what only some forms of a table show.
+    """A cell's text, which it is itself, with what only some forms of a table show.
 
     `rank`: 1 for the best of its column, 2 for the second best, 0 for all others. `target`: the
     link of the text on a page. `more`: small texts below it, each with its link. `share`: strength
@@ -29,27 +30,16 @@ class Cell(str):
     cell's row, or the header's column by.
     """
 
-    rank: int
-    target: str
-    more: Sequence[tuple[str, str]]
-    share: float | None
-    task: str
-    length: str
+    text: InitVar[str]
+    rank: int = 0
+    target: str = ""
+    more: Sequence[tuple[str, str]] = ()
+    share: float | None = None
+    task: str = ""
+    length: str = ""
 
-    def __new__(
-        cls,
-        text: str,
-        rank: int = 0,
-        target: str = "",
-        more: Sequence[tuple[str, str]] = (),
-        share: float | None = None,
-        task: str = "",
-        length: str = "",
-    ) -> Self:
-        cell = super().__new__(cls, text)
-        cell.rank, cell.target, cell.more, cell.share = rank, target, more, share
-        cell.task, cell.length = task, length
-        return cell
+    def __new__(cls, text: str, *_: object, **__: object) -> Self:
+        return super().__new__(cls, text)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval.config.group import AggMetricConfig as Rule
 
 from bosch.analysis.intervals import compare, mean_score, share
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, MetricRule, Subtask, TaskGroup
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
 from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
 from stages.evaluate.suite import Suite
@@ -178,20 +179,20 @@ TASKS = ("a", "b", "c", "d")
     ("rules", "score", "tasks", "metrics"),
     [
         ((), 100 * (0.5 + 0.75 + 0.5) / 3, ["a", "b", "c"], None),
-        ((MetricRule("acc", None, True),), 100 * 4 / 6, ["a", "b"], {ACC: 100 * 4 / 6}),
-        ((MetricRule("acc", None, False),), 62.5, ["a", "b"], {ACC: 62.5}),
-        ((MetricRule("acc_norm", ("none", "x"), True),), 100.0, ["a"], {NORM: 100.0}),
+        ((Rule("acc"),), 100 * 4 / 6, ["a", "b"], {ACC: 100 * 4 / 6}),
+        ((Rule("acc", weight_by_size=False),), 62.5, ["a", "b"], {ACC: 62.5}),
+        ((Rule("acc_norm", ["x", "none"]),), 100.0, ["a"], {NORM: 100.0}),
         # Under all filters that some task has, less what is no share.
-        ((MetricRule("f1", None, False),), 50.0, ["c"], {"f1,none": 50.0}),
+        ((Rule("f1", weight_by_size=False),), 50.0, ["c"], {"f1,none": 50.0}),
         (
-            (MetricRule("f1", ("strict",), True), MetricRule("acc_norm", None, False),
-             MetricRule("acc", None, True)),
+            (Rule("f1", ["strict"]), Rule("acc_norm", weight_by_size=False),
+             Rule("acc")),
             100.0, ["a"], {NORM: 100.0, ACC: 100 * 4 / 6},
         ),
     ],
 )  # fmt: skip
 def test_a_group_sums_up_by_its_rules(
-    rules: tuple[MetricRule, ...], score: float, tasks: list[str], metrics: dict[str, float] | None
+    rules: tuple[Rule, ...], score: float, tasks: list[str], metrics: dict[str, float] | None
 ) -> None:
     group = TaskGroup(TASKS, rules)
     table = suite_table(PARTS, None, {"group": group}, METRICS)
@@ -209,11 +210,12 @@ def test_a_group_sums_up_by_its_rules(
 
 def test_a_named_group_counts_as_one_of_the_subtasks() -> None:
     """Where its score is over documents: beside c it is one of two, over tasks it stays apart."""
-    by_size, by_task = MetricRule("acc", None, True), MetricRule("acc", None, False)
+    by_size, by_task = Rule("acc"), Rule("acc", weight_by_size=False)
     for rules, expected in (
         ((by_size,), (400 / 6 + 50) / 2),
         ((by_task, by_size), 100 * 1.75 / 3),
-        ((MetricRule("absent", None, True), by_size), (400 / 6 + 50) / 2),
+        ((Rule("acc_norm"), by_size), (100 + 50) / 2),
+        ((Rule("absent"), by_size), (400 / 6 + 50) / 2),
         ((), 100 * 1.75 / 3),
     ):
         groups = {"group": TaskGroup(("a", "b"), rules, is_asked=True)}
@@ -226,15 +228,15 @@ def test_a_named_group_counts_as_one_of_the_subtasks() -> None:
 def test_groups_without_a_score_have_no_row() -> None:
     groups = {
         "none of its tasks": TaskGroup(("d",)),
-        "no metric": TaskGroup(TASKS, (MetricRule("absent", None, True),)),
-        "no share": TaskGroup(("c",), (MetricRule("f1", ("strict",), True),), is_asked=True),
+        "no metric": TaskGroup(TASKS, (Rule("absent"),)),
+        "no share": TaskGroup(("c",), (Rule("f1", ["strict"]),), is_asked=True),
     }
     table = suite_table(PARTS, None, groups, METRICS)
     assert table["groups"] == {} and table["average"] == pytest.approx(100 * 1.75 / 3)
 
 
 def test_a_group_is_compared_where_the_original_has_all_of_its_tasks() -> None:
-    rule, base = MetricRule("acc", None, True), {("a", 0): {ACC: [1.0, 1.0]}}
+    rule, base = Rule("acc"), {("a", 0): {ACC: [1.0, 1.0]}}
     whole = {**base, ("b", 0): {ACC: [1.0] * 4}}
     for original, difference in ((base, None), (whole, -100 * 2 / 6), ({}, None)):
         groups = {"group": TaskGroup(("a", "b"), (rule,))}
@@ -261,7 +263,7 @@ class Answered(Suite):
 
     def prepare(self) -> None: ...
 
-    def run(self, *_: Any) -> None: ...
+    def answer(self, *_: Any) -> Any: ...
 
 
 def model(name: str) -> Evaluated:
@@ -308,13 +310,13 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
         "original": {"a": [1.0, 1.0], "odd": [7.0], "read": [1.0, 0.0]},
         "hybrid": {"a": [1.0, 0.0], "odd": [8.0], "read": [1.0, 1.0]},
     }
-    group, rule = ("a", "odd"), MetricRule("acc", None, True)
+    group, rule = ("a", "odd"), Rule("acc")
     suite = answered(
         folder, scores, missing={"absent": "no file"},
         groups={
             "both": TaskGroup(group, (rule,), is_asked=True),
-            "other": TaskGroup(group, (MetricRule("f1", None, True),), is_asked=True),
-            "silent": TaskGroup(group, (MetricRule("f1", None, True),)),
+            "other": TaskGroup(group, (Rule("f1"),), is_asked=True),
+            "silent": TaskGroup(group, (Rule("f1"),)),
         },
     )  # fmt: skip
     empty = answered(folder, {name: {"odd": own["odd"]} for name, own in scores.items()})

@@ -16,11 +16,10 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
 from stages.evaluate import harness_tasks
-from stages.evaluate.answers import MetricRule, Subtask, TaskGroup
+from stages.evaluate.answers import Subtask
 from stages.evaluate.harness_suite import HarnessSuite, record_of
 from stages.evaluate.harness_tasks import leaf_configs, load_tasks, read_records, refuse_unscorable
 from stages.evaluate.stage import HarnessEvaluation
-from stages.evaluate.tables import suite_table
 
 FOLDERS = (
     "mmlu", "gpqa", "arc", "bbh", "leaderboard", "babilong", "minerva_math", "glue", "longbench",
@@ -154,7 +153,8 @@ def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_pat
         context = task.fewshot_context(task.eval_docs[0], 0)
         assert f"about {subject}" in context and f"A question of {subject}?" in context
     assert len(loaded.missing) == 55 and "holds no files of" in loaded.missing["mmlu_virology"]
-    assert loaded.groups["mmlu"].rules == (MetricRule("acc", None, True),)
+    [rule] = loaded.groups["mmlu"].rules
+    assert (rule.metric, rule.filter_list, rule.weight_by_size) == ("acc", None, True)
     assert len(loaded.groups["mmlu"].tasks) == 57
     assert len(loaded.groups["mmlu_stem"].tasks) == 19
 
@@ -213,59 +213,6 @@ def test_data_of_a_task_inside_its_group_comes_from_the_hub_alone(manager: TaskM
     section = HarnessEvaluation(tasks=["flan_held_in"], hub=False)
     with pytest.raises(UserError, match=r"flan_held_in::.*-0 comes from the hub alone"):
         load_tasks(manager, "flan_held_in", section)
-
-
-RIGHT = {"a": [1, 1, 1, 1, 1, 1, 0, 1], "b": [0, 1], "c": [0, 0, 1, 1]}
-NORM = {"a": [1, 0, 1, 0, 1, 0, 1, 0], "b": [1, 1]}
-
-
-@pytest.mark.parametrize("by_size", [True, False])
-@pytest.mark.parametrize("filters", [None, ["none"], ["none", "strict"]])
-def test_a_groups_score_follows_its_own_rule(by_size: bool, filters: list[str] | None) -> None:
-    """Nested groups, several metrics and filters: the numbers are those of lm-eval's Group."""
-    from lm_eval.api.group import Group
-    from lm_eval.config.group import AggMetricConfig
-
-    metrics = {
-        ("a", 0): {"acc,none": RIGHT["a"], "acc,strict": NORM["a"], "acc_norm,none": NORM["a"]},
-        ("b", 0): {"acc,none": RIGHT["b"], "acc_norm,none": NORM["b"]},
-        ("c", 0): {"acc,none": RIGHT["c"]},
-    }
-    rules = [
-        AggMetricConfig(metric, filters, weight_by_size=by_size) for metric in ("acc_norm", "acc")
-    ]
-    outer, inner = Group("outer", aggregate_metric_list=rules), Group("inner")
-    for group, names in ((outer, ["a"]), (inner, ["b", "c", "gone"])):
-        for one in names:
-            group.add(Stub({"task": one}))
-    outer.add(inner)
-    flat = {
-        name: {**{m: sum(v) / len(v) for m, v in by.items()}, "sample_len": len(by["acc,none"])}
-        for (name, _), by in metrics.items()
-    }
-    theirs = outer.aggregate(flat)
-
-    named = None if filters is None else tuple(filters)
-    group = TaskGroup(
-        ("a", "b", "c", "gone"),
-        tuple(MetricRule(metric, named, by_size) for metric in ("acc_norm", "acc")),
-        is_asked=True,
-    )
-    subtasks = {key: by["acc,none"] for key, by in metrics.items()}
-    table = suite_table(subtasks, subtasks, {"outer": group}, metrics, metrics)
-    row = table["groups"]["outer"]
-    expected = {m: v for m, v in theirs.items() if m in metrics["a", 0]}
-    assert {m: one["score"] for m, one in row["metrics"].items()} == pytest.approx(
-        {metric: 100 * value for metric, value in expected.items()}
-    )
-    assert row["score"] == pytest.approx(100 * theirs["acc_norm,none"])
-    assert (row["tasks"], row["of"]) == (["a", "b"], 4)
-    assert row["low"] < row["score"] < row["high"]
-    assert row["against_original"]["difference"] == 0.0
-    # A group of documents is one task among others; else its tasks are.
-    average = row["score"] if by_size else 100 * (7 / 8 + 1 / 2 + 1 / 2) / 3
-    assert table["average"] == pytest.approx(average)
-    assert table["by_length"]["0"]["score"] == table["average"]
 
 
 @pytest.mark.parametrize(

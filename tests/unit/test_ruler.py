@@ -316,6 +316,6 @@ def test_recipe_knows_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
     assert {"qa_1", "qa_2"} == ANY_ANSWER
     section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
-    assert section.yarn_factor(65536) == 2 and section.yarn_factor(4096) is None
+    assert section.yarn == {65536: 2.0, 131072: 4.0}
     assert NeedleEvaluation.model_validate(section.model_dump(mode="json")) == section
     assert [section.new_tokens(task) for task in ("vt", "cwe")] == [30, 120]
