@@ -23,7 +23,6 @@ from pipeline.commands.compare.comparison import (
     Result,
     SampleScores,
     ScoreRow,
-    label_of,
     paper_scores,
 )
 from pipeline.commands.compare.page import markdown, page, score_tables, task_tables
@@ -141,7 +140,6 @@ def test_the_command_prints_the_report_as_json_alone_or_its_tables(
 def test_every_method_of_the_paper_has_its_place() -> None:
     assert set(PAPER) <= set(METHODS)
     assert sorted(PAPER, key=Combination.order) == PAPER
-    assert [name for name in PAPER if label_of(name) == name] == []
     assert sorted(["bosch_plus", "b_layer"], key=Combination.order) == ["b_layer", "bosch_plus"]
 
 
@@ -302,19 +300,6 @@ def test_named_seeds_are_for_methods_that_draw(case: Case) -> None:
     seeds = [o["section"]["values"]["seed"] for o in launches.orders if o["stage"] == "search"]
     assert seeds == [None, None, 7]
     assert launches.count("prepare") == 1
-
-
-def test_training_gives_a_second_table(case: Case) -> None:
-    launches = Launches()
-    compared = comparison(
-        case, "--methods", "bosch", "--ratios", "0.5", "--with-training", launches=launches
-    )
-    assert launches.count("train") == 1
-    untrained, trained = score_tables(compared)
-    assert untrained.title == "Table 1: needle average, without training"
-    assert trained.title == "Table 2: needle average, after training on 2,048 tokens"
-    assert trained.groups[1].heading == "BOSCH and its ablations"
-    assert trained.groups[1].rows == [["BOSCH", "85.0 (84.0–86.0)"]]
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(case: Case, capsys: Any) -> None:
@@ -509,10 +494,3 @@ def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
     written = predictions.stat().st_mtime_ns
     comparison(case, "--methods", "bme", "--ratios", "0.5", "--with-training")
     assert predictions.stat().st_mtime_ns == written
-
-
-def test_options_of_compare_are_checked_by_argparse(case: Case) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", str(case.file), "--method"])
-    with pytest.raises(UserError, match="choose from all"):
-        comparison(case, "--methods", "zzzzzzz")

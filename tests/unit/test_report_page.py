@@ -15,9 +15,7 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.heads import HeadMaskFile
-from bosch.model.cache_size import CacheSize
 from bosch.search.evaluator import Phase
-from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.position_suite import position_table
 from stages.evaluate.stage import EvaluateConfig
@@ -28,7 +26,7 @@ from stages.pages.charts import Picture
 from stages.report import charts
 from stages.report import run as report
 from stages.report.index import write_index
-from stages.report.page import budget_table, cost_table, harness_table, score_table, served_table
+from stages.report.page import budget_table, cost_table, harness_table, score_table
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
 from stages.report.results import Results, collect_predictions, load_results
@@ -266,15 +264,6 @@ def test_the_verdict_says_what_the_samples_do_not_decide(
     assert marked in [cell for row in score_table(hybrid).rows for cell in row] or not marked
 
 
-def test_the_first_picture_ranks_search_and_rivals(results: Results) -> None:
-    rows = rows_of(charts.standing(results))
-    assert [(row["label"], row["series"], row["text"]) for row in rows] == [
-        ("INTR, untrained", "rival", "12.0"),
-        ("BOSCH, untrained", "untrained", "31.0"),
-        ("BOSCH, trained", "trained", "96.0"),
-    ]
-
-
 @pytest.mark.usefixtures("only_text")
 def test_budgets_say_which_have_been_scored(tmp_path: Path) -> None:
     inputs = report_fixture.publish(tmp_path)
@@ -329,13 +318,6 @@ def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Result
     assert priced.rows[-1][3:] == [f"{hours:,.2f}", f"{2.5 * hours:,.2f}"]
     manifests = {n: one.model_copy(update={"gpus": None}) for n, one in results.manifests.items()}
     assert cost_table(replace(results, manifests=manifests), 2.5, "EUR") is None
-
-
-def test_the_page_says_what_vllm_holds_for_the_models_longest_request(results: Results) -> None:
-    table = served_table(results)
-    assert not isinstance(table, str)
-    cells = [cell for row in table.rows for cell in row]
-    assert cells.count("CPU") == 2 and cells.count("40k") == 5
 
 
 @pytest.mark.usefixtures("only_text")
@@ -546,12 +528,3 @@ def test_damaged_inputs_are_named(tmp_path: Path, file: str, content: str | None
         path.write_text(content)
     with pytest.raises(RunError, match=re.escape(str(path))):
         load_results(inputs)
-
-
-def test_cache_follows_the_formula() -> None:
-    cache = CacheSize({None: 2, Window(8, 3): 6}, bytes_per_head=100)
-    assert cache.original(50) == 100 * 8 * 50
-    assert cache.dynamic(50) == 100 * (2 * 50 + 6 * 10)
-    assert cache.dynamic(7) == cache.original(7)
-    assert cache.dynamic(1001) - cache.dynamic(1000) == cache.per_token
-    assert charts.cache_lengths(cache)[0] <= 7 < charts.cache_lengths(cache)[-1]

@@ -60,7 +60,7 @@ class Combination:
 
     def __str__(self) -> str:
         seed = "" if self.own_seed else f", seed {self.seed}"
-        return f"{label_of(self.method)} at {self.ratio:g}{seed}"
+        return f"{METHODS[self.method].label} at {self.ratio:g}{seed}"
 
 
 @dataclass(frozen=True)
@@ -270,11 +270,6 @@ def _difference(
     """Of seeds on the same samples; once for all tables of a comparison."""
     first, second = (np.stack([one.values for one in side]) for side in (own, other))
     return intervals.crossed_test(first, second, own[0].counts)
-
-
-def label_of(method: str) -> str:
-    """A method's name in the tables."""
-    return METHODS[method].label
 
 
 def group_of(method: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from bosch.analysis.intervals import crossed_mean
 from bosch.files import read_json, write_json, write_text
+from bosch.search.methods import METHODS
 from pipeline.commands.compare.comparison import (
     AgainstHighest,
     Combination,
@@ -20,7 +21,6 @@ from pipeline.commands.compare.comparison import (
     Result,
     ScoreRow,
     group_of,
-    label_of,
 )
 from stages.evaluate.scores import HYBRID, ORIGINAL, read_samples
 from stages.formats import format_length, format_score, signed
@@ -170,7 +170,7 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
                         row.score for row in comparison.averages(models, method, ratio, suite)
                     ]
                     if scores:
-                        label = label_of(method) + (", trained" if models == "trained" else "")
+                        label = METHODS[method].label + (", trained" if models == "trained" else "")
                         ends = min(scores), max(scores)
                         mean = statistics.fmean(scores)
                         bars.append(ranked(label, models, mean, *ends, "seeds from"))
@@ -209,7 +209,7 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
     tests = comparison.tests(models, suite)
     header = ["Method"]
     # The original model has no sliding head: its score stands in every column to compare with.
-    rows = {"": ["Original"]} | {method: [label_of(method)] for method in comparison.methods}
+    rows = {"": ["Original"]} | {method: [METHODS[method].label] for method in comparison.methods}
     for ratio in comparison.ratios:
         has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
         target = f"#{_table_name(ratio, models)}" if has_tasks else ""
@@ -288,7 +288,7 @@ def significance_tables(comparison: Comparison) -> Iterator[Table]:
             for ratio in comparison.ratios:
                 own = [test for test in tests if test.ratio == ratio]
                 if own:
-                    heading = f"ρ = {ratio:g}, against {label_of(own[0].highest)}"
+                    heading = f"ρ = {ratio:g}, against {METHODS[own[0].highest].label}"
                     groups.append(Group([_test_row(test) for test in own], heading))
             if groups:
                 title = f"Against the highest: {suite} average, {models}"
@@ -300,14 +300,14 @@ def _test_row(test: AgainstHighest) -> list[str]:
     ends = f"{signed(test.low, 1)} to {signed(test.high, 1)}"
     p_value = "< 0.001" if test.p_holm < 0.001 else f"{test.p_holm:.3f}"
     shown = "yes" if test.is_lower else "no"
-    return [label_of(test.method), signed(test.difference, 1), ends, p_value, shown]
+    return [METHODS[test.method].label, signed(test.difference, 1), ends, p_value, shown]
 
 
 def task_tables(comparison: Comparison) -> Iterator[Table]:
     """Tasks by methods at each ratio, of the untrained hybrids and, if there are, the trained."""
     for ratio in comparison.ratios:
         methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
-        header = ["task", "Original", *map(label_of, methods)]
+        header = ["task", "Original", *(METHODS[method].label for method in methods)]
         for models in _KINDS:
             by_method = {
                 method: [
@@ -409,7 +409,7 @@ def _cost_table(comparison: Comparison) -> Table:
         "full passes", "other time, seconds",
     )  # fmt: skip
     rows = [
-        _cost_row(label_of(method), ratio, results)
+        _cost_row(METHODS[method].label, ratio, results)
         for method in comparison.methods
         for ratio in comparison.ratios
         if (results := comparison.results_of(method, ratio))
