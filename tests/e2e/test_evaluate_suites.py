@@ -14,12 +14,10 @@ from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from pipeline.run.hashing import file_digest
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import answers, harness_suite, harness_tasks, selected
-from stages.evaluate import models as evaluation
+from stages.evaluate import harness_suite, harness_tasks, selected
 from stages.evaluate import suite as suites
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, content_identity
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.harness_tasks import read_records
 from stages.evaluate.models import evaluate_models
@@ -32,7 +30,6 @@ from stages.evaluate.position_suite import (
 )
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
 from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, PositionEvaluation
-from stages.evaluate.tables import not_shares
 from stages.original import run as original
 from tests import nolima_case
 from tests.evaluation_case import score_original, suites_config
@@ -206,16 +203,6 @@ def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
     assert len(task.eval_docs) == len(QUESTIONS)
 
 
-def test_a_score_that_is_no_share_is_missing():
-    logged = {
-        "filter": "none", "metrics": ["rouge1"], "rouge1": 31.0, "target": "", "filtered_resps": [],
-        "arguments": [[""]],
-    }  # fmt: skip
-    record = harness_suite.record_of(0, [logged], {"rouge1"})
-    reasons = not_shares({("task", 0): [record["score"], 0.5], ("other", 0): [1.0]})
-    assert reasons == {"task": "its score is no share of 1 per document"}
-
-
 def _select(folder, work, models, identities=None, **section):
     """The command's evaluation of model directories beside the original."""
     config = suites_config(folder, **section)
@@ -295,47 +282,6 @@ def test_logits_that_are_no_numbers_show_in_what_the_harness_asks(folder, tmp_pa
     for kind, arguments in asked.items():
         with pytest.raises(ModelError, match="no numbers"):
             getattr(lm, kind)([Instance(kind, {}, arguments, 0, ("task", 0, 1))])
-
-
-def test_answers_belong_to_weights_and_not_to_names(folder, tmp_path, monkeypatch):
-    """Names are paths where two models share their last name: nothing is written there."""
-    models = {
-        str(place): save_tiny_model(place, seed=seed)
-        for seed, place in enumerate((tmp_path / "a/model", tmp_path / "b/model"), 1)
-    }
-    files = {name: sorted(path.name for path in place.iterdir()) for name, place in models.items()}
-    section = {"positions": {"length": 300, "documents": 2, "path": str(folder / "texts")}}
-    config = ModelConfig(path=str(folder / "model"), dtype="float32")
-
-    def identities():
-        return {name: content_identity(p, config, file_digest) for name, p in models.items()}
-
-    scores = _select(folder, tmp_path / "one", models, identities(), **section)
-    losses = [scores.positions[name].loss for name in models]
-    assert losses[0] != losses[1]
-    for name, place in models.items():
-        assert sorted(path.name for path in place.iterdir()) == files[name]
-    # Other weights at the first place are another model; the second's answers are there.
-    first = next(iter(models.values()))
-    (first / "model.safetensors").write_bytes(
-        (save_tiny_model(tmp_path / "c", seed=3) / "model.safetensors").read_bytes()
-    )
-    loads = []
-    load = evaluation.load_evaluated
-    monkeypatch.setattr(
-        evaluation, "load_evaluated", lambda *args: loads.append(args[1].path) or load(*args)
-    )
-    again = _select(folder, tmp_path / "two", models, identities(), **section)
-    assert loads == [str(first)]
-    assert again.positions[str(first)].loss not in losses
-    # Answers of another generation or scoring are another's.
-    current = answers.VERSIONS
-    monkeypatch.setattr(answers, "VERSIONS", f"{current}-changed")
-    loads.clear()
-    _select(folder, tmp_path / "three", models, identities(), **section)
-    assert len(loads) == 3
-    stored = {path.name for path in (folder / "pool/answers").iterdir()}
-    assert stored >= {current, f"{current}-changed"}
 
 
 def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):

@@ -61,14 +61,8 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
     [
         (["no/such/model"], "no/such/model"),
         (["--ratios", "0.5,2"], "--ratios: expected a value at most 1, found "),
-        (["--windows", "64", "--lengths", "32"], "--windows: a window of 64 tokens is longer"),
         (["--memory-limit", "much"], "--memory-limit: expected a size like 40GB or 512MiB"),
         (["--attention", "magic"], "attention backend 'magic' is unknown"),
-        (["--attention", "flex"], "--attention: flex computes no passes with a KV cache"),
-        (
-            ["--attention", "flash", "--device", "cpu"],
-            "--attention: flash runs on a GPU only, --device is cpu",
-        ),
         (["--original", "elsewhere"], "--original: "),
         (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
         (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),

@@ -219,9 +219,3 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     searched = objective.evaluate(file.mask).score
     assert full - rule >= 0.1
     assert searched - rule >= 0.4
-
-
-def test_the_recipe_is_valid_and_names_the_model_in_the_repository() -> None:
-    loaded = load_recipe(ROOT / RECIPE, fetch=False)
-    assert loaded.info is not None
-    assert (loaded.info.kinds.heads, loaded.info.max_positions) == (8, 2048)

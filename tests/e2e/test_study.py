@@ -419,6 +419,9 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
     more = len(every) - 5 + 1
     with pytest.raises(UserError, match=rf"too few for 5 .* and {more} to calibrate on .*--sizes"):
         model.calibration(0, more)
+    most = StudyOptions(examples=str(file), held_out=len(every) - EXAMPLES + 1)
+    with pytest.raises(UserError, match=rf"and {EXAMPLES} to calibrate on"):
+        _ = StudiedModel(recipe, most, tmp_path).held_out_set
 
 
 def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:
@@ -432,11 +435,3 @@ def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path
     model = StudiedModel(recipe, StudyOptions(examples=str(file)), tmp_path)
     with pytest.raises(UserError, match=r"\(No such file or directory\); name another file$"):
         _ = model.about_examples
-
-
-def test_a_study_refuses_a_file_with_too_few_questions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = RECIPE.parent / "composition_8x8" / "calibration.jsonl"
-    assert study("cost", tmp_path, "--examples", str(file), "--held-out", "253") == 2
-    assert "--examples" in capsys.readouterr().err

@@ -120,6 +120,7 @@ def test_a_documents_score_is_its_first_metric_under_the_first_filter() -> None:
     for first, second in itertools.pairwise(order):
         both = logged("none", **{second: 0.0, first: 1.0})
         assert record_of(0, [both], {first, second})["score"] == 1.0
+    assert record_of(0, [logged("none", other=31.0)], {"other"})["score"] == 31.0
     with pytest.raises(RunError, match="gave document 0 no score"):
         record_of(0, two, {"f1"})
 

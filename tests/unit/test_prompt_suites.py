@@ -34,6 +34,7 @@ from data_prep.tasks import helmet, mrcr, nolima
 from data_prep.tasks.tables import HELMET_TASKS
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
+from stages.evaluate import answers
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
@@ -475,15 +476,26 @@ def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -
         assert "it is named by its place in this folder" in fault
 
 
-def test_a_kind_of_question_is_no_path(tmp_path: Path) -> None:
-    """A needle set names its kinds, and files of answers have the names of tasks."""
-    model, folder = Evaluated("m", ModelConfig(path="m")), AnswerFolder(tmp_path / "a", None, 0)
-    names = ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
-    for number, task in enumerate(names):
-        folder.journal(model, Subtask(task, 1)).append({"index": number, "score": 1.0})
-    for number, task in enumerate(names):
-        assert folder.read(model, Subtask(task, 1)).keys() == {number}
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+def test_answers_lie_by_the_models_identity_and_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names may be paths: those of two models that end alike, and a needle set names its tasks."""
+    run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
+    places = [
+        (Evaluated(name, ModelConfig(path="m"), identity), Subtask(task, 1))
+        for name, identity in (("../x", "1"), ("/x", None), ("x", None), ("x", "2"))
+        for task in ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
+    ]
+    for number, place in enumerate(places):
+        run.journal(*place).append({"index": number, "score": 1.0})
+    for number, (model, subtask) in enumerate(places):
+        assert run.read(model, subtask).keys() == {number}
+        # Another run finds those of an identity, whatever the model is called there.
+        found = other.read(replace(model, name="y"), subtask)
+        assert found.keys() == (set() if model.identity is None else {number})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
+    monkeypatch.setattr(answers, "VERSIONS", "generation-0-scoring-0")
+    assert not other.read(*places[0])
 
 
 def test_a_template_that_refuses_a_role_is_named() -> None:
@@ -512,12 +524,12 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
-    model, subtask = Evaluated("m", ModelConfig(path="m")), Subtask("task", 0)
-    folder = AnswerFolder(tmp_path, None, 0)
-    answers = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
+    """Of two whole ones to a question the first stays."""
+    folder, subtask = AnswerFolder(tmp_path, None, 0), Subtask("task", 0)
+    whole = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
     strangers = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
-    folder.journal(model, subtask).append(*answers, *strangers)
-    assert folder.read(model, subtask) == dict(enumerate(answers))
+    folder.journal(MODEL, subtask).append(*whole, *strangers, {"index": 0, "score": 0.0})
+    assert folder.read(MODEL, subtask) == dict(enumerate(whole))
 
 
 def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:

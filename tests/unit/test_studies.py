@@ -1,24 +1,43 @@
-"""Charts of studies and measurements: the points that are drawn, worked out by hand."""
+"""Studies: their options, the points and rows that are worked out by hand, what is counted."""
 
 from __future__ import annotations
 
+import argparse
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from pydantic import Field
 
 from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean, crossed_test
 from bosch.analysis.optimality import Standing
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.window import Window
+from pipeline.cli import main
+from pipeline.commands import options
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
 from pipeline.commands.study.headbench import Row, headbench_menu, records_of, table_of
 from pipeline.commands.study.runs import Measured
 from pipeline.commands.study.studied_model import Setting
+from recipes.study.make_composition_model import (
+    FIRST_QUESTION,
+    KINDS,
+    VOCABULARY,
+    exact_match,
+    examples,
+)
+from stages.fields import Section
 from stages.measure.results import figures
 from stages.pages.charts import Picture
 from stages.search.stage import SearchConfig
+from tests.pipeline_case import ROOT, Case
 
 
 def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
@@ -208,3 +227,100 @@ def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
     assert second["p_holm"] == first["trained_p_holm"] == crossed_test(*scores[::-1]).p_value
     table = table_of(0.5, [first, second], ["untrained", "trained"]).markdown()
     assert "after training" in table and table.count("-0.500") == 2
+
+
+@pytest.mark.parametrize("first", range(KINDS))
+def test_scores_are_of_the_questions_own_kinds(first: int) -> None:
+    """Wherever a list of records begins: those of a held-out set begin with any kind."""
+
+    def answers_the_last_kind(input_ids: torch.Tensor, use_cache: bool) -> Any:
+        if FIRST_QUESTION + KINDS - 1 not in input_ids:
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCABULARY))
+        following = input_ids.roll(-1, dims=1)
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following, VOCABULARY))
+
+    records = examples(9)[first:]
+    model: Any = answers_the_last_kind
+    assert [exact_match(model, records, kind) for kind in range(KINDS)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--ratios", "0.5,2", "study: --ratios: expected a value at most 1, found "),
+        ("--seeds", "0", "--seeds: expected a value greater than 0, found "),
+        ("--seeds", "2,3", "--seeds: '2,3' is not a count"),
+        ("--budgets", "4,x", "--budgets: 'x' is not a count"),
+        ("--methods", "zzz", "--methods: 'zzz' is unknown; choose from all, bosch, "),
+    ],
+)
+def test_options_without_meaning_are_refused(
+    option: str,
+    value: str,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = Case(tmp_path)
+    assert main(["study", "cost", str(case.file), option, value]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not case.runs.exists()
+
+
+class Settings(Section):
+    """Options of a command."""
+
+    seeds: options.Seeds = Field(default=(4,), description="100 % of them")
+    methods: options.Methods = options.METHODS
+    is_fast: bool = Field(default=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ([], ((4,), options.METHODS, False)),
+        (["--seeds", "2,0,2", "--methods", "rand,bosch,rand"], ((0, 2), ("rand", "bosch"), False)),
+        (["--methods", "all", "--is-fast"], ((4,), options.METHODS, True)),
+        (["--seeds=-1"], "--seeds: expected a value at least 0"),
+        (["--methods", "rnd", "--seeds", "x"], "it: 2 faults\n  --seeds: "),
+    ],
+)
+def test_options_are_a_section(typed: list[str], values: object) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_options(parser, Settings)
+    assert "(default: 4)" in parser.format_help() and "(default: all)" in parser.format_help()
+    arguments = parser.parse_args(typed)
+    if isinstance(values, str):
+        with pytest.raises(UserError) as caught:
+            options.read_options(Settings, arguments, "it")
+        assert values in str(caught.value)
+    else:
+        read = options.read_options(Settings, arguments, "it")
+        assert (read.seeds, read.methods, read.is_fast) == values
+
+
+def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import sys; from pipeline.cli import main; print(main(sys.argv[1:]), 'torch' in "
+            "sys.modules)",
+            "study", "cost", str(case.file), "--methods", "bosch,bsch",
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_only_headbench_trains_and_by_the_recipes_own_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(tmp_path)
+    for study, override, sentence in (
+        ("cost", "seed=1", "--with-training: headbench is the study that trains, not cost"),
+        ("headbench", "train=null", "--with-training: the recipe has no section train"),
+    ):
+        assert main(["study", study, str(case.file), override, "--with-training"]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not case.runs.exists()
