@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from bosch.window import Window
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.text import TokenCounter, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import models, rivals, suite
+from stages.evaluate import models, rivals, selected, suite
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.scores import Scores, named_budget, read_samples
@@ -270,7 +271,7 @@ def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
 
 
-def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_path):
+def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_path, monkeypatch):
     """The chosen one under the model's own name, the others by their share of the KV slots."""
     front = nested_front(2, 2, [Window(32, 1)], points=3, context=400, chosen=1)
     slots = [point.kv_slots for point in front.points]
@@ -308,6 +309,16 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
     for one in every:
         loaded = models.load_evaluated(config, model, torch.device("cpu"), None, one.kv_budget)
         assert loaded.kv_budget == one.kv_budget
+    # The command evaluate asks the budgets of a directory, too.
+    monkeypatch.setattr(selected, "_check_tokenizer", lambda *_: None)
+    monkeypatch.setattr(
+        selected, "evaluate_models", lambda _, found, *__, **___: SimpleNamespace(content=found)
+    )
+    (tmp_path / "models.json").write_text(json.dumps({"models": {"one": "abc"}}))
+    asked = selected.run(config, {"one": tmp_path / "materialize" / "model"}, tmp_path)
+    assert [(one.name, one.identity) for one in asked] == [
+        ("original", None), ("one", "abc"), (f"one @ {shares[2]}", f"abc-{slots[2]}"),
+    ]  # fmt: skip
     with pytest.raises(UserError, match="one head layout alone"):
         single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
         evaluate.at_other_budgets(Evaluated("hybrid", single), EvaluateConfig(budgets="all"))

@@ -203,13 +203,11 @@ def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
     assert len(task.eval_docs) == len(QUESTIONS)
 
 
-def _select(folder, work, models, identities=None, **section):
+def _select(folder, work, models, **section):
     """The command's evaluation of model directories beside the original."""
-    config = suites_config(folder, **section)
     work.mkdir()
-    names = identities or {name: name.replace("/", "-") for name in models}
-    (work / "models.json").write_text(json.dumps({"models": names}))
-    selected.run(config, models, work)
+    (work / "models.json").write_text(json.dumps({"models": {name: name for name in models}}))
+    selected.run(suites_config(folder, **section), models, work)
     return SelectedScores.read(work)
 
 
@@ -237,35 +235,27 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
     assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 1
     assert set(scores.positions) == {"original", "good"}
+
+    def alone(work, *names, **section):
+        """Models without the original, in a folder that may hold an earlier attempt."""
+        own = [ModelConfig(path=str(models[name]), dtype="float32") for name in names]
+        return evaluate_models(
+            StageConfig(EvaluateConfig(needle=None, **section), own[0], 1, Runtime()),
+            list(map(Evaluated, names, own)),
+            TokenizerSpec(str(folder / "model")),
+            tmp_path / f"alone-{work}",
+            kind=SelectedScores,
+        )
+
     for suite, part in section.items():
         with pytest.raises(RunError, match="nan: its logits are no numbers"):
-            evaluate_models(
-                StageConfig(
-                    EvaluateConfig(needle=None, **{suite: part}),
-                    ModelConfig(path=str(models["nan"]), dtype="float32"), 1, Runtime(),
-                ),
-                [Evaluated("nan", ModelConfig(path=str(models["nan"]), dtype="float32"))],
-                TokenizerSpec(str(folder / "model")),
-                tmp_path / f"alone-{suite}",
-            )  # fmt: skip
-    good = ModelConfig(path=str(models["good"]), dtype="float32")
+            alone(suite, "nan", **{suite: part})
     for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
-        configs = {one: good.model_copy(update={"path": str(models[one])}) for one in names}
         with pytest.raises(error, match="broken: "):
-            evaluate_models(
-                StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
-                [Evaluated(one, own) for one, own in configs.items()],
-                TokenizerSpec(str(folder / "model")),
-                tmp_path / f"alone-{'-'.join(names)}",
-            )
+            alone("-".join(names), *names, positions=part)
     # Its weights were mended: the next attempt knows nothing of the fault.
-    mended = evaluate_models(
-        StageConfig(EvaluateConfig(needle=None, positions=part), good, 1, Runtime()),
-        [Evaluated("nan", good)],
-        TokenizerSpec(str(folder / "model")),
-        tmp_path / "alone-positions",
-        kind=SelectedScores,
-    )
+    models["nan"] = models["good"]
+    mended = alone("positions", "nan", positions=part)
     assert set(mended.positions) == {"nan"} and not mended.missing
 
 

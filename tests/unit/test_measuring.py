@@ -284,19 +284,19 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
             "wide",
             r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2",
         ),
+        ("gpt2", None, "models of type 'gpt2' are not supported"),
     ],
 )
-def test_another_models_original_is_refused_before_any_run(
-    model: str, original: str, sentence: str, folder: Path, tmp_path: Path
+def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run(
+    model: str, original: str | None, sentence: str, folder: Path, tmp_path: Path
 ) -> None:
-    wide = folder / "wide"
-    wide.mkdir(exist_ok=True)
     config = json.loads((folder / "model" / "config.json").read_text())
-    (wide / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    for name, own in (("wide", {"num_key_value_heads": 4}), ("gpt2", {"model_type": "gpt2"})):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config | own))
+    of = None if original is None else str(folder / original)
     with pytest.raises(UserError, match=sentence):
-        measurement.measure(
-            str(folder / model), str(folder / original), MeasureSettings(), tmp_path / "none"
-        )
+        measurement.measure(str(folder / model), of, MeasureSettings(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

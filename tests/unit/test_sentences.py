@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nltk.data
+import pytest
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer
 
-from data_prep.tasks.words import split_by_rule
+from data_prep.tasks.words import sentences_identity, split_by_rule
 from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,13 @@ def _python(code: str, text: str, data: Path, *arguments: str) -> str:
 def _split(data: Path) -> tuple[str, list[str]]:
     identity, sentences = json.loads(_python(_SPLIT, TEXT, data))
     return identity, sentences
+
+
+def test_its_data_is_looked_for_where_nltk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+    monkeypatch.setattr(Path, "is_dir", lambda path: looked.append(path))
+    assert sentences_identity() == "built in"
+    assert looked == [Path(folder, "tokenizers/punkt_tab/english") for folder in nltk.data.path]
 
 
 def test_punkt_splits_where_its_data_is(tmp_path: Path) -> None:
