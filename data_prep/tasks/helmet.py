@@ -18,6 +18,7 @@ import numpy as np
 
 from bosch.errors import UserError
 from data_prep.tasks.tables import HelmetTask
+from data_prep.text import encode_prompt
 
 Row = Mapping[str, Any]
 
@@ -110,10 +111,12 @@ def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
 
 def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
     """The prompt with the end of its context left out, where it has more tokens than that."""
-    count = len(tokenizer(sample.prompt() + sample.ending)["input_ids"])
+    count = len(encode_prompt(tokenizer, sample.prompt() + sample.ending))
     if count <= most_tokens:
         return sample.prompt()
-    offsets = tokenizer(sample.context, return_offsets_mapping=True)["offset_mapping"]
+    offsets = tokenizer(sample.context, return_offsets_mapping=True, add_special_tokens=False)[
+        "offset_mapping"
+    ]
     if count - most_tokens > len(offsets):
         raise UserError(
             f"evaluate.helmet: the question {sample.question!r:.60} takes more than "

@@ -36,6 +36,7 @@ class ChatTemplate:
                 "the user says"
             )
         self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
+        self.tokens = len(self._before) + len(self._after)  # that it adds to one turn
         template = json.dumps([str(tokenizer.chat_template), before, after])
         self.digest = hashlib.sha256(template.encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ from stages.evaluate.shared_reading import SharedReading
 class Question:
     """A prompt to continue and the answers to look for in what is generated.
 
-    `tail` is the end of its text; with `any_answer` one of the answers is enough.
+    `tail` is the end of its text; with `any_answer` one of the answers is enough. `new_tokens` are
+    those of its own answer, where others of its batch may take more.
     """
 
     index: int
@@ -34,6 +36,7 @@ class Question:
     answers: list[str]
     tail: str = ""
     any_answer: bool = False
+    new_tokens: int | None = None
 
 
 class _AllAnswersGiven(StoppingCriteria):
@@ -100,18 +103,24 @@ def generate(
     A sequence ends at the model's end token, at `max_new_tokens`, or when it holds every answer it
     looks for. With `stop_at_newline` it ends at a line's end too, after one token at least. Where
     processes read prompts together (`shared`) all of them get the texts.
+
+    Raises ModelError where a prompt and its own answer take more than the model's positions.
     """
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if order and positions and len(order[0].prompt_ids) + max_new_tokens > positions:
-        raise ModelError(
-            f"a prompt of {len(order[0].prompt_ids):,} tokens and an answer of {max_new_tokens:,} "
-            f"are more than its {positions:,} positions"
-        )
+    for question in order:
+        prompt, own = len(question.prompt_ids), question.new_tokens or max_new_tokens
+        if positions and prompt + own > positions:
+            raise ModelError(
+                f"a prompt of {prompt:,} tokens and an answer of {own:,} are more than its "
+                f"{positions:,} positions"
+            )
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        outputs = _generate_batch(model, tokenizer, batch, max_new_tokens, stop_at_newline, shared)
+        # Another sample's answer may be longer than what this batch's longest prompt leaves.
+        most = min(max_new_tokens, (positions or sys.maxsize) - len(batch[0].prompt_ids))
+        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, shared)
         yield list(zip(batch, outputs, strict=True))
 
 

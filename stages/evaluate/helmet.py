@@ -12,12 +12,15 @@ from data_prep.documents.records import read_rows
 from data_prep.tasks import helmet
 from data_prep.tasks.helmet import HelmetSample
 from data_prep.tasks.tables import HELMET_TASKS, HelmetTask
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_sections import HelmetEvaluation
 from stages.evaluate.prompt_suite import PromptSample, Turns
 
 
-def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
-    """The samples of each task at each length.
+def samples(
+    section: HelmetEvaluation, tokenizer: Any, seed: int, chat: ChatTemplate | None
+) -> list[PromptSample]:
+    """The samples of each task at each length, of which prompt, template and answer take no more.
 
     Raises UserError when a file is not in the public layout.
     """
@@ -26,13 +29,14 @@ def samples(section: HelmetEvaluation, tokenizer: Any, seed: int) -> list[Prompt
         task = HELMET_TASKS[name]
         for length in section.lengths:
             file = Path(section.data_dir, task.file.format(k=task.counts[length]))
+            most = length - task.new_tokens - (chat.tokens if chat is not None else 0)
             read = _key_values if task.examples is None else _questions
             for sample in read(section, task, file, seed):
                 prompts.append(
                     PromptSample(
                         task=name,
                         length=length,
-                        turns=partial(_turns, sample, length - task.new_tokens, tokenizer),
+                        turns=partial(_turns, sample, most, tokenizer),
                         answers=sample.answers,
                         new_tokens=task.new_tokens,
                         score=partial(helmet.score, answers=sample.answers, one_line=task.one_line),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import file_hashes, load_json, make_folder, remove, write_json
+from bosch.files import file_digest, file_hashes, load_json, make_folder, remove, write_json
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -27,14 +30,13 @@ from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.words import sentences_identity, words_identity
 from data_prep.text import essay_identity, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, digest_of
+from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.needle_suite import NeedleSuite
 from stages.evaluate.position_suite import (
     PositionSuite,
     documents_identity,
-    position_losses,
     position_table,
 )
 from stages.evaluate.prompt_suite import PromptSuite
@@ -49,19 +51,22 @@ from stages.evaluate.scores import (
 from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Suite
-from stages.evaluate.tables import (
-    metric_scores,
-    not_shares,
-    subtask_scores,
-    suite_records,
-    suite_table,
-)
+from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
 
 logger = logging.getLogger(__name__)
 
-_FAULTS = "faults"
 # How many answers there were before the first attempt.
 _CACHED = "cached.json"
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why a model has no scores in a suite (None: in all), on one rank."""
+
+    model: str
+    suite: str | None
+    reason: str
+    is_user_error: bool
 
 
 @partners_alive()
@@ -101,18 +106,17 @@ def evaluate_models(
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
-            remove(own / _FAULTS)
             _count_cached(own / _CACHED, models, suites, folder)
         state.wait_for_everyone()
-        _answer(config, models, suites, state, own / _FAULTS, shared)
+        faults = _answer(config, models, suites, state, shared)
         state.wait_for_everyone()
-        faults = _read_faults(own / _FAULTS, models)
+        failed = _failed_models(gather_object(faults), models, suites)
         if state.is_main_process:
-            scored = [model for model in models if model.name not in faults]
+            scored = [model for model in models if model.name not in failed]
             tables |= write_tables(scored, suites, folder, work_dir, original)
-            if faults:
-                tables["checkpoints"] |= {name: {} for name in faults}
-                tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: faults}
+            if failed:
+                tables["checkpoints"] |= {name: {} for name in failed}
+                tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
             tables["cached_answers"] = load_json(own / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
@@ -125,10 +129,15 @@ def evaluate_models(
 def _count_cached(
     path: Path, models: Sequence[Evaluated], suites: Sequence[Suite], folder: AnswerFolder
 ) -> None:
-    """Note, on the first attempt, how many answers earlier runs have given."""
+    """Note once how many samples of this run earlier runs have answered."""
     if not path.exists():
-        subtasks = [subtask for suite in suites for subtask in suite.subtasks]
-        answers = sum(len(folder.read(model, one)) for model in models for one in subtasks)
+        answers = sum(
+            index < suite.samples(subtask)
+            for suite in suites
+            for subtask in suite.subtasks
+            for model in models
+            for index in folder.answered(model, subtask)
+        )
         make_folder(path.parent)
         write_json(path, {"answers": answers})
 
@@ -182,7 +191,7 @@ def _suites(
         tables.setdefault("corpus", {})["long documents"] = identity
     for name, prompts in section.prompts.items():
         folder = Path(prompts.data_dir)
-        files = file_hashes(folder, prompts.files(folder))
+        files = {name: file_digest(folder / name) for name in prompts.files(folder)}
         suites.append(PromptSuite(name=name, section=prompts, files=files, **common))
     return suites
 
@@ -205,46 +214,66 @@ def _answer(
     models: Sequence[Evaluated],
     suites: Sequence[Suite],
     state: PartialState,
-    faults: Path,
     shared: SharedReading | None,
-) -> None:
+) -> list[_Fault]:
     """Answer this rank's samples for every model, less what has been answered before.
 
-    A model that cannot be evaluated leaves a file in `faults`, and the others continue.
+    A suite that a model cannot be evaluated in is a fault, and the other suites and models
+    continue.
     """
+    faults: list[_Fault] = []
     open_samples = {m.name: sum(suite.open_samples(m) for suite in suites) for m in models}
     with progress(sum(open_samples.values()), "evaluation", "samples") as bar:
         for model in models:
-            if open_samples[model.name]:
-                logger.info("evaluating %s (%s)", model.name, model.model.path)
-                try:
-                    load = partial(
-                        load_evaluated,
-                        config, model.model, state.device, model.mask, model.kv_budget,
-                    )  # fmt: skip
-                    loaded = load() if shared is None else shared.load(load, config.runtime)
-                    for suite in suites:
+            if not open_samples[model.name]:
+                continue
+            logger.info("evaluating %s (%s)", model.name, model.model.path)
+            with _noting(faults, model.name):
+                load = partial(
+                    load_evaluated,
+                    config, model.model, state.device, model.mask, model.kv_budget,
+                )  # fmt: skip
+                loaded = load() if shared is None else shared.load(load, config.runtime)
+                for suite in suites:
+                    with _noting(faults, model.name, suite.name):
                         suite.run(model, loaded, bar)
-                except (UserError, ModelError) as error:
-                    logger.error("%s has no scores: %s", model.name, error)
-                    fault = {
-                        "model": model.name,
-                        "fault": str(error),
-                        "user": isinstance(error, UserError),
-                    }
-                    make_folder(faults)
-                    write_json(faults / f"{digest_of(fault)}.rank{state.process_index}.json", fault)
-                loaded = None
+            loaded = None
+    return faults
 
 
-def _read_faults(folder: Path, models: Sequence[Evaluated]) -> dict[str, str]:
-    """Why some of the models could not be evaluated, by name; raises where none could."""
-    faults = [load_json(path) for path in sorted(folder.glob("*.json"))]
-    reasons = {fault["model"]: fault["fault"] for fault in faults}
-    if models and reasons.keys() >= {model.name for model in models}:
-        kind = UserError if all(fault["user"] for fault in faults) else RunError
-        raise kind("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-    return reasons
+@contextmanager
+def _noting(faults: list[_Fault], model: str, suite: str | None = None) -> Iterator[None]:
+    """Around a model's work: what it cannot do is a fault, other errors go through."""
+    try:
+        yield
+    except (UserError, ModelError) as error:
+        scores = "scores" if suite is None else f"scores in {suite}"
+        logger.error("%s has no %s: %s", model, scores, error)
+        faults.append(_Fault(model, suite, str(error), isinstance(error, UserError)))
+
+
+def _failed_models(
+    faults: Sequence[_Fault], models: Sequence[Evaluated], suites: Sequence[Suite]
+) -> dict[str, str]:
+    """Why models have no score at all, by name; raises where none has any.
+
+    A model without scores in some suites becomes `missing` in those.
+    """
+    failed: dict[str, str] = {}
+    for model in models:
+        own = [fault for fault in faults if fault.model == model.name]
+        without = {fault.suite for fault in own}
+        reason = "; ".join(dict.fromkeys(fault.reason for fault in own))
+        if None in without or (own and without >= {suite.name for suite in suites}):
+            failed[model.name] = reason
+    if models and len(failed) == len(models):
+        kind = UserError if all(fault.is_user_error for fault in faults) else RunError
+        raise kind("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+    for fault in faults:
+        for suite in suites:
+            if suite.name == fault.suite and fault.model not in failed:
+                suite.missing[fault.model] = fault.reason
+    return failed
 
 
 def load_evaluated(
@@ -278,43 +307,61 @@ def write_tables(
     work_dir: Path,
     original: Path | None,
 ) -> dict[str, Any]:
-    """Write samples.jsonl; returns every model's tables, those of `original` first."""
-    write_samples(
-        work_dir,
-        (
-            record
-            for model in models
-            for suite in suites
-            for record in suite_records(suite, model, folder)
-        ),
-    )
-    known = Scores.read(original).content if original is not None else {}
-    checkpoints = dict(known.get("checkpoints", {}))
-    positions = dict(known.get("positions", {}))
-    has_original = any(model.name == ORIGINAL for model in models)
-    base = original if original is not None else work_dir if has_original else None
+    """Write samples.jsonl; returns every model's tables, those of `original` first.
+
+    A model that is `missing` in a suite has no scores there.
+    """
+    answers: dict[tuple[str, str], SuiteAnswers] = {}
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for model in models:
+            for suite in suites:
+                if model.name not in suite.missing:
+                    records = list(suite_records(suite, model, folder))
+                    key = (model.name, suite.name)
+                    answers[key] = SuiteAnswers.of(records, *key)
+                    yield from records
+
+    write_samples(work_dir, lines())
+    checkpoints: dict[str, Any] = {}
+    positions: dict[str, Any] = {}
+    if original is not None:
+        known = Scores.read(original).content
+        checkpoints |= known.get("checkpoints", {})
+        positions |= known.get("positions", {})
+        records = [one for one in read_samples(original) if one["checkpoint"] == ORIGINAL]
+        for suite in suites:
+            fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
+            if fault is not None:
+                suite.missing[ORIGINAL] = fault
+            else:
+                answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
+    for suite in suites:
+        # What is left out of one model's average is left out of all: they are compared.
+        for model in models:
+            if (model.name, suite.name) in answers:
+                suite.missing |= not_shares(answers[model.name, suite.name].scores)
     for model in models:
         checkpoints[model.name] = {}
-        compared = base if model.name != ORIGINAL else None
         for suite in suites:
-            if isinstance(suite, PositionSuite):
-                length = suite.section.length
-                losses = position_losses(work_dir, model.name, length)
-                original_losses = position_losses(compared, ORIGINAL, length) if compared else None
-                positions[model.name] = position_table(length, losses, original_losses)
+            if (model.name, suite.name) not in answers:
                 continue
-            every = subtask_scores(read_samples(work_dir), model.name, suite.name)
-            unusable = not_shares(every)
-            suite.missing |= unusable
-            subtasks = {key: scores for key, scores in every.items() if key[0] not in unusable}
+            own = answers[model.name, suite.name]
+            base = answers.get((ORIGINAL, suite.name)) if model.name != ORIGINAL else None
+            if isinstance(suite, PositionSuite):
+                losses = base.losses if base is not None else None
+                positions[model.name] = position_table(suite.section.length, own.losses, losses)
+                continue
+            subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
             if not subtasks:
                 continue
-            metrics = metric_scores(read_samples(work_dir), model.name, suite.name)
-            scores = original_metrics = None
-            if compared is not None:
-                scores = subtask_scores(read_samples(compared), ORIGINAL, suite.name)
-                original_metrics = metric_scores(read_samples(compared), ORIGINAL, suite.name)
-            table = suite_table(subtasks, scores, suite.groups, metrics, original_metrics)
+            table = suite_table(
+                subtasks,
+                base.scores if base is not None else None,
+                suite.groups,
+                own.metrics,
+                base.metrics if base is not None else None,
+            )
             for name, group in suite.groups.items():
                 if group.is_asked and name not in table.get("groups", {}):
                     suite.missing[name] = "none of its tasks has its metric as a share of 1"

@@ -14,6 +14,7 @@ from bosch.errors import UserError
 from data_prep.documents.records import read_rows
 from data_prep.tasks import mrcr
 from data_prep.text import encode_answer
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_sections import MrcrEvaluation
 from stages.evaluate.prompt_suite import PromptSample
 
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 16
 
 
-def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
+def samples(
+    section: MrcrEvaluation, tokenizer: Any, seed: int, chat: ChatTemplate | None
+) -> list[PromptSample]:
     """The samples of each length: conversation and answer take at most this length in tokens.
 
     Upstream counts those of another tokenizer, so its bins hold other samples.
@@ -40,7 +43,7 @@ def samples(section: MrcrEvaluation, tokenizer: Any, seed: int) -> list[PromptSa
         ]
         if not open_lengths:
             continue
-        text = mrcr.plain_text(sample.turns)
+        text = mrcr.plain_text(sample.turns) if chat is None else chat.text(sample.turns)
         answer = len(encode_answer(tokenizer, sample.answer))
         tokens = len(encode_answer(tokenizer, text)) + answer
         for length in open_lengths:

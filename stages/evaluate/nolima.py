@@ -10,11 +10,14 @@ import numpy as np
 
 from data_prep.tasks import nolima
 from data_prep.text import read_utf8
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_sections import NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSample, Turns
 
 
-def samples(section: NolimaEvaluation, tokenizer: Any, seed: int) -> list[PromptSample]:
+def samples(
+    section: NolimaEvaluation, tokenizer: Any, seed: int, chat: ChatTemplate | None
+) -> list[PromptSample]:
     """The needles of the set at every depth of every book, or as many as are asked for.
 
     Raises UserError when the needle set or a book cannot be read.

@@ -20,7 +20,6 @@ from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import check_numbers
-from stages.evaluate.scores import read_samples
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import PositionEvaluation
 from stages.evaluate.suite import Records, Suite
@@ -138,15 +137,6 @@ def position_table(
 
 def _means(values: np.ndarray) -> list[dict[str, float | None]]:
     return [student(column)._asdict() for column in values.T]
-
-
-def position_losses(folder: Path, model: str, length: int) -> list[list[float]]:
-    """A model's losses by bin, documents in order, among a stage's published answers."""
-    return [
-        record["loss"]
-        for record in read_samples(folder)
-        if (record["checkpoint"], record["suite"], record["length"]) == (model, "positions", length)
-    ]
 
 
 def documents(path: str | None, characters: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -18,6 +18,9 @@ from data_prep.tasks.tables import HELMET_TASKS, HelmetTaskName
 from stages.fields import Count, PathText, Section, different
 from stages.inputs import Hasher, Input, hashed_files
 from stages.stage import call
+
+if TYPE_CHECKING:
+    from stages.evaluate.chat import ChatTemplate
 
 
 def _identity(section: PromptEvaluation, folder: str | None, hasher: Hasher) -> Any:
@@ -45,9 +48,9 @@ def _published(lengths: list[int]) -> list[int]:
 class PromptEvaluation(Section):
     """What all of them have: data, lengths, samples.
 
-    `maker` names the function of (section, tokenizer, seed) that returns the samples, `read` are
-    the endings of its files. `published` is how many samples the public data has of each of `kinds`
-    at a length, `new_tokens` how long an answer is, about.
+    `maker` names the function of (section, tokenizer, seed, chat template) that returns the
+    samples, `read` are the endings of its files. `published` is how many samples the public data
+    has of each of `kinds` at a length, `new_tokens` how long an answer is, about.
     """
 
     maker: ClassVar[str] = ""
@@ -91,9 +94,9 @@ class PromptEvaluation(Section):
         """Samples at a length, of the public data."""
         return self.kinds * min(self.samples or self.published, self.published)
 
-    def make(self, tokenizer: Any, seed: int) -> list[Any]:
-        """The samples of all lengths."""
-        return call(self.maker, self, tokenizer, seed)
+    def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
+        """The samples of all lengths, which hold what a chat template adds, too."""
+        return call(self.maker, self, tokenizer, seed, chat)
 
 
 class NolimaEvaluation(PromptEvaluation):

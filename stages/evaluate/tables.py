@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bosch.analysis.intervals import Interval, compare, mean_score
 from bosch.errors import RunError
@@ -81,6 +81,25 @@ def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) 
             for metric, value in record.get("scores", {}).items():
                 metrics.setdefault(metric, []).append(value)
     return scores
+
+
+class SuiteAnswers(NamedTuple):
+    """What tables need of one model's answers in one suite, without their texts."""
+
+    scores: SubtaskScores
+    metrics: MetricScores
+    losses: Sequence[Sequence[float]]  # by bins of positions, documents in order
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
+        """Those among lines of samples.jsonl."""
+        own = [one for one in records if (one["checkpoint"], one["suite"]) == (model, suite)]
+        scored = [one for one in own if "score" in one]
+        return cls(
+            subtask_scores(scored, model, suite),
+            metric_scores(scored, model, suite),
+            [one["loss"] for one in own if "loss" in one],
+        )
 
 
 def not_shares(subtasks: SubtaskScores) -> dict[str, str]:

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
@@ -91,7 +92,9 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     again = score_original(folder, tmp_path / "again", harness=section)
     assert again.checkpoints == scores.checkpoints
-    assert (scores.cached_answers, again.cached_answers) == (0, len(answers))
+    fewer = score_original(folder, tmp_path / "fewer", harness={**section, "samples": 1})
+    counts = [one.cached_answers for one in (scores, again, fewer)]
+    assert counts == [0, len(answers), len(suite.tasks)]
 
 
 def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch):
@@ -229,12 +232,19 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
         "positions": {"length": 300, "documents": 1, "path": str(folder / "texts")},
     }
     models["good"] = save_tiny_model(tmp_path / "good", seed=1)
+    models["short"] = save_tiny_model(tmp_path / "short", seed=1)
+    config = AutoConfig.from_pretrained(models["short"])
+    config.max_position_embeddings = 200
+    config.save_pretrained(models["short"])
     scores = _select(folder, tmp_path / "work", models, **section)
     assert set(scores.missing["models"]) == {"nan", "broken"}
     assert scores.missing["models"]["nan"] == "its logits are no numbers (NaN)"
     assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
     assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 1
-    assert set(scores.positions) == {"original", "good"}
+    assert set(scores.positions) == {"original", "good", "short"}
+    # In one suite: the others have scores.
+    assert scores.missing["harness"].keys() == {"short"} and scores.checkpoints["short"] == {}
+    assert "more than its 200 positions" in scores.missing["harness"]["short"]
 
     def alone(work, *names, **section):
         """Models without the original, in a folder that may hold an earlier attempt."""

@@ -304,11 +304,14 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
 
 
 def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
-    """A task whose scores are no shares has none, and says so; nor has a group without metric."""
+    """A task whose scores are no shares in one model has none in all; nor a group without metric.
+
+    A model that is missing in a suite has no scores in that one.
+    """
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     scores = {
         "original": {"a": [1.0, 1.0], "odd": [7.0], "read": [1.0, 0.0]},
-        "hybrid": {"a": [1.0, 0.0], "odd": [8.0], "read": [1.0, 1.0]},
+        "hybrid": {"a": [1.0, 0.0], "odd": [0.5], "read": [1.0, 1.0]},
     }
     group, rule = ("a", "odd"), Rule("acc")
     suite = answered(
@@ -356,3 +359,22 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert found["a"] == hybrid["harness"]["a"] and "against_original" in found
     alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
+
+    suite.missing["hybrid"] = "too long"
+    half = write_tables(models, [suite], folder, tmp_path, None)
+    assert (
+        half["checkpoints"]["hybrid"] == {} and half["missing"]["harness"]["hybrid"] == "too long"
+    )
+    assert half["checkpoints"]["original"] == original
+    # So has one whose original is missing there: nothing to be compared with.
+    suite.missing = {"original": "too long"}
+    Scores.model_validate(
+        {
+            **write_tables(models[:1], [suite], folder, tmp_path, None),
+            "sha256": file_hashes(tmp_path, [SAMPLES]),
+        }
+    ).write(tmp_path)
+    fresh.missing = {}
+    alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
+    assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
+    assert alone["missing"] == {"harness": {"original": "too long"}}

@@ -32,6 +32,7 @@ from data_prep.documents.records import read_rows
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import helmet, mrcr, nolima
 from data_prep.tasks.tables import HELMET_TASKS
+from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
 from stages.evaluate import answers
@@ -310,6 +311,19 @@ def mrcr_suite(
     return suite
 
 
+def template(tokenizer: Any) -> ChatTemplate:
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return ChatTemplate(tokenizer)
+
+
+def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> None:
+    assert mrcr_suite(folder, tmp_path).missing == {}
+    fault = f"evaluate.mrcr.lengths: {folder / 'mrcr'} has no sample of 65,536 tokens"
+    assert mrcr_suite(folder, tmp_path, lengths=(512, 65536)).missing == {"65,536 tokens": fault}
+    with pytest.raises(UserError, match=f"^{fault}; .* no sample of 32,768 tokens$"):
+        mrcr_suite(folder, tmp_path, lengths=(65536, 32768))
+
+
 def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
     suites = [mrcr_suite(folder, tmp_path, rank) for rank in range(2)]
     open_samples = [suite.open_samples(MODEL) for suite in suites]
@@ -325,12 +339,13 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
 
     [plain] = digests()
     assert digests(lengths=(512,)) == {plain}  # a length more asks nothing again
+    assert digests(lengths=(256, 4096)) == {plain}
     other = nolima_case.tokenizer()
     other.add_tokens(["another token"])
     section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
     changed = [
         digests(files={"a": "0"}), digests(seed=1), digests(tokenizer=other),
-        digests(section=section), digests(chat=SimpleNamespace(digest="template")),
+        digests(section=section), digests(chat=template(nolima_case.tokenizer())),
     ]  # fmt: skip
     assert len({plain}.union(*changed)) == 6
 
@@ -343,6 +358,7 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
 
     def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
         asked.append((new_tokens, one_line))
+        assert {question.new_tokens for question in questions} <= {23, 99}
         yield [(question, "x") for question in questions]
 
     monkeypatch.setattr(suite, "generated", generated)
@@ -352,18 +368,20 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
     assert asked == [(99, False)] * len(suite.subtasks)
 
 
+@pytest.mark.parametrize("is_instruct", [False, True])
 @pytest.mark.parametrize(("more", "is_in"), [((0, 0), 1), ((-1, 0), 0), ((0, 1), 1), ((1, 1), 0)])
 def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
-    tmp_path: Path, more: tuple[int, int], is_in: int
+    tmp_path: Path, more: tuple[int, int], is_in: int, is_instruct: bool
 ) -> None:
-    """By conversation and answer together; `more` than them, and whether twice."""
+    """By conversation as it is asked and answer; `more` than them, and whether twice."""
     row, tokenizer = conversations()[0], nolima_case.tokenizer()
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    texts = [mrcr.plain_text(json.loads(row["prompt"])), row["answer"]]
+    turns, chat = json.loads(row["prompt"]), template(tokenizer) if is_instruct else None
+    texts = [mrcr.plain_text(turns) if chat is None else chat.text(turns), row["answer"]]
     tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
     length = (tokens + more[0]) if not more[1] else 2 * tokens - 1 + more[0]
     section = MrcrEvaluation(data_dir=str(tmp_path), lengths=[length, 8])
-    assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0)] == [
+    assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0, chat)] == [
         (length, answer)
     ] * is_in
 
@@ -581,14 +599,20 @@ def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
     assert [one.turns()[0]["content"].rpartition("Key: ")[2] for one in keys] == expected
 
 
-def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path) -> None:
+@pytest.mark.parametrize("form", ["$A", "a $A", "$A b", "a $A b"])
+def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path, form: str) -> None:
+    """Also with a tokenizer that puts a token before every text or, as no prompt has it, behind."""
     task = HELMET_TASKS["kilt_nq"]
     row = next(read_rows(folder / "helmet" / task.file.format(k=50), ()))
     sample = helmet.rag_sample(task, row, [])
     tokenizer = nolima_case.tokenizer()
-    whole = len(tokenizer(sample.prompt() + sample.ending)["input_ids"])
+    tokenizer.eos_token = "b"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=form, special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in "ab"]
+    )
+    whole = len(encode_prompt(tokenizer, sample.prompt() + sample.ending))
     text = helmet.fitted(sample, whole - 5, tokenizer)
-    assert whole - 12 < len(tokenizer(text + sample.ending)["input_ids"]) <= whole - 5
+    assert whole - 12 < len(encode_prompt(tokenizer, text + sample.ending)) <= whole - 5
     assert text.startswith(sample.prompt()[:150]) and text.endswith(
         "\n\nQuestion: " + sample.question
     )
@@ -636,6 +660,20 @@ def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
     assert section.most_samples == 10 * (6 + 6 + 3 + 6 + 1)
 
 
+def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) -> None:
+    folder, tokenizer = helmet_case.write_case(tmp_path / "helmet"), nolima_case.tokenizer()
+    keys = folder / "json_kv" / "test_k105_dep6.jsonl"
+    row = json.loads(keys.read_text().partition("\n")[0])
+    keys.write_text(json.dumps({**row, "context": "x" * 8192}))
+    section = HelmetEvaluation(data_dir=str(folder), lengths=[8192], tasks=["json_kv"])
+    (sample,) = section.make(tokenizer, 0)
+    assert len(tokenizer(sample.plain(sample.turns()))["input_ids"]) == 8192 - sample.new_tokens
+    (sample,) = section.make(tokenizer, 0, template(tokenizer))
+    asked = len(tokenizer(template(tokenizer).text(sample.turns()))["input_ids"])
+    # Where a template follows the prompt, nothing begins the answer.
+    assert asked + len(HELMET_TASKS["json_kv"].ending) == 8192 - sample.new_tokens
+
+
 def test_helmets_data_is_checked(tmp_path: Path) -> None:
     folder = helmet_case.write_case(tmp_path / "helmet")
     section = HelmetEvaluation(data_dir=str(folder), lengths=[8192, 16384])
@@ -661,14 +699,25 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
         sample.turns()
 
 
-def test_a_prompt_beyond_the_positions_is_refused() -> None:
-    model = small_model()
+def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own answer: the longest of the others is cut where a batch leaves less room."""
+    model, tokenizer = small_model(), nolima_case.tokenizer()
     most = model.config.max_position_embeddings
     long = Question(0, np.zeros(most - 3, np.int32), [])
-    with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
-        next(generate(model, None, [long], 4, 1))
-    just = Question(0, np.zeros(most - 4, np.int32), [])
-    assert len(next(generate(model, nolima_case.tokenizer(), [just], 4, 1))) == 1
+    for question, others in ((long, 4), (replace(long, new_tokens=4), 2)):
+        with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
+            next(generate(model, None, [question], others, 1))
+    asked, own = [], model.generate
+
+    def spy(*given: Any, generation_config: Any, **more: Any) -> Any:
+        asked.append(generation_config.max_new_tokens)
+        return own(*given, generation_config=generation_config, **more)
+
+    monkeypatch.setattr(model, "generate", spy)
+    just = Question(0, np.zeros(most - 4, np.int32), [], new_tokens=4)
+    short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
+    assert len(list(generate(model, tokenizer, [short, just], 6, 1))) == 2
+    assert asked == [4, 6]
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:
