@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=13,
+    version=14,
     key="evaluate",
     after=("materialize",),
     model="weights",
