@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 # To be raised when samples change: those of all tasks, or of one alone.
 _GENERATOR, _GENERATOR_OF_TASK = 2, {"cwe": 3}
-_TAIL_CHARACTERS = 300
+# How much of a prompt's end is kept beside its answer.
+TAIL_CHARACTERS = 300
 # Fields of the lines of samples.jsonl: of the first, and of a sample's.
 _HEAD = {"fit", "size"}
 _FIELDS = {
@@ -203,7 +204,7 @@ def _record(index: int, sample: Sample) -> dict[str, Any]:
         "ids_sha256": _digest(np.asarray(sample.ids, np.int32)),
         "sizes": sample.sizes,
         "answers": draft.answers,
-        "tail": draft.text[-_TAIL_CHARACTERS:],
+        "tail": draft.text[-TAIL_CHARACTERS:],
         "prefix": draft.prefix,
         "needles": draft.needles,
         "prompt_sha256": hashlib.sha256(draft.prompt.encode()).hexdigest(),

@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
 from data_prep.tasks import longbench
-from data_prep.tasks.samples import tokenizer_digest
+from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from stages.evaluate.answers import Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers
 from stages.evaluate.harness_tasks import (
@@ -175,7 +175,9 @@ class HarnessSuite(Suite):
             ids = longbench.truncated_ids(self.tokenizer, text, limit)
             if self.chat is not None and name not in longbench.NO_CHAT:
                 ids = self.chat.ids(ids)
-            questions.append(Question(index, np.asarray(ids, np.int32), [], text[-300:]))
+            questions.append(
+                Question(index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:])
+            )
         new_tokens, one_line = longbench.TASKS[name].new_tokens, name == "samsum"
         for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
             records = []
@@ -282,6 +284,6 @@ def record_of(
         "score": scores[named[0]],
         "scores": scores,
         "answers": [str(logged[0]["target"])],
-        "question": str(logged[0]["arguments"][0][0])[-300:],
+        "question": str(logged[0]["arguments"][0][0])[-TAIL_CHARACTERS:],
         "output": " | ".join(str(response) for response in np.ravel(logged[0]["filtered_resps"])),
     }

@@ -95,14 +95,14 @@ def evaluate_models(
     own = work_dir / "answers"
     rank, shared = state.process_index, None
     folder = AnswerFolder(own, config.shared, rank)
-    dealt: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
+    share: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
         folder = SharedAnswers(own, config.shared, rank, shared)
-        dealt = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
+        share = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
-        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, dealt, tables)
+        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, share, tables)
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
@@ -154,14 +154,14 @@ def _suites(
     tokenizer: Any,
     calibration: CalibrationNeedles | None,
     own: Path,
-    dealt: dict[str, Any],
+    share: dict[str, Any],
     tables: dict[str, Any],
 ) -> list[Suite]:
     """The suites of a recipe; `tables` gets what scores.json says of prompts and texts."""
     section, suites = config.section, list[Suite]()
     chat, tables["prompts"] = _chat_template(section, tokenizer)
     common = {
-        **dealt, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
+        **share, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
     }  # fmt: skip
     if (needle := section.needle) is not None:
@@ -222,10 +222,10 @@ def _answer(
     continue.
     """
     faults: list[_Fault] = []
-    open_samples = {m.name: sum(suite.open_samples(m) for suite in suites) for m in models}
-    with progress(sum(open_samples.values()), "evaluation", "samples") as bar:
+    unanswered = {m.name: sum(suite.count_unanswered(m) for suite in suites) for m in models}
+    with progress(sum(unanswered.values()), "evaluation", "samples") as bar:
         for model in models:
-            if not open_samples[model.name]:
+            if not unanswered[model.name]:
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
             with _noting(faults, model.name):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import UserError
-from data_prep.tasks.samples import tokenizer_digest
+from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from data_prep.text import encode_answer, encode_prompt
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
@@ -19,7 +19,6 @@ from stages.evaluate.suite import Records, Suite, answer_record
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
 _VERSION = 3
-_TAIL = 300
 
 
 def joined(turns: Turns) -> str:
@@ -120,7 +119,7 @@ class PromptSuite(Suite):
             text = sample.plain(turns)
             ids = encode_prompt(self.tokenizer, text)
         prompt = np.asarray(ids, np.int32)
-        return Question(index, prompt, [], text[-_TAIL:], new_tokens=sample.new_tokens)
+        return Question(index, prompt, [], text[-TAIL_CHARACTERS:], new_tokens=sample.new_tokens)
 
 
 def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Suite(ABC):
         """How many samples the subtask has on all ranks."""
 
     def document(self, subtask: Subtask, index: int) -> str | None:
-        """The text that a sample shares with others, which count as one; None: it stands alone."""
+        """Key of the text that a sample asks about: those of one key count as one; None: alone."""
         return None
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Suite(ABC):
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
         """Answer this rank's open samples; every finished batch is on disk at once."""
         for subtask in self.subtasks:
-            if indices := self.open(model, subtask):
+            if indices := self.unanswered(model, subtask):
                 journal = self.answers.journal(model, subtask)
                 for records in self.answer(subtask, indices, loaded):
                     journal.append(*records)
@@ -71,11 +71,11 @@ class Suite(ABC):
         """What the progress shows while a subtask is answered."""
         return f"{subtask.task} at {subtask.length:,}"
 
-    def open_samples(self, model: Evaluated) -> int:
+    def count_unanswered(self, model: Evaluated) -> int:
         """How many samples of this rank the model has not answered."""
-        return sum(len(self.open(model, subtask)) for subtask in self.subtasks)
+        return sum(len(self.unanswered(model, subtask)) for subtask in self.subtasks)
 
-    def open(self, model: Evaluated, subtask: Subtask) -> list[int]:
+    def unanswered(self, model: Evaluated, subtask: Subtask) -> list[int]:
         """This rank's samples of a subtask that have no answer, in ascending order."""
         answered = self.answers.answered(model, subtask)
         mine = range(self.rank, self.samples(subtask), self.world)
@@ -94,7 +94,7 @@ class Suite(ABC):
 def answer_record(
     question: Question, score: float, answers: Sequence[str], output: str, **more: Any
 ) -> dict[str, Any]:
-    """A line of the answers."""
+    """One record of the answers: index, score, expected answers, end of the prompt, output."""
     return {
         "index": question.index, "score": score, "answers": list(answers), **more,
         "question": question.tail, "output": output,

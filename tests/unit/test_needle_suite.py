@@ -94,9 +94,9 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         assert len(list((tmp_path / "samples").glob("*/ids.bin"))) == made
     for one in suites:
         monkeypatch.setattr(one, "generated", generated)
-        assert one.open_samples(MODEL) == 4 * (2, 1)[one.rank]
+        assert one.count_unanswered(MODEL) == 4 * (2, 1)[one.rank]
         one.run(MODEL, None, STOP)
-        assert one.open_samples(MODEL) == 0
+        assert one.count_unanswered(MODEL) == 0
         one.run(MODEL, None, STOP)  # nothing is asked twice
     assert asked == [([0, 2], 7)] * 4 + [([1], 7)] * 4
     card = tmp_path / "README.md"
