@@ -12,14 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bosch.heads import HeadMask
-from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -27,7 +23,7 @@ from stages.train.model import load_for_training
 from stages.train.run import build_loop
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
-from tests.training_case import stage_config
+from tests.training_case import stage_config, write_random_case
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +40,7 @@ def write_case(folder: Path, length: int, window: int, sliding: int) -> Path:
     """A hybrid with `sliding` of 4 KV heads per layer, and random tokens to train on."""
     torch.manual_seed(0)
     base = Qwen3ForCausalLM(Qwen3Config(**SIZES, bos_token_id=None, eos_token_id=0))
-    mask = HeadMask.from_swa_kv_heads([list(range(sliding))] * 4, 4)
-    materialize(base, mask, Window(window)).save_pretrained(folder / "materialize" / "model")
-    rows = np.random.default_rng(0).integers(0, VOCABULARY, (SAVED_STEPS, length)).astype(np.int32)
-    Dataset.from_dict(
-        {"input_ids": list(rows), "document_lengths": [[length]] * SAVED_STEPS}
-    ).save_to_disk(str(folder / "prepare" / "train"))
-    return folder
+    return write_random_case(folder, base, sliding, window, length, SAVED_STEPS)
 
 
 def config_of(length: int, steps: int = STEPS, every: int = 1000) -> StageConfig[TrainConfig]:
