@@ -150,7 +150,6 @@ def nested_front(study: Study, prepared: Path) -> Front:
         count = int(mask.is_full.sum())
         if count in study.full_heads:
             found = objective.evaluate(mask)
-            assert found.log_likelihood is not None
             points.append(
                 FrontPoint.of(
                     mask, study.window, study.context,

@@ -67,7 +67,6 @@ def config_of(seed: int, variant: list[str]) -> StageConfig[TrainConfig]:
 def train_config(recipe_file: str, overrides: list[str]) -> StageConfig[TrainConfig]:
     """What the stage train gets of a recipe with these overrides."""
     recipe = load_recipe(ROOT / recipe_file, overrides, fetch=False).recipe
-    assert recipe.train is not None
     return StageConfig(
         section=recipe.train,
         model=recipe.model,
@@ -82,7 +81,6 @@ def score_of(path: Path, config: StageConfig[TrainConfig], prepared: Path) -> fl
     model = load_model(path, dtype="float32")
     install_loss(model)
     watch = make_needle_watch(config, prepared)
-    assert watch is not None
     return watch.score(model, torch.device("cpu"))
 
 

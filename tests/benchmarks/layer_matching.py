@@ -86,7 +86,6 @@ def train(variant: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
     distillation = TeacherLoss(teacher, 1.0, 1.0)
     student: Any = load_for_training(folder, config.model, section, runtime, seed, distillation)
     watch = make_needle_watch(config, inputs["prepare"])
-    assert watch is not None
     data = PackedSequences(inputs["prepare"] / "train")
     schedule = make_schedule(section, runtime, data.sequence_length, 1, on_gpu=False)
     data.arrange(schedule, seed)

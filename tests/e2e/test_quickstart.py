@@ -223,5 +223,4 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
 
 def test_the_recipe_is_valid_and_names_the_model_in_the_repository() -> None:
     loaded = load_recipe(ROOT / RECIPE, fetch=False)
-    assert loaded.info is not None
     assert (loaded.info.kinds.heads, loaded.info.max_positions) == (8, 2048)

@@ -46,7 +46,6 @@ def holder(path: Path, *prefix: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that holds the lock."""
     command = [*prefix, sys.executable, "-c", HOLD, str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -59,7 +58,6 @@ def test_a_lock_is_held_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "a.json"
     with hold(path, "stage x", "r"):
         mine = read_holder(path)
-        assert mine is not None
         assert (mine.pid, mine.recipe) == (os.getpid(), "r")
     assert list(path.parent.iterdir()) == []
     assert read_holder(path) is None
@@ -203,7 +201,6 @@ def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
     inside = subprocess.Popen([*UNSHARE, "env", assign, *script], stdout=subprocess.PIPE)
     try:
         for process in (beside, inside):
-            assert process.stdout is not None
             assert process.stdout.readline() == b"started\n"
         assert end_leftovers(str(tmp_path)) >= 1
         assert beside.wait(10) == -signal.SIGKILL

@@ -42,13 +42,10 @@ def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -
     calibration = recipe.prepare.calibration
     assert (calibration.examples, calibration.length) == (64, 32768)
     assert recipe.prepare.sequence_length == 32768
-    assert train is not None
     assert train.total_tokens // train.batch_tokens == 1192
     assert train.batch_tokens == 64 * 32768
     assert (train.learning_rate, train.warmup_ratio) == (1e-5, 0.1)
     assert train.checkpoint_tokens == [700_000_000, 1_300_000_000, 2 * 10**9, 2_500_000_000]
-    assert evaluate is not None
-    assert evaluate.needle is not None
     assert evaluate.needle.lengths == [4096, 8192, 16384, 32768]
     assert (len(evaluate.needle.tasks), evaluate.needle.samples) == (6, 500)
     assert sum(source.weight for source in recipe.prepare.sources) == pytest.approx(1)
@@ -68,7 +65,6 @@ def test_paper_batches_divide_over_common_numbers_of_gpus(
     name: str, gpus: int, shards: list[str]
 ) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", shards, fetch=False).recipe
-    assert recipe.train is not None
     micro = recipe.runtime.micro_batch_size
     assert isinstance(micro, int)
     assert recipe.train.batch_tokens // recipe.prepare.sequence_length % (micro * gpus) == 0

@@ -69,7 +69,6 @@ def test_the_plan_says_what_the_table_of_methods_says(tmp_path: Path, method: st
     case.save()
     loaded = load_recipe(case.file, env={})
     settings = loaded.recipe.search.settings(loaded.recipe.seed)
-    assert loaded.info is not None
     shape = loaded.info.layers, loaded.info.kinds.heads
     cost = plan_costs(loaded, plan_devices(loaded))["search"]
     most = METHODS[method].most_evaluations(settings, *shape)
@@ -132,7 +131,6 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
     case.content["runtime"]["eval_batch_size"] = 1
     case.save()
     loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
     costs = plan_costs(loaded, plan_devices(loaded))
     distributed = {name for name, cost in costs.items() if cost.distributed}
     assert distributed == {"search", "train", "original", "evaluate"}
@@ -146,7 +144,6 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
         case.content["search"] |= {"method": method, "race": race}
         case.save()
         loaded = load_recipe(case.file, env={})
-        assert loaded.info is not None
         costs = plan_costs(loaded, plan_devices(loaded))
         assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
     lines = list(plan_lines(loaded, "h100x8"))
@@ -216,13 +213,11 @@ def test_a_search_has_as_many_batches_as_its_objective(
     case.content["prepare"]["calibration"]["examples"] = examples
     case.save()
     loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
     costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == (sum(map(len, rounds)),)
     case.content["search"]["method"] = "bosch_plus"  # its gradients take a round
     case.save()
     loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
     costs = plan_costs(loaded, plan_devices(loaded))
     assert costs["search"].jobs == tuple(map(len, rounds))
     (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
@@ -243,7 +238,6 @@ def _hours(
     loaded = load_recipe(
         recipe, overrides, fetch=False, input_files=False, model_files=False, env={}
     )
-    assert loaded.info is not None
     devices = plan_devices(loaded, f"{device}x{count}", efficiency)
     return plan_costs(loaded, devices)[stage].hours(device, count)
 
@@ -256,7 +250,6 @@ def _train_hours(name: str, efficiency: float, tmp_path: Path) -> float:
 def test_the_plan_assumes_two_fifths_of_the_peak(tmp_path: Path) -> None:
     """By default, for each stage and in the line that says so; a stated share replaces it."""
     loaded = load_recipe(Case(tmp_path).file, env={})
-    assert loaded.info is not None
     default, same, half = (
         [line for line in plan_lines(loaded, "h100x8", share) if "hours" in line or " at " in line]
         for share in (None, 0.4, 0.2)
@@ -531,7 +524,6 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.save()
     loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
     search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("the memory left" in fact for fact in search.facts)
     shape, calibration = shape_of(loaded), loaded.recipe.prepare.calibration
@@ -540,7 +532,6 @@ def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
     case.content["runtime"]["reuse_memory"] = str(entry // 2)
     case.save()
     loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
     search = plan_costs(loaded, plan_devices(loaded))["search"]
     assert any("holds 50% of it" in fact for fact in search.facts)
 
@@ -549,7 +540,6 @@ def test_the_plan_says_what_split_sequences_send(tmp_path: Path) -> None:
     case = Case(tmp_path)
     split = ["runtime.search_parallel=context", "runtime.evaluate_parallel=context"]
     loaded = load_recipe(case.file, split, env={"NPROC_PER_NODE": "2"})
-    assert loaded.info is not None
     costs, shape = plan_costs(loaded, plan_devices(loaded)), shape_of(loaded)
     # A full head is sent the other process's half: together one sequence of keys and values.
     token = 2 * 2 * shape.full_layers * shape.key_value_size

@@ -25,9 +25,7 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     loaded = load_recipe(case.file, ["search.swa_ratio=0.75", "train.learning_rate=1e-5"], env={})
     assert loaded.recipe.name == "tiny"
     assert loaded.recipe.search.swa_ratio == 0.75
-    assert loaded.recipe.train is not None
     assert loaded.recipe.train.learning_rate == 1e-5
-    assert loaded.info is not None
     assert (loaded.info.layers, loaded.info.kinds.heads) == (4, 4)
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
 
@@ -367,7 +365,6 @@ def test_unquoted_words_are_what_they_say(case: Case) -> None:
         ],
     )  # fmt: skip
     train = loaded.recipe.train
-    assert train is not None
     assert (train.mixed_precision, train.liger, train.document_masking) == ("no", False, True)
 
 

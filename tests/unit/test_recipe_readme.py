@@ -67,13 +67,12 @@ def test_the_readme_holds_the_ablations_of_windows_and_lengths(
 ) -> None:
     for model in ("qwen3_8b", "qwen3_14b"):
         recipe = runs[f"{model}_windows"].recipe
-        assert recipe.train is None and recipe.evaluate is not None
+        assert recipe.train is None
         assert recipe.search.window_size == 1024
         assert recipe.evaluate.windows == [256, 512, 1024, 2048, 4096]
     for model in MODELS:
         recipe = runs[f"{model}_longer"].recipe
-        assert recipe.train is None and recipe.evaluate is not None
-        assert recipe.evaluate.needle is not None
+        assert recipe.train is None
         assert recipe.evaluate.needle.yarn == {65536: 2, 131072: 4}
 
 

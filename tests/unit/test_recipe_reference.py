@@ -32,8 +32,6 @@ RECIPES = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("recipes/*/*.yaml")])
 def maker() -> ModuleType:
     path = ROOT / "docs" / "reference" / "make_reference.py"
     spec = importlib.util.spec_from_file_location("make_reference", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
