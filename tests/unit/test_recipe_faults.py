@@ -187,19 +187,6 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
     assert "\n" not in message or "faults" in message.splitlines()[0]
 
 
-@pytest.mark.parametrize(("changes", "is_refused"), [({}, False), ({"model_type": "afmoe"}, True)])
-def test_documents_that_a_models_attention_would_mix_are_refused(
-    case: Case, changes: dict[str, Any], is_refused: bool
-) -> None:
-    case.change_config(**changes)
-    load_recipe(case.file, env={})
-    told = "train.document_masking: attention of models of type 'afmoe' does not stop at"
-    if is_refused:
-        assert told in case.fault("train.document_masking=true")
-    else:
-        load_recipe(case.file, ["train.document_masking=true"], env={})
-
-
 @pytest.mark.parametrize("path", ["n" * 255, "/".join(["n" * 99] * 40), "é" * 127])
 def test_a_path_is_as_long_as_a_file_system_holds(path: str) -> None:
     assert path_text(path) == path
@@ -558,8 +545,20 @@ def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
     assert recipe.evaluate is None
 
 
-def test_a_sink_bias_is_refused_beside_the_familys_logits(case: Case) -> None:
-    case.change_config(model_type="gpt_oss")
-    assert "search.sink: the model's heads have a learned sink logit" in case.fault(
-        "search.sink=bias"
-    )
+@pytest.mark.parametrize(
+    ("config", "override", "fault"),
+    [
+        ({"model_type": "gpt_oss"}, "search.sink=bias",
+         "search.sink: the model's heads have a learned sink logit"),
+        ({"num_hidden_layers": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"]},
+         "search.method=front", "search.method: front has no points where the model has one KV"),
+        ({"model_type": "afmoe"}, "train.document_masking=true",
+         "train.document_masking: attention of models of type 'afmoe' does not stop at"),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_have_is_refused(
+    case: Case, config: dict[str, Any], override: str, fault: str
+) -> None:
+    case.change_config(**config)
+    load_recipe(case.file, env={})
+    assert case.fault(override).startswith(fault)
