@@ -28,6 +28,7 @@ from bosch.files import (
     listing_fault,
     make_folder,
     make_symlink,
+    newest_below,
     read_json,
     remove,
     remove_empty_folders,
@@ -107,7 +108,7 @@ class Store:
         state = self.state(stage, key)
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
-            attempts[-1]["ended"] = max(_newest(work), attempts[-1]["started"])
+            attempts[-1]["ended"] = max(newest_below(work), attempts[-1]["started"])
         attempts.append({"started": time.time()})
         write_json(self.state_file(stage, key), {"attempts": attempts})
         return work
@@ -301,7 +302,3 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 def _is_attempt(one: object) -> bool:
     times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
     return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
-
-
-def _newest(folder: Path) -> float:
-    return max((os.stat(folder / name).st_mtime for name in files_below(folder)), default=0.0)

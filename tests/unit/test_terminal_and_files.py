@@ -21,6 +21,7 @@ from bosch import progress
 from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
+    file_hashes,
     load_json,
     make_symlink,
     open_regular,
@@ -32,7 +33,6 @@ from bosch.files import (
 )
 from bosch.this_process import process_place
 from pipeline import cli
-from pipeline.run import launch
 from tests.pipeline_case import Case
 
 
@@ -157,6 +157,26 @@ def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
         assert temporary.exists()
 
 
+def test_a_folder_that_is_written_elsewhere_is_no_old_one(tmp_path: Path) -> None:
+    """The folder's own time stays while a file in it grows."""
+    file = tmp_path / ".tmp-00000000-1-0" / "shard"
+    file.parent.mkdir()
+    file.touch()
+    os.utime(file.parent, (1, 1))
+    remove_old_temporaries(tmp_path, 3600)
+    assert file.exists()
+    os.utime(file, (1, 1))
+    remove_old_temporaries(tmp_path, 3600)
+    assert not file.parent.exists()
+
+
+def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(__file__)
+    with pytest.raises(RunError, match="data/link is no regular file"):
+        file_hashes(tmp_path, ["data"])
+
+
 def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -164,46 +184,6 @@ def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Pa
     assert done.returncode == 76
     assert list(temporary.iterdir()) == []
     assert list((case.runs / "work").rglob("*control*")) == []
-
-
-@pytest.mark.parametrize(("out_of_memory", "expected"), [
-    (0, "its process was ended (signal 9, SIGKILL) by a person, a job scheduler or the system"),
-    (1, "the kernel killed its process because memory ran out; make runtime.eval_batch_size"),
-])  # fmt: skip
-def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_memory: int, expected: str
-) -> None:
-    kills = iter((5, 5 + out_of_memory))
-    monkeypatch.setattr(launch, "killed_by_kernel", lambda: next(kills))
-    monkeypatch.setattr(launch, "PROCESS", ("-c", "import os; os.kill(os.getpid(), 9)"))
-    work = tmp_path / "work"
-    work.mkdir()
-    with pytest.raises(RunError) as caught:
-        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(("node_rank", "mark"), [(0, "WORK"), (1, "WORK node 1")])
-def test_a_stage_runs_in_folders_of_its_work_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, mark: str
-) -> None:
-    """The control folder stands beside it, and its name marks the processes to end with it."""
-    kept = tmp_path / "kept.json"
-    code = (
-        "import json, os, pathlib, sys; order = pathlib.Path(sys.argv[-1]); seen = "
-        "json.dumps([str(order), json.loads(order.read_text()), os.environ['BOSCH_WORK_DIR']]); "
-        f"pathlib.Path({str(kept)!r}).write_text(seen); "
-        "(order.parent / 'summary.json').write_text('{\"loss\": 1}')"
-    )
-    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
-    work = tmp_path / "work"
-    order = {"stage": "search", "work_dir": str(work)}
-    world = launch.World(nodes=1, node_rank=node_rank)
-    assert launch.launch(order, world) == ({} if node_rank else {"loss": 1})
-    place, read, variable = json.loads(kept.read_text().replace(str(work), "WORK"))
-    assert place == f"WORK.control-{node_rank}/order.json"
-    assert read == {"stage": "search", "work_dir": "WORK"} and variable == mark
-    assert not list(tmp_path.glob("*control*"))
 
 
 @pytest.mark.parametrize("command", ["status", "validate"])
