@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline.run import launch as launcher
 from pipeline.run.failures import DISK_FULL_STATUS, LOST_RANK_STATUS
 from pipeline.run.launch import launch, torchrun_options
 from stages.recipe import World
+from tests.pipeline_case import gone
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,6 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process does anything: one that was killed may not have been waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("status", "node_rank"), [(0, 0), (3, 0), (0, 1)])
 def test_no_process_and_no_folder_is_left_of_a_stage(
     worker: Path, status: int, node_rank: int
@@ -128,10 +120,7 @@ def test_no_process_and_no_folder_is_left_of_a_stage(
     *told, pid = json.loads((worker.parent / "told.json").read_text())
     mark = f"{worker} node 1" if node_rank else str(worker)
     assert told == [f"{worker}.control-{node_rank}/order.json", order, mark]
-    end = time.monotonic() + 60
-    while is_running(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(pid)
+    assert gone(pid, 60)
     assert worker.exists() and not (worker.parent / f"work.control-{node_rank}").exists()
 
 
