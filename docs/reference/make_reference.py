@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from bosch.commands import command_parser  # noqa: E402
 from pipeline.cli import commands  # noqa: E402
+from pipeline.recipe.faults import nested_section  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import (  # noqa: E402
     Section,
@@ -156,7 +157,7 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
     inner: list[tuple[str, FieldInfo, type[Section]]] = []
     rows = []
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
+        section, _ = nested_section(field.annotation)
         if section is not None:
             inner.append((name, field, section))
         else:
@@ -173,16 +174,6 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
         mark = ", a list" if many else ""
         mark += ", required" if field.is_required() else ""
         yield from _sections(section, below, f"`{below}`{mark}")
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section a field holds, by itself, in a list, or optionally."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if get_origin(annotation) in (list, Union, types.UnionType):
-        sections = [section_of(argument) for argument in get_args(annotation)]
-        return next((section for section in sections if section is not None), None)
-    return None
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def _can_unshare() -> bool:
 
 def leave_lock(path: Path, **changes: object) -> None:
     """What a process that was killed left behind."""
-    path.write_text(json.dumps({**asdict(locks.this_process("other")), **changes}))
+    path.write_text(json.dumps({**locks.this_process("other").model_dump(), **changes}))
 
 
 @contextmanager
