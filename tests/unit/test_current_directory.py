@@ -13,9 +13,12 @@ import pytest
 
 from bosch.errors import RunError
 from pipeline.run.launch import launch
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure.measurement import run_in_process
 from stages.recipe import World
+from stages.report.stage import ReportConfig
 from tests.pipeline_case import ROOT, Case
+from tests.search_case import order
 
 ENTRY = ROOT / "pipeline" / "__main__.py"
 # Libraries, modules of the standard library that others import late, and our own names.
@@ -94,22 +97,11 @@ def test_a_stage_imports_nothing_from_there(
     monkeypatch.chdir(more_hostile)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)
-    section = {"type": "stages.report.stage:ReportConfig", "values": {}}
     work = tmp_path / "work"
     work.mkdir()
-    order = {
-        "stage": "report",
-        "function": "tests.fake_stages:run",
-        "section": section,
-        "model": {"type": "stages.context:ModelConfig", "values": {"path": "x"}},
-        "seed": 0,
-        "runtime": {"type": "stages.context:Runtime", "values": {}},
-        "upstream": {},
-        "inputs": {},
-        "work_dir": str(work),
-        "log_level": "info",
-    }
-    summary = launch(order, World(processes_per_node=processes))
+    config = StageConfig(ReportConfig(), ModelConfig(path="x"), 0, Runtime())
+    what = order(config, {}, work, "tests.fake_stages:run")
+    summary = launch(what, World(processes_per_node=processes))
     assert summary == {"stage": "report", "rank": 0}
     assert json.loads((work / "output.json").read_text())["world"] == str(processes)
 

@@ -34,17 +34,12 @@ _EXTRAS = {
 _BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 
 
-def _requirements(extra: str) -> list[Requirement]:
-    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-    return [Requirement(line) for line in lines]
+def _lines(extra: str) -> list[str]:
+    return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
 
 
-def _declared(folder: str) -> set[str]:
-    return {
-        canonicalize_name(requirement.name)
-        for extra in _EXTRAS[folder]
-        for requirement in _requirements(extra)
-    }
+def _declared(*extras: str) -> set[str]:
+    return {canonicalize_name(Requirement(line).name) for one in extras for line in _lines(one)}
 
 
 def _imports(path: Path, top_level: bool = False) -> Iterator[str]:
@@ -64,7 +59,7 @@ def _packages(names: Iterator[str]) -> set[str]:
 
 @pytest.mark.parametrize("folder", _EXTRAS)
 def test_every_package_imported_is_declared(folder: str) -> None:
-    declared = _declared(folder)
+    declared = _declared(*_EXTRAS[folder])
     missing = {
         f"{path.relative_to(ROOT)}: {package}"
         for path in sorted((ROOT / folder).rglob("*.py"))
@@ -76,7 +71,7 @@ def test_every_package_imported_is_declared(folder: str) -> None:
 
 def test_the_library_is_imported_with_its_own_dependencies_alone() -> None:
     """`pip install .` brings no extra; what needs one is imported where it is used."""
-    core = {canonicalize_name(requirement.name) for requirement in _requirements("")}
+    core = _declared("")
     missing = {
         f"{path.relative_to(ROOT)}: {package}"
         for path in sorted((ROOT / "bosch").rglob("*.py"))
@@ -89,17 +84,11 @@ def test_the_library_is_imported_with_its_own_dependencies_alone() -> None:
 @pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]], ids="extra {}".format)
 def test_requirements_have_a_lowest_version_and_admit_what_is_installed(extra: str) -> None:
     """`launch/setup.sh oldest` installs the lowest: it must be written so that it finds it."""
-    for requirement in _requirements(extra):
+    for text in _lines(extra):
+        requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
             continue
         line = f"{requirement.name}[{','.join(sorted(requirement.extras))}]".replace("[]", "")
-        text = next(
-            line
-            for line in (
-                PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-            )
-            if Requirement(line) == requirement
-        )
         assert re.match(rf"{re.escape(line)}>=\d+(\.\d+)*([,;]|$)", text), text
         try:
             version = importlib.metadata.version(requirement.name)
