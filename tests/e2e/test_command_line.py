@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -214,20 +213,6 @@ def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
     assert not gone(helper, seconds=0.5), "nothing to test: the helper ended by itself"
     assert case.fork("run").returncode == 0
     assert gone(helper)
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_end_with_the_same_output(case: Case) -> None:
-    rng = random.Random(0)
-    for _ in range(5):
-        run = case.start("run")
-        if run.wait(rng.uniform(0.02, 0.5)) is None:
-            run.send_signal(signal.SIGKILL)
-            run.wait()
-    done = case.fork("run")
-    assert done.returncode == 0, done.stderr
-    assert case.fork("status").stdout.count("cached") == 7
-    assert not any((case.runs / "damaged").glob("*/*"))
 
 
 def test_scripts_say_how_they_are_used() -> None:

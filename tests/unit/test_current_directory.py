@@ -69,17 +69,9 @@ def test_the_documented_ways_import_nothing_before_the_program_either(
 ) -> None:
     """docs/notes/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
     status = ["status", str(Case(tmp_path).file)]
-    starts = [[str(ENTRY)], *([["-P", "-m", "pipeline"]] if sys.version_info >= (3, 11) else [])]
-    for start in starts:
+    for start in ([str(ENTRY)], ["-P", "-m", "pipeline"]):
         done = _run([sys.executable, *start, *status], more_hostile, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr
-
-
-def test_a_command_runs_in_a_folder_of_the_checkout(tmp_path: Path) -> None:
-    """data_prep/tokenize.py has shadowed the standard library's module."""
-    command = [sys.executable, str(ENTRY), "validate", str(Case(tmp_path).file)]
-    for folder in ("data_prep", "pipeline/run", "stages"):
-        assert _run(command, ROOT / folder).returncode == 0
 
 
 def test_a_measured_process_imports_nothing_from_there(

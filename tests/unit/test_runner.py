@@ -73,12 +73,6 @@ def published(case: Case, stage: str, file: str = "manifest.json") -> dict[str, 
     return json.loads((case.output(stage) / file).read_text())
 
 
-def test_the_stages_that_use_every_process() -> None:
-    assert {stage.name for stage in STAGES if stage.distributed} == {
-        "search", "original", "train", "train_rival", "evaluate"
-    }  # fmt: skip
-
-
 def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> None:
     assert states(case) == dict.fromkeys(NAMES, "to run (never made)")
     assert runner(case).run() == 7
