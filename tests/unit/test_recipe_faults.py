@@ -22,12 +22,15 @@ from tests.pipeline_case import ROOT, Case, truncate
 
 
 def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
-    loaded = load_recipe(case.file, ["search.swa_ratio=0.75", "train.learning_rate=1e-5"], env={})
-    assert loaded.recipe.name == "tiny"
+    """The largest seed and lengths that there may be among its values."""
+    changes = ["search.swa_ratio=0.75", "train.learning_rate=1e-5", "seed=2147483647"]
+    loaded = load_recipe(case.file, [*changes, "evaluate.needle.lengths=[1024]"], env={})
+    assert (loaded.recipe.name, loaded.recipe.seed) == ("tiny", 2**31 - 1)
     assert loaded.recipe.search.swa_ratio == 0.75
     assert loaded.recipe.train.learning_rate == 1e-5
     assert (loaded.info.layers, loaded.info.kinds.heads) == (4, 4)
     assert Path(loaded.recipe.runtime.output_root).is_absolute()
+    assert load_recipe(case.file, ["seed=0", f"name={'n' * 100}"], env={}).recipe.seed == 0
 
 
 def test_relative_paths_start_where_they_were_written(
@@ -92,7 +95,7 @@ def test_relative_paths_start_where_they_were_written(
         ("runtime.output_root=~nobody-here/x", "there is no user nobody-here here"),
         ("prepare.calibration.essay_dir=~nobody-here", "there is no user nobody-here here"),
         ("runtime.output_root=/proc/self/x", "runtime.output_root: /proc/self/x is the system's"),
-        ("name=" + "n" * 300, "name: 'nnn"),
+        ("name=" + "n" * 101, "name: 'nnn"),
         ("name=ü→", "name: 'ü→' cannot name a folder; use 1 to 100 letters"),
         ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name: expected one line of"),
         ('report.title="\\e[31mred"', "a text holds the control character '\\x1b'"),
@@ -169,6 +172,8 @@ def test_relative_paths_start_where_they_were_written(
         ("evaluate=[]", "evaluate: expected keys below it, found []"),
         ("name=a/b", "name: 'a/b' cannot name a folder"),
         ("seed=x", "seed: expected a whole number"),
+        ("seed=true", "seed: expected a whole number"),
+        ("seed=2147483648", "seed: expected a whole number from 0 to 2147483647, found 2147483648"),
         ("model.path=no/such/dir", "model.path: there is no directory"),
         ("model.path=recipes/nothing", "model.path: there is no directory"),
         ("model.path=nobody/nothing", "model.path: nobody/nothing is neither a directory nor"),
