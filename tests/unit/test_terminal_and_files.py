@@ -69,22 +69,9 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_link_to_pipe(path: Path) -> None:
     os.mkfifo(path.with_name(".pipe"))
     path.symlink_to(".pipe")
-
-
-def make_link_to_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_unreadable(path: Path) -> None:
-    """A regular file that opens, and each read of it fails."""
-    path.symlink_to("/proc/self/mem")
 
 
 def make_socket(path: Path) -> None:
@@ -124,11 +111,15 @@ _PLACES = {
 @pytest.mark.parametrize(
     ("place", "make"),
     [
-        *((place, make_pipe) for place in _PLACES),
-        *((place, make_link_to_device) for place in ("document", "card", "config")),
+        *((place, os.mkfifo) for place in _PLACES),
+        *(
+            (place, lambda path: path.symlink_to("/dev/zero"))
+            for place in ("document", "card", "config")
+        ),
         ("document", make_link_to_pipe),
         ("document", make_socket),
-        ("mask", make_unreadable),
+        # A regular file that opens, and each read of it fails.
+        ("mask", lambda path: path.symlink_to("/proc/self/mem")),
     ],
 )
 @pytest.mark.usefixtures("alarm")
