@@ -184,10 +184,9 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             bound.metadata if isinstance(bound, FieldInfo) else [bound] for bound in arguments[1:]
         ]
         return _kind(arguments[0], [item for items in inner for item in items])
-    if any(getattr(item, "func", None) is parse_count for item in metadata):
-        return "count"
-    if any(getattr(item, "func", None) is parse_bytes for item in metadata):
-        return "size"
+    parsers = {getattr(item, "func", None) for item in metadata}
+    if parsers & {parse_count, parse_bytes}:
+        return "count" if parse_count in parsers else "size"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer
 
-from data_prep.tasks.words import split_by_rule
+from data_prep.tasks.words import sentences_identity, split_by_rule
 from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +59,17 @@ def test_punkt_splits_where_its_data_is(tmp_path: Path) -> None:
     parameters: Any = PunktTrainer(CORPUS).get_params()
     assert sentences == PunktSentenceTokenizer(parameters).tokenize(TEXT)
     assert len(sentences) == 2 and len(split_by_rule(TEXT)) == 3
+
+
+@pytest.mark.parametrize(
+    "folder", ["nltk_data", "here/nltk_data", "here/share/nltk_data", "here/lib/nltk_data"]
+)
+def test_punkts_data_is_found_where_nltk_searches(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NLTK_DATA", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "here"))
+    assert sentences_identity() == "built in"
+    (tmp_path / folder / "tokenizers/punkt_tab/english").mkdir(parents=True)
+    assert sentences_identity().startswith("punkt of nltk ")
