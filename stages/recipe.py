@@ -37,7 +37,7 @@ def _folder_name(value: str) -> str:
 
 
 def _seed(value: int) -> int:
-    if not 0 <= value < 2**31:
+    if value >= 2**31:
         raise ValueError(f"expected a whole number from 0 to 2147483647, found {value}")
     return value
 

@@ -223,7 +223,7 @@ def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
             "train.learning_rate: 'fast' is not a number",
             "evaluate.needle.samples: expected a value greater than 0, found 0",
             "runtime.log_level: expected debug, info, warning, found 'loud'",
-            "seed: expected a whole number",
+            "seed: expected a value at least 0, found -1",
             "name: 'store' is the store's own folder",
             "typo: unknown key",
         ],
