@@ -15,7 +15,17 @@ from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.processes import find_world, without_others
 from pipeline.recipe.yaml_file import parse_yaml
-from stages.fields import path_text
+from stages.fields import (
+    file_size,
+    ordered,
+    parse_bytes,
+    parse_count,
+    parse_flag,
+    parse_number,
+    path_text,
+    short_text,
+    split,
+)
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import World
 from tests.pipeline_case import ROOT, Case, truncate
@@ -77,7 +87,6 @@ def test_relative_paths_start_where_they_were_written(
         ("search.window_size=1:30", "search.window_size: '1:30' is not a count"),
         ("prepare.train_tokens=010:00", "prepare.train_tokens: '010:00' is not a count"),
         ("prepare.train_tokens=" + "9" * 400, "not valid YAML: a number of 400 digits"),
-        ("prepare.train_tokens='" + "9" * 400 + "'", "prepare.train_tokens: '999"),
         ("prepare.train_tokens=" + "9" * 30, "a value at most 1e+15"),
         ("search.alpha=" + "9" * 400, "not valid YAML: a number of 400 digits"),
         ("search.alpha=1e999", "search.alpha: expected a finite number"),
@@ -90,7 +99,6 @@ def test_relative_paths_start_where_they_were_written(
         ("runtime.output_root=", "runtime.output_root: expected text, found nothing"),
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
         ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),
-        ("model.path=" + "m" * 5000, "model.path: no path can be that long"),
         ("search.mask=" + "m" * 5000, "search.mask: no path can be that long"),
         ("runtime.output_root=~nobody-here/x", "there is no user nobody-here here"),
         ("prepare.calibration.essay_dir=~nobody-here", "there is no user nobody-here here"),
@@ -104,7 +112,6 @@ def test_relative_paths_start_where_they_were_written(
         ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths: names 512 twice"),
         ("seed=!!int 7", "the tag tag:yaml.org,2002:int; write the plain value"),
         ("search.window_size=4.5", "search.window_size: expected a whole number"),
-        ("search.window_size=2x", "search.window_size: '2x' is not a count"),
         ("runtime.processes=many", "runtime.processes: expected a whole number or auto"),
         ("runtime.processes=0", "runtime.processes: expected a value greater than 0 or auto"),
         ("prepare=3", "prepare: expected keys below it, found 3"),
@@ -183,11 +190,30 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
     assert "\n" not in message or "faults" in message.splitlines()[0]
 
 
-@pytest.mark.parametrize("path", ["n" * 255, "/".join(["n" * 99] * 40), "é" * 127])
-def test_a_path_is_as_long_as_a_file_system_holds(path: str) -> None:
-    assert path_text(path) == path
-    with pytest.raises(ValueError, match="no path can be that long"):
-        path_text(path + "éé")
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_count, "1.5k", 1536), (parse_count, "2M", 2**21), (parse_count, " 1,024 ", 1024),
+        (parse_count, "2.5B", 2_500_000_000), (parse_count, "0.0001k", None),
+        (parse_count, f"{7:032}", 7), (parse_count, f"{7:033}", None), (parse_count, 5, 5),
+        (parse_bytes, "40GB", 40 * 10**9), (parse_bytes, "512MiB", 2**29), (parse_bytes, "7", 7),
+        (parse_bytes, "1 kb", 1000), (parse_bytes, "1ti", 2**40), (parse_bytes, "1e3", None),
+        (parse_number, "1e-5", 1e-5), (parse_number, 2, 2),
+        *((parse_flag, word, True) for word in ("yes", "On", "true")),
+        *((parse_flag, word, False) for word in ("no", "OFF", "false")), (parse_flag, "y", "y"),
+        (short_text, "n" * 200, "n" * 200), (short_text, "n" * 201, None), (short_text, " ", None),
+        (file_size, f"{7:028} GB ", f"{7:028} GB "), (file_size, f"{7:029} GB ", None),
+        *((path_text, path, path) for path in ("n" * 255, "/".join(["n" * 99] * 40), "é" * 127)),
+        (path_text, "n" * 256, None), (path_text, "é" * 128, None), (path_text, "/n" * 2001, None),
+        (split, "a, b", ["a", "b"]), (split, 5, 5), (ordered, (2, 1, 2), (1, 2)),
+    ],
+)  # fmt: skip
+def test_texts_of_fields(parse: Callable[[Any], Any], text: Any, value: Any) -> None:
+    if value is None:
+        with pytest.raises(ValueError, match=r"."):
+            parse(text)
+    else:
+        assert repr(parse(text)) == repr(value)
 
 
 def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:

@@ -104,17 +104,3 @@ def test_every_key_of_every_section_is_listed(maker: ModuleType) -> None:
                 assert f"| `{key}` |" in part
             else:
                 assert f"{name}.{key}" in headings
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ("swa_ratio", "number ≥ 0, ≤ 1 | none"),
-        ("sequence_length", "count | `32768`"),
-        ("adam_beta1", "number ≥ 0, < 1 | `0.9`"),
-        ("buckets", "list of number ≥ 0, ≤ 1 | `[0, 0.25, 0.5, 0.75, 1]`"),
-        ("processes", "integer > 0, ≤ 1,024 or `auto` | `auto`"),
-    ],
-)
-def test_types_are_named_with_their_bounds(maker: ModuleType, row: str, expected: str) -> None:
-    assert f"| `{row}` | {expected} |" in maker.recipe_reference()
