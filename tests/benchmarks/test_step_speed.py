@@ -55,6 +55,21 @@ def model_of(case: Path, config: StageConfig[TrainConfig]) -> Any:
     return load_for_training(folder, ModelConfig(path="x"), config.section, Runtime()).train()
 
 
+def loop_of(
+    tmp_path: Path, steps: int = STEPS, every: int = 1000
+) -> tuple[Path, StageConfig[TrainConfig], Any]:
+    """A case of sequences of 1,024 tokens, its configuration and the loop of the stage."""
+    case, config = write_case(tmp_path / "case", 1024, 128, 3), config_of(1024, steps, every)
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    inputs = {name: case / name for name in ("prepare", "materialize")}
+    return (
+        case,
+        config,
+        build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section)),
+    )
+
+
 def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
     """What a step cannot do without."""
     loss = model(input_ids=ids, labels=ids)["loss"]
@@ -65,18 +80,13 @@ def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
 
 
 def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
-    length = 1024
-    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length)
+    case, config, loop = loop_of(tmp_path)
     model = model_of(case, config)
     train = config.section
     optimizer = torch.optim.AdamW(
         model.parameters(), train.learning_rate, betas=(train.adam_beta1, train.adam_beta2)
     )
-    ids = torch.randint(0, VOCABULARY, (1, length))
-    work_dir = tmp_path / "work"
-    work_dir.mkdir()
-    inputs = {name: case / name for name in ("prepare", "materialize")}
-    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, train))
+    ids = torch.randint(0, VOCABULARY, (1, 1024))
     seconds: list[list[float]] = [[], []]
     save = loop.save
 
@@ -101,12 +111,7 @@ def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
 
     They are written by other threads; time that it waits for those would show in the second number.
     """
-    length = 1024
-    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length, 41, EVERY)
-    work_dir = tmp_path / "work"
-    work_dir.mkdir()
-    inputs = {name: case / name for name in ("prepare", "materialize")}
-    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section))
+    _, _, loop = loop_of(tmp_path, SAVED_STEPS, EVERY)
     save, saved = loop.save, []
     clocks = (time.thread_time, time.perf_counter)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,12 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.cost import Cost, Devices, memory_here
-from stages.formats import format_bytes, format_flops, format_hours
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -86,35 +83,6 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
     assert shape.parameters - shape.active_parameters == idle
     assert (shape.tied, shape.table, shape.experts) == (tied, table, experts)
     assert shape.tables == table + 64 + (0 if tied else table)
-
-
-@pytest.mark.parametrize("method", FINDING)
-def test_the_plan_says_what_the_table_of_methods_says(case: Case, method: str) -> None:
-    loaded = _load(case, f"search.method={method}")
-    settings = loaded.recipe.search.settings(loaded.recipe.seed)
-    shape = loaded.info.layers, loaded.info.kinds.heads
-    most = METHODS[method].most_evaluations(settings, *shape)
-    facts = _costs(loaded)["search"].facts
-    assert any(f"at most {most:,} evaluations" in fact for fact in facts)
-
-
-def test_the_plan_names_steps_tokens_and_hours(case: Case) -> None:
-    loaded = _load(case)
-    text = "\n".join(plan_lines(loaded, "h100x8"))
-    assert "8 x h100" in text
-    assert "4 steps of 512 tokens = 2,048 tokens" in text
-    assert "4 sequences a step on 8 process(es)" in text
-    assert "12 samples for the hybrid and each of 2 checkpoints" in text
-    assert "note:" not in text
-    costs = plan_costs(loaded, plan_devices(loaded, "h100x8"))
-    for device in ("a800", "h100", "h200", "cpu"):
-        hours = [f"{name} {format_hours(cost.hours(device, 8))}" for name, cost in costs.items()
-                 if cost.flops]  # fmt: skip
-        assert f"  {device} x 8".ljust(15) + ", ".join(hours) in text
-    flops, disk = (sum(getattr(c, name) for c in costs.values()) for name in ("flops", "disk"))
-    every = sum(cost.hours("h100", 8) for cost in costs.values())
-    total = f"{format_flops(flops)}, {format_hours(every)}, {format_bytes(disk)} on disk"
-    assert f"  in all       {total}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -195,16 +163,6 @@ def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
     assert operations[1] / operations[0] > 4.8 / 2.2
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "gib"), [("qwen3_14b", 16, 82), ("qwen3_30b_a3b", 8, 341)]
-)
-def test_the_plan_says_what_the_host_holds_while_restart_points_are_written(
-    name: str, gpus: int, gib: int
-) -> None:
-    text = "\n".join(plan_lines(_paper(name), f"h100x{gpus}"))
-    assert re.search(rf"{gib}(\.\d)? GiB while restart points are written", text), text
-
-
 def test_the_plan_says_that_one_model_is_held_where_a_hybrid_is_made() -> None:
     shape = shape_of(_paper("qwen3_30b_a3b"))
     assert shape.largest_weight == 128 * 2 * 768 * 2048  # the gates and ups of a layer's experts
@@ -240,20 +198,6 @@ def _train_hours(name: str, efficiency: float) -> float:
     return _hours(name, "train", "a800", 16, efficiency, "runtime.checkpointing=full")
 
 
-def test_the_plan_assumes_two_fifths_of_the_peak(case: Case) -> None:
-    """By default, for each stage and in the line that says so; a stated share replaces it."""
-    loaded = _load(case)
-    default, same, half = (
-        [line for line in plan_lines(loaded, "h100x8", share) if "hours" in line or " at " in line]
-        for share in (None, 0.4, 0.2)
-    )
-    assert default == same and "at 0.4 of its peak" in default[0]
-    assert "at 0.2 of its peak" in half[0]
-    for cost in plan_costs(loaded, plan_devices(loaded, "h100x1")).values():
-        # 989 TFLOPS of an H100 in bfloat16.
-        assert cost.hours("h100", 1) == pytest.approx(cost.flops / (0.4 * 989e12 * 3600))
-
-
 def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency() -> None:
     for name, (days, efficiency) in PAPER_DAYS.items():
         assert _train_hours(name, efficiency) == pytest.approx(24 * days, rel=0.05)
@@ -279,13 +223,6 @@ def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
     more, fewer = (_shape(num_experts=n, num_experts_per_tok=2) for n in (8, 4))
     router = 3 * 64 * 4 * 2 * length
     assert more.forward_flops(length, length) - fewer.forward_flops(length, length) == router
-
-
-@pytest.mark.parametrize("name", ["qwen3_1p7b", "qwen3_8b", "qwen3_14b", "qwen3_30b_a3b"])
-def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
-    text = "\n".join(plan_lines(_paper(name), "a800x16"))
-    assert ": fits" in text
-    assert "optimizer" in text
 
 
 @pytest.mark.parametrize(
@@ -329,20 +266,6 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
     names = list(ways)
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
-
-
-def test_offloaded_inputs_are_in_the_hosts_memory_by_plan() -> None:
-    override = "runtime.checkpointing=full"
-    loaded = _paper("qwen3_14b", override, "runtime.offload_activations=true")
-    kept, moved = (
-        training_budget(one, shape_of(one), 16, 80 * GIB, True).memory
-        for one in (_paper("qwen3_14b", override), loaded)
-    )
-    inputs = 2 * 32 * 1024 * 5120 * 2  # of a layer: two sequences in bf16
-    assert moved.offloaded == kept.layer_inputs == 40 * inputs
-    assert kept.peak - moved.peak == 39 * inputs
-    text = "\n".join(plan_lines(loaded, "a800x16"))
-    assert "host memory a node for the inputs of layers: 200 GiB" in text
 
 
 def test_a_remedy_fits() -> None:
@@ -491,33 +414,6 @@ def test_the_plan_says_what_pages_hold(case: Case) -> None:
         HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
         text = line("search.method=given", f"search.mask={mask}")
         assert ("the windows 4, 8" in text) == ("not served" in text) == refused
-
-
-def test_the_search_says_what_reuse_keeps(case: Case) -> None:
-    loaded = _load(case)
-    assert any("the memory left" in fact for fact in _costs(loaded)["search"].facts)
-    shape, calibration = shape_of(loaded), loaded.recipe.prepare.calibration
-    tokens = calibration.examples * calibration.length
-    entry = tokens * (shape.hidden + 2 * shape.query_size) * 2  # bytes of a bfloat16
-    loaded = _load(case, f"runtime.reuse_memory={entry // 2}")
-    assert any("holds 50% of it" in fact for fact in _costs(loaded)["search"].facts)
-
-
-def test_the_plan_says_what_split_sequences_send(case: Case) -> None:
-    split = ["runtime.search_parallel=context", "runtime.evaluate_parallel=context"]
-    loaded = _load(case, *split, NPROC_PER_NODE="2")
-    costs, shape = _costs(loaded), shape_of(loaded)
-    # A full head is sent the other process's half: together one sequence of keys and values.
-    token = 2 * 2 * shape.full_layers * shape.key_value_size
-    length = loaded.recipe.prepare.calibration.length
-    sent = format_bytes(token * (length + -length % 4))
-    assert any(f"{sent} with every head full" in fact for fact in costs["search"].facts)
-    longest = max(loaded.recipe.evaluate.needle.lengths)
-    sent = format_bytes(token * (longest + -longest % 4))
-    assert any(f"{sent} of one of {longest:,}" in fact for fact in costs["original"].facts)
-    assert costs["search"].speedup(2) == 2
-    alone = _costs(_load(case, NPROC_PER_NODE="2"))
-    assert not any("send each other" in fact for cost in alone.values() for fact in cost.facts)
 
 
 def test_the_search_of_the_14b_recipe_takes_at_most_20_minutes_on_8_h100() -> None:
