@@ -203,8 +203,8 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
         *((parse_flag, word, False) for word in ("no", "OFF", "false")), (parse_flag, "y", "y"),
         (short_text, "n" * 200, "n" * 200), (short_text, "n" * 201, None), (short_text, " ", None),
         (file_size, f"{7:028} GB ", f"{7:028} GB "), (file_size, f"{7:029} GB ", None),
-        *((path_text, path, path) for path in ("n" * 255, "/".join(["n" * 99] * 40), "é" * 127)),
-        (path_text, "n" * 256, None), (path_text, "é" * 128, None), (path_text, "/n" * 2001, None),
+        *((path_text, path, path) for path in ("n" * 255, "é" * 127 + "/nn", "/" * 4000)),
+        *((path_text, path, None) for path in ("n" * 256, "é" * 128 + "/nn", "/" * 4001)),
         (split, "a, b", ["a", "b"]), (split, 5, 5), (ordered, (2, 1, 2), (1, 2)),
     ],
 )  # fmt: skip
