@@ -63,11 +63,8 @@ def loop_of(
     work_dir = tmp_path / "work"
     work_dir.mkdir()
     inputs = {name: case / name for name in ("prepare", "materialize")}
-    return (
-        case,
-        config,
-        build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section)),
-    )
+    restarts = RestartPoints(work_dir, config.section)
+    return case, config, build_loop(config, inputs, work_dir, restarts)
 
 
 def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
