@@ -71,18 +71,6 @@ def test_a_living_holder_is_named(tmp_path: Path) -> None:
         assert read_holder(path) is not None
 
 
-def test_a_killed_process_loses_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    with holder(path) as process:
-        process.kill()
-        deadline = time.monotonic() + 10
-        # Not yet waited for, it is a zombie: dead nevertheless.
-        while read_holder(path) is not None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with hold(path, "x", "r"):
-            assert str(read_holder(path)).startswith(f"pid {os.getpid()} ")
-
-
 WHOLE = {"pid": 1, "host": "h", "boot": "b", "pid_namespace": "n", "since": 1.0, "recipe": "r"}
 
 

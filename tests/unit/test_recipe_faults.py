@@ -558,12 +558,6 @@ def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     assert "boolq" not in capsys.readouterr().err
 
 
-def test_train_and_evaluate_can_be_left_out(case: Case) -> None:
-    recipe = load_recipe(case.file, ["train=null", "evaluate=null"]).recipe
-    assert recipe.train is None
-    assert recipe.evaluate is None
-
-
 @pytest.mark.parametrize(
     ("config", "override", "fault"),
     [
