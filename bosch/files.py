@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
@@ -142,7 +142,8 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
         match = _OF_PROCESS.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
-            if is_dead or time.time() - path.lstat().st_mtime > seconds:
+            written = max(path.lstat().st_mtime, newest_below(path))
+            if is_dead or time.time() - written > seconds:
                 remove(path)
 
 
@@ -291,15 +292,18 @@ def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """SHA-256 of every file below the named files and folders of `folder`, once on disk.
 
-    Once they stand in a file, it says that all is whole: see `hash_fault`.
+    Once they stand in a file, it says that all is whole: see `hash_fault`. Raises RunError for a
+    link, which may lead to anything later.
     """
-    hashes = {}
+    hashes: dict[str, str] = {}
     for name in names:
         sync_tree(folder / name)
         below = files_below(folder / name) if (folder / name).is_dir() else [""]
         for file in below:
             path = os.path.normpath(f"{name}/{file}")
             hashes[path] = file_digest(folder / path)
+    if fault := listing_fault(folder, hashes, os.listdir(folder)):
+        raise RunError(f"{folder}: {fault}")
     sync(folder)
     return hashes
 
@@ -409,6 +413,11 @@ def files_below(folder: Path) -> Iterator[str]:
         base = os.path.relpath(directory, folder)
         files += [os.path.normpath(os.path.join(base, name)) for name in names]
     yield from sorted(files)
+
+
+def newest_below(folder: Path) -> float:
+    """The last time when a file below a folder was written; 0 where there is none."""
+    return max((os.lstat(folder / name).st_mtime for name in files_below(folder)), default=0.0)
 
 
 def make_symlink(link: Path, target: Path) -> None:

@@ -85,9 +85,8 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
         elif mark is not None and isinstance(value, str):
             root = origins.of(here, is_default=name not in section.model_fields_set)
             path = os.path.normpath(root / Path(value).expanduser())
-            is_name = mark.is_name is not None and not os.path.exists(path)
-            is_name = is_name and mark.is_name is not None and mark.is_name(section, value, root)
-            changes[name] = value if is_name else path
+            is_name = mark.is_name is not None and mark.is_name(section, value, root)
+            changes[name] = value if is_name and not os.path.exists(path) else path
     return section.model_copy(update=changes)
 
 

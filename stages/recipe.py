@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from bosch.model.stored_config import StoredConfig
 from stages.context import ModelConfig, Runtime
@@ -36,9 +36,9 @@ def _folder_name(value: str) -> str:
     return value
 
 
-def _seed(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"expected a whole number from 0 to 2147483647, found {value!r}")
+def _seed(value: int) -> int:
+    if value >= 2**31:
+        raise ValueError(f"expected a whole number from 0 to 2147483647, found {value}")
     return value
 
 
@@ -51,7 +51,7 @@ class Recipe(Section):
     name: Annotated[str, AfterValidator(_folder_name)] = Field(
         description="Name of the folder runs/<name>; default: the file's name."
     )
-    seed: Annotated[int, BeforeValidator(_seed)] = Field(
+    seed: Annotated[int, AfterValidator(_seed)] = Field(
         0, ge=0, description="Seed of everything that is drawn at random."
     )
     model: ModelConfig = Field(description="The pretrained model.")

@@ -84,7 +84,6 @@ def run_python(
     `bosch`: whether the checkout is in its path.
     """
     server = _server(imports)
-    assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         order = {

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,19 @@ def write_safetensors(path: Path, value: int = 0) -> None:
 def truncate(path: Path, cut: int) -> None:
     """Leave the last `cut` bytes out."""
     path.write_bytes(path.read_bytes()[:-cut])
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    """Whether a process ends by then; one that was killed may not have been waited for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 class Case:

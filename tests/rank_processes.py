@@ -125,7 +125,6 @@ class Forked:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self.pid is not None
         os.kill(self.pid, number)
 
 

@@ -96,6 +96,26 @@ def make_case(
     return directory
 
 
+def write_random_case(
+    directory: Path, base: Any, sliding: int, window: int, length: int, rows: int = 16
+) -> Path:
+    """Write random sequences of one document each, and a hybrid of `base`, as `make_case` does.
+
+    `sliding` KV heads of each layer have the window.
+    """
+    import numpy as np
+    from datasets import Dataset
+
+    config = base.config
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length)).astype(np.int32)
+    data = Dataset.from_dict({"input_ids": list(ids), "document_lengths": [[length]] * rows})
+    data.save_to_disk(str(directory / "prepare" / "train"))
+    rows_of_heads = [list(range(sliding))] * config.num_hidden_layers
+    mask = HeadMask.from_swa_kv_heads(rows_of_heads, config.num_key_value_heads)
+    materialize(base, mask, Window(window)).save_pretrained(directory / "materialize" / "model")
+    return directory
+
+
 def stage_config(
     train: dict[str, Any] | None = None,
     runtime: dict[str, Any] | None = None,

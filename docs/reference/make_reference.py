@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from bosch.commands import command_parser  # noqa: E402
 from pipeline.cli import commands  # noqa: E402
+from pipeline.recipe.faults import nested_section  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import (  # noqa: E402
     Section,
@@ -156,7 +157,7 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
     inner: list[tuple[str, FieldInfo, type[Section]]] = []
     rows = []
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
+        section, _ = nested_section(field.annotation)
         if section is not None:
             inner.append((name, field, section))
         else:
@@ -175,16 +176,6 @@ def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
         yield from _sections(section, below, f"`{below}`{mark}")
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section a field holds, by itself, in a list, or optionally."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if get_origin(annotation) in (list, Union, types.UnionType):
-        sections = [section_of(argument) for argument in get_args(annotation)]
-        return next((section for section in sections if section is not None), None)
-    return None
-
-
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type with its bounds, as a recipe's writer names it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -193,10 +184,9 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             bound.metadata if isinstance(bound, FieldInfo) else [bound] for bound in arguments[1:]
         ]
         return _kind(arguments[0], [item for items in inner for item in items])
-    if any(getattr(item, "func", None) is parse_count for item in metadata):
-        return "count"
-    if any(getattr(item, "func", None) is parse_bytes for item in metadata):
-        return "size"
+    parsers = {getattr(item, "func", None) for item in metadata}
+    if parsers & {parse_count, parse_bytes}:
+        return "count" if parse_count in parsers else "size"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_text(file: Path, model: str, data: str | None, length: int = _LONGEST) -> str:
+def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
     """The recipe at `file` for sequences of `length` tokens."""
     folder = file.absolute().parent
     source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"

@@ -111,7 +111,8 @@ def plan_devices(
     if name == "cpu":  # the table's figure is a core's share of another machine
         here = memory_here(loaded.world) if count == cpu_cores() else None
         memory = here or count * memory / loaded.world.processes_per_node
-    local = min(processes, _per_node(name, loaded.world))
+    gpus = max(loaded.world.gpus, _GPUS_PER_NODE)
+    local = min(processes, loaded.world.processes_per_node if name == "cpu" else gpus)
     return Devices(name, count, processes, local, memory, efficiency)
 
 
@@ -174,11 +175,6 @@ def plan_lines(
     yield from _served(loaded, loaded.info, name)
     if weights > DEVICES[name].memory * 2**30:
         yield f"  note: the weights do not fit into one {name} of {DEVICES[name].memory:g} GiB"
-
-
-def _per_node(name: str, world: World) -> int:
-    """Processes that load their model into one machine's memory."""
-    return world.processes_per_node if name == "cpu" else max(world.gpus, _GPUS_PER_NODE)
 
 
 def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:

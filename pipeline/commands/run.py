@@ -62,13 +62,12 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
             f"runtime.output_root: {results} cannot be made ({error.strerror}: {error.filename})"
         ) from None
     ran = runner.run()
-    name = loaded.recipe.name
-    folder = typed_path(loaded.output_root / name)
+    name, folder = loaded.recipe.name, typed_path(results)
     if ran == 0:
         print(f"{name}: nothing to do; all {len(runner.chosen)} stages are up to date in {folder}")
     else:
         print(f"{name}: finished; the results are in {folder}")
-    page = loaded.output_root / name / "report" / PAGE
+    page = results / "report" / PAGE
     if runner.chosen[-1] == "report" and page.exists():
         print(f"report: {typed_path(page)}")
         if loaded.world.node_rank == 0:
@@ -76,4 +75,4 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
             importlib.import_module("stages.report.index").write_index(loaded.output_root)
     if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
         return 0
-    return print_missing(Scores.read(loaded.output_root / name / "evaluate"))
+    return print_missing(Scores.read(results / "evaluate"))

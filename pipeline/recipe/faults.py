@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Union, get_args, get_origin
 
@@ -69,12 +70,12 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     """The section an annotation holds, and whether it holds a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
-    origin, is_list = get_origin(annotation), get_origin(annotation) is list
-    if is_list or origin is Union or str(origin) == "<class 'types.UnionType'>":
+    origin = get_origin(annotation)
+    if origin in (list, Union, types.UnionType):
         for argument in get_args(annotation):
-            nested, inner_list = nested_section(argument)
+            nested, is_list = nested_section(argument)
             if nested is not None:
-                return nested, is_list or inner_list
+                return nested, is_list or origin is list
     return None, False
 
 

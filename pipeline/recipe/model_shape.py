@@ -71,24 +71,21 @@ def _read_directory(
 
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
     """Faults of a config.json that is not that of a searchable decoder."""
-    faults = []
-    reads: tuple[Callable[[], object], ...] = (
-        lambda: info.layers,
-        lambda: info.hidden_size,
-        lambda: info.max_positions,
-        info.check_sizes,
-    )
-    for read in reads:
-        try:
-            read()
-        except UserError as fault:
-            faults.append(str(fault))
-    if family and not faults:
-        try:
-            info.check_family()
-        except UserError as fault:
-            faults.append(str(fault))
-    return faults
+    faults = [
+        *_faults_of(lambda: info.layers),
+        *_faults_of(lambda: info.hidden_size),
+        *_faults_of(lambda: info.max_positions),
+        *_faults_of(info.check_sizes),
+    ]
+    return faults or (_faults_of(info.check_family) if family else [])
+
+
+def _faults_of(read: Callable[[], object]) -> list[str]:
+    try:
+        read()
+    except UserError as fault:
+        return [str(fault)]
+    return []
 
 
 def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:

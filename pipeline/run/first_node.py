@@ -19,7 +19,6 @@ from bosch.files import read_json, write_json
 BEAT_SECONDS = 10.0
 # Nodes do not start at the same moment, and a network file system shows changes late.
 SILENT_SECONDS = 180.0
-_RESUME = "start the same command on all nodes again"
 
 
 class Heart:
@@ -84,5 +83,5 @@ class Watcher:
         last = f" (its last run failed: {ended})" if ended else ""
         return LostRankError(
             f"the first node sent no heartbeat in {SILENT_SECONDS / 60:g} minutes{last}; "
-            f"{_RESUME}, on one shared output_root"
+            "start the same command on all nodes again, on one shared output_root"
         )

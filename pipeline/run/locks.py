@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
 
 from bosch.errors import RunError
 from bosch.files import read_json
@@ -31,9 +31,10 @@ _ATTEMPTS, _ATTEMPT_SECONDS = 5, 0.02
 MACHINE_NAMESPACE = "pid:[4026531836]"
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(BaseModel):
     """The process that holds a lock, or left it behind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     pid: int
     host: str
@@ -79,7 +80,7 @@ def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[
         time.sleep(WAIT_SECONDS)
     try:
         os.truncate(lock, 0)
-        os.write(lock, json.dumps(asdict(this_process(recipe))).encode())
+        os.write(lock, this_process(recipe).model_dump_json().encode())
         yield
     finally:
         _release(path, lock)
@@ -196,15 +197,12 @@ def _release(path: Path, lock: int) -> None:
 
 def _parse(path: Path) -> Holder | None:
     """The holder that a lock file names; None if torn: it died before it began to work."""
-    content = read_json(path)
     try:
-        holder = Holder(**content)
+        holder = Holder.model_validate(read_json(path))
         time.localtime(holder.since)
-    except (TypeError, ValueError, OverflowError, OSError):
+    except (ValueError, OverflowError, OSError):
         return None
-    texts = (holder.host, holder.boot, holder.pid_namespace, holder.recipe, holder.machine)
-    is_whole = isinstance(holder.pid, int) and all(isinstance(text, str) for text in texts)
-    return holder if is_whole else None
+    return holder
 
 
 def this_process(recipe: str) -> Holder:

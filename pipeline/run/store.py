@@ -28,6 +28,7 @@ from bosch.files import (
     listing_fault,
     make_folder,
     make_symlink,
+    newest_below,
     read_json,
     remove,
     remove_empty_folders,
@@ -107,7 +108,7 @@ class Store:
         state = self.state(stage, key)
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
-            attempts[-1]["ended"] = max(_newest(work), attempts[-1]["started"])
+            attempts[-1]["ended"] = max(newest_below(work), attempts[-1]["started"])
         attempts.append({"started": time.time()})
         write_json(self.state_file(stage, key), {"attempts": attempts})
         return work
@@ -236,17 +237,15 @@ class Store:
 
     def link(self, recipe: str, stage: str, key: str, stages: Iterable[str]) -> None:
         """Lead <root>/<recipe>/<stage> to an output; stages outside `stages` lose their links."""
-        folder = self.root / recipe
-        target = self.published(stage, key)
-        if not (folder / stage).is_symlink() or os.path.realpath(
-            folder / stage
-        ) != os.path.realpath(target):
-            make_symlink(folder / stage, target)
-        keys = {name: one for name, one in self.last_run(recipe).items() if name in stages}
-        for name in self.last_run(recipe).keys() - keys.keys():
+        link, target = self.root / recipe / stage, self.published(stage, key)
+        if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
+            make_symlink(link, target)
+        before = self.last_run(recipe)
+        keys = {name: one for name, one in before.items() if name in stages} | {stage: key}
+        for name in before.keys() - keys.keys():
             self.unlink(recipe, name)
-        if keys.get(stage) != key or keys != self.last_run(recipe):
-            write_json(folder / "last_run.json", {"stages": {**keys, stage: key}})
+        if keys != before:
+            write_json(link.with_name("last_run.json"), {"stages": keys})
 
     def unlink(self, recipe: str, stage: str) -> None:
         """Take away a link that no longer leads to a result of the recipe as it now is."""
@@ -301,7 +300,3 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 def _is_attempt(one: object) -> bool:
     times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
     return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
-
-
-def _newest(folder: Path) -> float:
-    return max((os.stat(folder / name).st_mtime for name in files_below(folder)), default=0.0)

@@ -434,6 +434,8 @@ def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
 def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
     """Why a front has no such points."""
     yield from _no_cheaper(search, price)
+    if search.points is None and len(price.kinds.full) * price.kinds.heads == 1:
+        yield "search.method: front has no points where the model has one KV head in all"
     least = search.menu[-1].held(price.tokens) / price.tokens
     for share in search.points or ():
         if not least <= share < 1:

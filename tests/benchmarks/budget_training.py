@@ -13,9 +13,7 @@ training has seen, the answer given, with 95 % intervals. Finished trainings in 
 from __future__ import annotations
 
 import functools
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +33,6 @@ from bosch.objective.objective import Objective
 from bosch.window import Window
 from pipeline.recipe.load import ROOT
 from recipes.study.make_composition_model import (
-    BATCH,
     EXAMPLES,
     KINDS,
     LENGTH,
@@ -50,8 +47,8 @@ from stages.train.loss import install_loss
 from stages.train.run import run
 from stages.train.stage import TrainConfig, checkpoint_folders
 from stages.train.watch import make_needle_watch
-from tests.benchmarks.distillation import RECIPE, train_config
-from tests.benchmarks.distillation_study import make_packed
+from tests.benchmarks.distillation import RECIPE, run_stages, train_config
+from tests.benchmarks.distillation_study import config_of, make_packed, save_hybrid
 
 
 class Study(Protocol):
@@ -85,7 +82,6 @@ class Composition:
     window = Window(32)
     context = LENGTH
     full_heads = (8, 4, 2, 1)
-    step_tokens = BATCH * LENGTH
     questions = 384
 
     def prepared(self, folder: Path, seed: int, steps: int) -> Path:
@@ -96,12 +92,8 @@ class Composition:
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
     def config(self, seed: int, overrides: list[str]) -> StageConfig[TrainConfig]:
-        return train_config(f"recipes/study/{self.name}.yaml", [
-            f"seed={seed}", "materialize.dtype=float32", f"prepare.sequence_length={LENGTH}",
-            "prepare.train_tokens=1B", "train.total_tokens=1B", "train.checkpoint_tokens=[]",
-            f"train.batch_tokens={self.step_tokens}", "train.learning_rate=1e-3",
-            "train.mixed_precision=no", *overrides,
-        ])  # fmt: skip
+        many = ["prepare.train_tokens=1B", "train.total_tokens=1B", "train.checkpoint_tokens=[]"]
+        return config_of(self.name, seed, 1, *many, *overrides)
 
     def score(self, model: Any, prepared: Path) -> Interval:
         records = examples(EXAMPLES + self.questions)[EXAMPLES:]
@@ -122,11 +114,7 @@ class Quickstart:
     def prepared(self, folder: Path, seed: int, steps: int) -> Path:
         output = folder / "quickstart" / "prepare"
         if not output.exists():
-            subprocess.run(
-                [sys.executable, "-m", "pipeline", "run", RECIPE, "--until", "prepare",
-                 f"runtime.output_root={folder}"],
-                cwd=ROOT, check=True,
-            )  # fmt: skip
+            run_stages(folder, "prepare")
         return output.resolve()
 
     def calibration(self, prepared: Path) -> CalibrationSet:
@@ -162,7 +150,6 @@ def nested_front(study: Study, prepared: Path) -> Front:
         count = int(mask.is_full.sum())
         if count in study.full_heads:
             found = objective.evaluate(mask)
-            assert found.log_likelihood is not None
             points.append(
                 FrontPoint.of(
                     mask, study.window, study.context,
@@ -202,9 +189,7 @@ def rows_of(study: Study, folder: Path, seed: int, steps: int) -> list[list[str]
     if not hybrid.exists():
         front = nested_front(study, prepared)
         base = load_model(study.base, dtype="float32")
-        materialize_front(base, front).save_pretrained(hybrid)
-        for file in study.base.glob("tokenizer*.json"):
-            shutil.copy(file, hybrid)
+        save_hybrid(materialize_front(base, front), study.base, hybrid.parent)
         front.save(hybrid / "front.json")
     front = Front.load(hybrid / "front.json")
     shared = trained(study, folder, f"shared-{steps}", seed, steps, ["train.budgets=all"])

@@ -13,7 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,16 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def prepare_and_materialize(folder: Path) -> dict[str, Path]:
-    """Outputs of the stages before training, by name."""
+def run_stages(folder: Path, until: str, *overrides: str, name: str = "quickstart") -> Path:
+    """The outputs of the quickstart's stages with these changes."""
     subprocess.run(
         [
-            sys.executable, "-m", "pipeline", "run", RECIPE, "--until", "materialize",
-            f"runtime.output_root={folder}", *SETTINGS,
+            sys.executable, "-m", "pipeline", "run", RECIPE, "--until", until, f"name={name}",
+            f"runtime.output_root={folder}", *overrides,
         ],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    return {name: (folder / "quickstart" / name).resolve() for name in ("prepare", "materialize")}
+    return folder / name
 
 
 def config_of(seed: int, variant: list[str]) -> StageConfig[TrainConfig]:
@@ -67,7 +67,6 @@ def config_of(seed: int, variant: list[str]) -> StageConfig[TrainConfig]:
 def train_config(recipe_file: str, overrides: list[str]) -> StageConfig[TrainConfig]:
     """What the stage train gets of a recipe with these overrides."""
     recipe = load_recipe(ROOT / recipe_file, overrides, fetch=False).recipe
-    assert recipe.train is not None
     return StageConfig(
         section=recipe.train,
         model=recipe.model,
@@ -82,7 +81,6 @@ def score_of(path: Path, config: StageConfig[TrainConfig], prepared: Path) -> fl
     model = load_model(path, dtype="float32")
     install_loss(model)
     watch = make_needle_watch(config, prepared)
-    assert watch is not None
     return watch.score(model, torch.device("cpu"))
 
 
@@ -95,6 +93,12 @@ def tokens_to(share: float, lost: float, start: float, scores: Mapping[int, floa
     return next((tokens for tokens, score in scores.items() if score >= enough), None)
 
 
+def tokens_back(original: float, start: float, scores: Mapping[int, float]) -> dict[str, Any]:
+    """Tokens after which 90 and 99 % of what was lost are back."""
+    shares = (0.9, 0.99)
+    return {f"{share:.0%}": tokens_to(share, original - start, start, scores) for share in shares}
+
+
 def print_medians(reached: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """For each variant the tokens of all seeds, and their median where every seed has them."""
     for name, results in reached.items():
@@ -105,34 +109,47 @@ def print_medians(reached: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
             print(f"{name:<28} {share}: {counts}, median {median}")
 
 
-def main(folder: Path, seeds: list[int]) -> None:
+def compare(
+    folder: Path,
+    seeds: Sequence[int],
+    variants: Iterable[str],
+    scores_of: Callable[[str, int, dict[str, Path]], dict[int, float]],
+) -> None:
+    """Print a line for each variant and seed, then the medians.
+
+    `scores_of(variant, seed, inputs)` trains on the outputs of earlier stages, and returns the
+    needle score by tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    inputs = prepare_and_materialize(folder)
-    reached: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    outputs = run_stages(folder, "materialize", *SETTINGS)
+    inputs = {name: (outputs / name).resolve() for name in ("prepare", "materialize")}
+    reached: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for seed in seeds:
         config = config_of(seed, [])
         original = score_of(ROOT / "recipes/quickstart/base_model", config, inputs["prepare"])
         start = score_of(inputs["materialize"] / MODEL, config, inputs["prepare"])
-        for name, options in VARIANTS.items():
-            work_dir = folder / f"{name.replace(' ', '-')}-{seed}"
-            work_dir.mkdir(exist_ok=True)
-            run(config_of(seed, options), inputs, work_dir)
-            scores = {
-                step.tokens: step.needle_score
-                for step in read_metrics(work_dir)
-                if step.needle_score is not None
-            }
-            result: dict[str, Any] = {
-                f"{share:.0%}": tokens_to(share, original - start, start, scores)
-                for share in (0.9, 0.99)
-            }
+        for name, results in reached.items():
+            scores = scores_of(name, seed, inputs)
+            result = tokens_back(original, start, scores)
             result |= {"start": start, "original": original, "best": max(scores.values())}
-            reached[name].append(result)
-            print(
-                json.dumps({"variant": name, "seed": seed, **result, "scores": [*scores.values()]})
-            )
-            sys.stdout.flush()
+            results.append(result)
+            line = {"variant": name, "seed": seed, **result, "scores": [*scores.values()]}
+            print(json.dumps(line), flush=True)
     print_medians(reached)
+
+
+def main(folder: Path, seeds: list[int]) -> None:
+    def train(name: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
+        work_dir = folder / f"{name.replace(' ', '-')}-{seed}"
+        work_dir.mkdir(exist_ok=True)
+        run(config_of(seed, VARIANTS[name]), inputs, work_dir)
+        return {
+            step.tokens: step.needle_score
+            for step in read_metrics(work_dir)
+            if step.needle_score is not None
+        }
+
+    compare(folder, seeds, VARIANTS, train)
 
 
 if __name__ == "__main__":

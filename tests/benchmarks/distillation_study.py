@@ -28,6 +28,7 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
+from bosch.objective.sink_bias import give_sink_bias
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
@@ -46,7 +47,7 @@ from stages.materialize.stage import MODEL
 from stages.prepare.stage import PACKED_DATA
 from stages.train.run import run
 from stages.train.stage import TrainConfig, checkpoint_folders, checkpoint_tokens
-from tests.benchmarks.distillation import print_medians, tokens_to, train_config
+from tests.benchmarks.distillation import print_medians, tokens_back, train_config
 
 STEPS, EVERY, QUESTIONS = 128, 8, 96
 STEP_TOKENS, WINDOW = BATCH * LENGTH, Window(32)
@@ -63,26 +64,28 @@ def base_of(model: str) -> Path:
     return ROOT / "recipes/study" / model
 
 
-def config_of(model: str, seed: int, teacher: str) -> StageConfig[TrainConfig]:
+def config_of(model: str, seed: int, steps: int, *changes: str) -> StageConfig[TrainConfig]:
     """Training at the rate that the model was made with."""
-    marks = ",".join(str(step * STEP_TOKENS) for step in range(EVERY, STEPS + 1, EVERY))
     return train_config(f"recipes/study/{model}.yaml", [
         f"seed={seed}", "materialize.dtype=float32", f"prepare.sequence_length={LENGTH}",
-        f"prepare.train_tokens={STEPS * STEP_TOKENS}", f"train.total_tokens={STEPS * STEP_TOKENS}",
+        f"prepare.train_tokens={steps * STEP_TOKENS}", f"train.total_tokens={steps * STEP_TOKENS}",
         f"train.batch_tokens={STEP_TOKENS}", "train.learning_rate=1e-3", "train.warmup_ratio=0.1",
-        "train.mixed_precision=no", f"train.teacher={teacher}",
-        f"train.checkpoint_tokens=[{marks}]",
+        "train.mixed_precision=no", *changes,
     ])  # fmt: skip
 
 
-def find_mask(model: str, method: str) -> HeadMask:
-    """The mask of a method by its name, on 64 questions that are not scored."""
+def searched(
+    model: str, method: str, window: Window = WINDOW, seed: int = 5, sink_bias: bool = False
+) -> tuple[Any, HeadMask]:
+    """The model and its mask by a method, found on 64 questions that are not scored."""
     base: Any = load_model(base_of(model), dtype="float32")
     prepare_for_search(base)
     records = ((r["input_ids"], r["answer_length"]) for r in examples()[:64])
-    objective = Objective(base, CalibrationSet.from_records(records), WINDOW)
-    settings = SearchSettings(STUDIES[model][method], budget_per_layer=8, seed=5)
-    return run_method(method, objective, settings).mask
+    objective = Objective(base, CalibrationSet.from_records(records), window)
+    if sink_bias:
+        give_sink_bias(objective)
+    settings = SearchSettings(STUDIES[model][method], budget_per_layer=8, seed=seed)
+    return base, run_method(method, objective, settings).mask
 
 
 def make_inputs(folder: Path, model: str, method: str, seed: int) -> dict[str, Path]:
@@ -90,9 +93,8 @@ def make_inputs(folder: Path, model: str, method: str, seed: int) -> dict[str, P
     prepared = make_packed(folder / f"prepare-{seed}", seed, STEPS)
     materialized = folder / f"materialize-{method}"
     if not materialized.exists():
-        base = load_model(base_of(model), dtype="float32")
-        mask = find_mask(model, method)
-        save_hybrid(materialize(base, mask, WINDOW), base_of(model), materialized)
+        hybrid = materialize(*searched(model, method), WINDOW)
+        save_hybrid(hybrid, base_of(model), materialized)
     return {"prepare": prepared, "materialize": materialized}
 
 
@@ -129,14 +131,15 @@ def recover(
     start, kinds_before = score_of(inputs["materialize"] / MODEL)
     work_dir = folder / f"{method}-{VARIANTS[name]}-{seed}"
     work_dir.mkdir(exist_ok=True)
-    run(config_of(model, seed, VARIANTS[name]), inputs, work_dir)
+    marks = ",".join(str(step * STEP_TOKENS) for step in range(EVERY, STEPS + 1, EVERY))
+    teacher = f"train.teacher={VARIANTS[name]}"
+    config = config_of(model, seed, STEPS, teacher, f"train.checkpoint_tokens=[{marks}]")
+    run(config, inputs, work_dir)
     scores = {}
     for checkpoint, path in checkpoint_folders(work_dir).items():
         scores[checkpoint_tokens(checkpoint) or 0], kinds_after = score_of(path)
-    lost = original - start
-    result = {f"{share:.0%}": tokens_to(share, lost, start, scores) for share in (0.9, 0.99)}
     return {"hybrid": method, "variant": name, "seed": seed, "start": start} | {
-        **result,
+        **tokens_back(original, start, scores),
         "scores": [round(score, 3) for score in scores.values()],
         "look-ups": {"before": kinds_before, "after": kinds_after},
     }

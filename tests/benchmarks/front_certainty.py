@@ -104,7 +104,6 @@ def measured(scorer: WindowLandscape, seed: int, kappa: int) -> dict[str, float]
     evaluator.slot_budgets = SlotBudgets(TOKENS, budgets, budgets[len(budgets) // 2])
     settings = SearchSettings(0.5, budget_per_layer=kappa, seed=seed)
     front = find_mask("front", evaluator, settings).front
-    assert front is not None
     by_layer = layouts.reshape(-1, *shape)
     uniform = (by_layer == by_layer[:, :, :1]).all(axis=(1, 2))
     kinds = range(1, narrowest + 1)

@@ -92,7 +92,6 @@ class _Study:
         )
         settings = SearchSettings(1.0, budget_per_layer=kappa, seed=seed)
         front = find_mask("front", evaluator, settings).front
-        assert front is not None
         masks = []
         for budget in self.budgets:
             within = [i for i, point in enumerate(front.points) if point.kv_slots <= budget]

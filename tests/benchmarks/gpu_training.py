@@ -14,22 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bosch.heads import HeadMask
-from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
 from stages.train.footprint import training_memory
 from stages.train.loop import Loop
 from stages.train.stage import TrainConfig, TrainingStep, read_metrics
-from tests.training_case import train_here
+from tests.training_case import train_here, write_random_case
 
 SHAPE = ROOT / "recipes" / "shapes" / "qwen3_1p7b"
 SMALL = {
@@ -49,15 +44,8 @@ def make_case(folder: Path, small: bool) -> tuple[Any, int]:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    heads = config.num_key_value_heads
-    sliding = list(range(round(RATIO * heads)))
-    mask = HeadMask.from_swa_kv_heads([sliding] * config.num_hidden_layers, heads)
-    materialize(base, mask, Window(window)).save_pretrained(folder / "materialize" / "model")
-    del base
-    rows = np.random.default_rng(0).integers(0, config.vocab_size, (STEPS, length))
-    Dataset.from_dict(
-        {"input_ids": list(rows.astype(np.int32)), "document_lengths": [[length]] * STEPS}
-    ).save_to_disk(str(folder / "prepare" / "train"))
+    sliding = round(RATIO * config.num_key_value_heads)
+    write_random_case(folder, base, sliding, window, length, STEPS)
     return config, length
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from bosch.model.head_table import heads_by_window
 from bosch.model.interface import attention_modules
-from pipeline.recipe.load import ROOT
 from stages.materialize.stage import MODEL
 from stages.train.data import PackedSequences, collate
 from stages.train.distillation import TeacherLoss, load_teacher
@@ -30,13 +29,7 @@ from stages.train.model import load_for_training
 from stages.train.optimizer import make_optimizer
 from stages.train.schedule import make_schedule
 from stages.train.watch import make_needle_watch
-from tests.benchmarks.distillation import (
-    config_of,
-    prepare_and_materialize,
-    print_medians,
-    score_of,
-    tokens_to,
-)
+from tests.benchmarks.distillation import compare, config_of
 
 CPU = torch.device("cpu")
 EVERY = 8  # steps between scores
@@ -93,7 +86,6 @@ def train(variant: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
     distillation = TeacherLoss(teacher, 1.0, 1.0)
     student: Any = load_for_training(folder, config.model, section, runtime, seed, distillation)
     watch = make_needle_watch(config, inputs["prepare"])
-    assert watch is not None
     data = PackedSequences(inputs["prepare"] / "train")
     schedule = make_schedule(section, runtime, data.sequence_length, 1, on_gpu=False)
     data.arrange(schedule, seed)
@@ -139,28 +131,13 @@ def _split_groups(optimizer: Any, changed: set[nn.Parameter]) -> None:
 
 
 def main(folder: Path, seeds: list[int]) -> None:
-    """Print a line for each variant and seed, then the medians."""
-    folder.mkdir(parents=True, exist_ok=True)
-    inputs = prepare_and_materialize(folder)
-    reached: dict[str, list[dict[str, Any]]] = {name: [] for name in MATCHED}
-    for seed in seeds:
-        config = config_of(seed, [])
-        original = score_of(ROOT / "recipes/quickstart/base_model", config, inputs["prepare"])
-        start = score_of(inputs["materialize"] / MODEL, config, inputs["prepare"])
-        for name in MATCHED:
-            file = folder / f"{name.replace(' ', '-')}-{seed}.json"
-            if not file.exists():
-                file.write_text(json.dumps(train(name, seed, inputs)))
-            scores = {int(tokens): score for tokens, score in json.loads(file.read_text()).items()}
-            result: dict[str, Any] = {
-                f"{share:.0%}": tokens_to(share, original - start, start, scores)
-                for share in (0.9, 0.99)
-            }
-            result |= {"start": start, "original": original}
-            reached[name].append(result)
-            line = {"variant": name, "seed": seed, **result, "scores": [*scores.values()]}
-            print(json.dumps(line), flush=True)
-    print_medians(reached)
+    def trained(name: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
+        file = folder / f"{name.replace(' ', '-')}-{seed}.json"
+        if not file.exists():
+            file.write_text(json.dumps(train(name, seed, inputs)))
+        return {int(tokens): score for tokens, score in json.loads(file.read_text()).items()}
+
+    compare(folder, seeds, MATCHED, trained)
 
 
 if __name__ == "__main__":

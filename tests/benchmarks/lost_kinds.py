@@ -9,17 +9,13 @@ own. The model's third look-ups were initialised in heads 0 and 1 of layers 5 an
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from bosch.heads import HeadMask
-from bosch.model.loading import load_model
-from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.model.search_mode import apply_head_mask
 from recipes.study.make_composition_model import KINDS, exact_match, examples
-from tests.benchmarks.distillation_study import QUESTIONS, WINDOW, base_of, find_mask
+from tests.benchmarks.distillation_study import QUESTIONS, WINDOW, searched
 
-MODEL, METHOD = "composition_8x8", "bosch_plus"
 MORE_FULL = {
     "none": [],
     "one of the third look-up": [(5, 0)],
@@ -31,9 +27,7 @@ MORE_FULL = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    mask = find_mask(MODEL, METHOD)
-    model: Any = load_model(base_of(MODEL), dtype="float32").eval()
-    prepare_for_search(model)
+    model, mask = searched("composition_8x8", "bosch_plus")
     print(f"full heads by layer: {mask.is_full.sum(1).tolist()}")
     for name, heads in MORE_FULL.items():
         is_full = mask.is_full.copy()

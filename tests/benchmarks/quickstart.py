@@ -44,7 +44,6 @@ def run_recipe(folder: Path, seed: int) -> Results:
 def faults(results: Results) -> list[str]:
     """What the results do not show."""
     scores, final = results.scores, final_model(results)
-    assert scores is not None and results.trained is not None
     original = _needle(scores, ORIGINAL)
     untrained, trained = _needle(scores, HYBRID), results.trained.suite
     lost = original.average - untrained.average
@@ -59,7 +58,6 @@ def faults(results: Results) -> list[str]:
     if len(results.rivals) < 2:
         sentences.append("the rule was not trained")
     against = untrained.against_original
-    assert against is not None
     recovered = trained.average - untrained.average
     if against.difference_high < 0 and recovered < LEAST_RECOVERY * lost:
         sentences.append(f"training brings back less than {LEAST_RECOVERY:.0%}")
@@ -75,9 +73,7 @@ def faults(results: Results) -> list[str]:
 
 def worst_loss(results: Results, model: str) -> float:
     """The largest difference of loss by position, from token FIRST on, to the original's."""
-    assert results.scores is not None
     table = results.scores.positions[model]
-    assert table.difference is not None
     bins = zip(table.edges[:-1], table.difference, strict=True)
     return max(one.mean for first, one in bins if first >= FIRST)
 

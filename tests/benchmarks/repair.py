@@ -11,7 +11,6 @@ search, the training and the fine-tuning go by the seed.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from pipeline.recipe.load import ROOT
 from stages.train.loss import install_loss
 from stages.train.run import run
 from stages.train.stage import checkpoint_name
-from tests.benchmarks.distillation import RECIPE, score_of, train_config
+from tests.benchmarks.distillation import RECIPE, run_stages, score_of, train_config
 
 LENGTH, TUNED, HELD_OUT = 256, 65_536, 16_384  # tokens
 TEXT = [
@@ -35,18 +34,6 @@ TEXT = [
 TUNE = ["train.teacher=none", f"train.total_tokens={TUNED}", f"train.checkpoint_tokens=[{TUNED}]"]
 RATES = ["5e-4", "5e-3"]
 WATCH = ["runtime.needle_every_steps=1", "runtime.needle_samples=96"]
-
-
-def run_stages(folder: Path, name: str, until: str, *overrides: str) -> Path:
-    """The outputs of the quickstart's stages with these changes."""
-    subprocess.run(
-        [
-            sys.executable, "-m", "pipeline", "run", RECIPE, "--until", until, f"name={name}",
-            f"runtime.output_root={folder}", "rival=null", *overrides,
-        ],
-        cwd=ROOT, check=True,
-    )  # fmt: skip
-    return folder / name
 
 
 def loss_of(model_dir: Path, rows: list[list[int]]) -> float:
@@ -66,9 +53,10 @@ def main(folder: Path, seeds: list[int]) -> None:
     )
     for seed in seeds:
         own = f"seed={seed}"
-        outputs = run_stages(folder, f"trained-{seed}", "train", own)
-        other = run_stages(folder, f"other-{seed}", "prepare", own, *TEXT) / "prepare" / "train"
-        data = load_from_disk(str(other))
+        alone = [own, "rival=null"]
+        outputs = run_stages(folder, "train", *alone, name=f"trained-{seed}")
+        other = run_stages(folder, "prepare", *alone, *TEXT, name=f"other-{seed}")
+        data = load_from_disk(str(other / "prepare" / "train"))
         split = folder / f"split-{seed}"
         data.select(range(TUNED // LENGTH)).save_to_disk(str(split / "train"))
         unread = data.select(range(TUNED // LENGTH, len(data)))["input_ids"]

@@ -51,7 +51,6 @@ class _Attention(nn.Module):
         hidden = hidden_states
         rows, length = hidden.shape[:2]
         state = head_state(self)
-        assert state is not None
         if state.attend is not None:
             query = hidden.new_empty(rows, HEADS * Q_PER_KV, length, HEAD_DIM)
             key = hidden.new_empty(rows, HEADS, length, HEAD_DIM)

@@ -31,23 +31,22 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.objective.sink_bias import SINK_TOKENS, give_sink_bias
-from bosch.search.runs import run_method
-from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.recipe.load import ROOT
 from recipes.quickstart.measure_base_model import TASKS, questions
-from recipes.study.make_composition_model import LENGTH, examples
+from recipes.study.make_composition_model import examples
 from stages.materialize.stage import MODEL
 from stages.train.run import run
 from stages.train.stage import checkpoint_folders
-from tests.benchmarks.distillation import train_config
 from tests.benchmarks.distillation_study import (
     STEP_TOKENS,
     STUDIES,
     base_of,
+    config_of,
     make_packed,
     save_hybrid,
     score_of,
+    searched,
 )
 
 STEPS, WINDOW, QUESTIONS, SEEDS = 32, 32, 24, (1, 2, 3)
@@ -81,33 +80,17 @@ def compare_masks(model: str) -> None:
         print(f"{model}, {variant}: {line}", flush=True)
 
 
-def make_hybrid(folder: Path, model: str, method: str, variant: str, seed: int) -> Path:
-    """The untrained hybrid of a variant, saved."""
-    base: Any = load_model(base_of(model), dtype="float32")
-    prepare_for_search(base)
-    records = ((r["input_ids"], r["answer_length"]) for r in examples()[:64])
-    window = Window(WINDOW, VARIANTS[variant])
-    objective = Objective(base, CalibrationSet.from_records(records), window)
-    if variant == "bias":
-        give_sink_bias(objective)
-    settings = SearchSettings(STUDIES[model][method], budget_per_layer=8, seed=seed)
-    mask = run_method(method, objective, settings).mask
-    return save_hybrid(materialize(base, mask, window), base_of(model), folder)
-
-
 def scores_of(
     folder: Path, model: str, method: str, variant: str, seed: int
 ) -> tuple[float, float]:
     """Score before and after training."""
-    hybrid = make_hybrid(folder / "materialize", model, method, variant, seed)
+    window = Window(WINDOW, VARIANTS[variant])
+    base, mask = searched(model, method, window, seed, sink_bias=variant == "bias")
+    made = materialize(base, mask, window)
+    hybrid = save_hybrid(made, base_of(model), folder / "materialize")
     before, _ = score_of(hybrid / MODEL)
-    tokens = STEPS * STEP_TOKENS
-    config = train_config(f"recipes/study/{model}.yaml", [
-        f"seed={seed}", "materialize.dtype=float32", f"prepare.sequence_length={LENGTH}",
-        f"prepare.train_tokens={tokens}", f"train.total_tokens={tokens}",
-        f"train.batch_tokens={STEP_TOKENS}", "train.learning_rate=1e-3", "train.warmup_ratio=0.1",
-        "train.mixed_precision=no", "train.teacher=original", f"train.checkpoint_tokens=[{tokens}]",
-    ])  # fmt: skip
+    marks = f"train.checkpoint_tokens=[{STEPS * STEP_TOKENS}]"
+    config = config_of(model, seed, STEPS, "train.teacher=original", marks)
     prepared = make_packed(folder.parent / f"prepare-{seed}", seed, STEPS)
     work_dir = folder / "train"
     work_dir.mkdir(exist_ok=True)

@@ -5,45 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bosch.heads import HeadMask
 from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
-from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.context import Runtime
 from stages.train.footprint import step_traffic
 from stages.train.stage import TrainConfig
-from tests.training_case import make_case, metrics, train_here, train_in_processes
+from tests.training_case import metrics, train_here, train_in_processes, write_random_case
 
 LENGTH, BATCH, STEPS, WINDOW = 512, 2, 3, 16
 HEADS = 4
 
 
 def _case(directory: Path, sliding: int) -> Path:
-    """The small case with sequences of 512 and `sliding` of 4 KV heads in each layer."""
-    make_case(directory)
-    rows = np.random.default_rng(0).integers(0, 64, (16, LENGTH)).astype(np.int32)
-    lengths = [np.array([LENGTH], dtype=np.int32)] * len(rows)
-    Dataset.from_dict({"input_ids": list(rows), "document_lengths": lengths}).save_to_disk(
-        str(directory / "prepare" / "train")
-    )
+    """Sequences of 512, and a model with `sliding` of 4 KV heads in each layer."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=HEADS, head_dim=8, tie_word_embeddings=True,
         max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
-    mask = HeadMask.from_swa_kv_heads([list(range(sliding))] * 2, HEADS)
-    hybrid = materialize(Qwen3ForCausalLM(config), mask, Window(WINDOW))
-    hybrid.save_pretrained(directory / "materialize" / "model")
-    return directory
+    return write_random_case(directory, Qwen3ForCausalLM(config), sliding, WINDOW, LENGTH)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

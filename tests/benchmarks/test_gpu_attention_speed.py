@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bosch.attention import BACKENDS, hybrid_attention, resolve_backend
 from bosch.window import Window
 from tests.attention_case import full_first
-from tests.benchmarks.attention_speed import ideal_ratio
+from tests.benchmarks.test_attention_speed import ideal_ratio
 
 pytestmark = [
     pytest.mark.gpu,

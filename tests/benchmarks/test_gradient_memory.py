@@ -1,22 +1,27 @@
-"""Memory of one gate gradient beside that of a plain pass, and beside the formula that plans state.
+"""Memory of a pass and of a gate gradient, beside the formula that plans state.
 
     pytest -s tests/benchmarks/test_gradient_memory.py --override-ini addopts=
 
-T = 2,048, W = 1,024, a random model with the proportions of a 14B: F = 3.4 C, 5 query heads to a KV
-head, HQ x D = C. Bytes are those of all tensors alive at once (`tests/peak_memory.py`);
-the ratio is with the weights in memory, as a device holds them. C is 640: at 5,120 activations are
-smaller part of it.
+T = 2,048, random models. Bytes are those of all tensors alive at once (`tests/peak_memory.py`).
+
+One process: W = 1,024, the proportions of a 14B: F = 3.4 C, 5 query heads to a KV head, HQ x D = C.
+The ratio is with the weights in memory, as a device holds them. C is 640: at 5,120 activations are
+smaller part of it. Two processes that share examples: W = 256, the proportions of an 8B: F = 3 C,
+4 query heads to a KV head; messages count, on the process with the most.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bosch.heads import HeadMask
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import batch_of
@@ -26,17 +31,20 @@ from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
 from bosch.window import Window
 from tests.peak_memory import PeakMemory
+from tests.rank_processes import run_module
 
 pytestmark = pytest.mark.slow
 
-LENGTH, HEADS, WINDOW = 2048, 2, Window(1024)
+LENGTH, HEADS = 2048, 2
 
 
-def _model(dtype: torch.dtype, layers: int, hidden: int = 640) -> Any:
+def _model(dtype: torch.dtype, layers: int, hidden: int, feed_forward: int, groups: int) -> Any:
+    torch.set_num_threads(1)
     torch.manual_seed(0)
+    query_heads = groups * HEADS
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=hidden, intermediate_size=hidden * 34 // 10,
-        num_hidden_layers=layers, head_dim=hidden // 10, num_attention_heads=5 * HEADS,
+        vocab_size=1000, hidden_size=hidden, intermediate_size=feed_forward,
+        num_hidden_layers=layers, head_dim=hidden // query_heads, num_attention_heads=query_heads,
         num_key_value_heads=HEADS, max_position_embeddings=LENGTH,
     )  # fmt: skip
     model: Any = Qwen3ForCausalLM(config).eval().to(dtype)
@@ -44,24 +52,32 @@ def _model(dtype: torch.dtype, layers: int, hidden: int = 640) -> Any:
     return model
 
 
-@pytest.mark.parametrize("layers", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torch.dtype) -> None:
-    torch.set_num_threads(1)
-    model = _model(dtype, layers)
+def _peaks(
+    model: Any, mask: HeadMask, window: Window, split: ContextParallel | None = None
+) -> tuple[PeakMemory, PeakMemory]:
+    """Of a pass under a mask, and of its gradient."""
     ids = tuple(torch.randint(1000, (LENGTH,)).tolist())
     batch = batch_of([CalibrationExample(ids, 4)], [0])
-    mask = HeadMask.all_sliding(layers, HEADS)
-    apply_head_mask(model, mask, WINDOW)
-    forward = IncrementalForward(model, WINDOW, ActivationCache(layers, 0))
+    apply_head_mask(model, mask, window)
+    cache = ActivationCache(mask.num_layers, 0)
+    forward = IncrementalForward(model, window, cache, split=split)
     with torch.inference_mode(), PeakMemory() as plain:
         forward.answer_states(0, batch, mask)
     with PeakMemory() as gradient:
-        gate_gradients(model, batch, mask, forward.layouts)
+        gate_gradients(model, batch, mask, forward.layouts, split=split)
+    return plain, gradient
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torch.dtype) -> None:
+    window = Window(1024)
+    model = _model(dtype, layers, 640, 2176, 5)
+    plain, gradient = _peaks(model, HeadMask.all_sliding(layers, HEADS), window)
     sizes = activation_sizes(model)
     state, weights = sizes.state(LENGTH), sum(p.nbytes for p in model.parameters())
     ratio = (weights + gradient.peak) / (weights + plain.peak)
-    stated = sizes.gradient(1, LENGTH, WINDOW.size) / gradient.peak
+    stated = sizes.gradient(1, LENGTH, window.size) / gradient.peak
     print(
         f"\n{layers} layers, {dtype}: plain {plain.peak / state:.1f} states (formula "
         f"{sizes.plain_pass(LENGTH) / state:.1f}), gradient {gradient.peak / state:.1f}, "
@@ -73,3 +89,32 @@ def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torc
     widest = LENGTH * model.config.intermediate_size * 4
     assert plain.largest <= widest and gradient.largest <= widest
     assert plain.peak <= 1.1 * sizes.plain_pass(LENGTH)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_process_that_shares_examples_takes_what_the_plan_states(dtype: str) -> None:
+    done = run_module(__name__, [dtype], 2)
+    print("\n" + done.stdout)
+    assert done.returncode == 0, done.stdout
+
+
+def main() -> None:
+    """On each of two processes; the assertions are those of one."""
+    dist.init_process_group("gloo")
+    split, layers, window = ContextParallel(dist.group.WORLD), 3, Window(256)
+    model = _model(getattr(torch, sys.argv[1]), layers, 256, 768, 4)
+    sizes = activation_sizes(model, sharing=split.ranks)
+    split.install(model)
+    plain, gradient = _peaks(model, HeadMask.all_full(layers, HEADS), window, split)
+    for name, peak, stated in (
+        ("pass", plain.peak, sizes.plain_pass(LENGTH)),
+        ("gradient", gradient.peak, sizes.gradient(1, LENGTH, window.size)),
+    ):
+        print(f"rank {split.messages.rank}, {sys.argv[1]}, {name}: {peak / 1e6:.1f} MB, "
+              f"stated / peak {stated / peak:.2f}")  # fmt: skip
+        assert 1 / 1.1 <= stated / peak <= 1.6
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,11 +46,11 @@ KAPPA = max(KAPPAS)
 PLUS_KAPPA = KAPPA // 2
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One search: held-out score and log-likelihood, what it cost, the solver's share of it."""
 
-    held_out: tuple[float, float]
+    score: float
+    log_likelihood: float
     passes: float
     passes_without_reuse: float
     seconds: float
@@ -95,7 +94,8 @@ def _outcome(method: str, ratio: float, seed: int, kappa: int) -> Outcome:
     held_out = _held_out().evaluate(run.mask)
     wall = run.costs["model_seconds"] + run.costs["solver_seconds"]
     return Outcome(
-        (held_out.score, held_out.log_likelihood),
+        held_out.score,
+        held_out.log_likelihood,
         run.costs["full_forward_equivalents"],
         run.costs["naive_full_forward_equivalents"],
         seconds,
@@ -105,13 +105,8 @@ def _outcome(method: str, ratio: float, seed: int, kappa: int) -> Outcome:
 
 def _medians(method: str, ratio: float, kappa: int) -> Outcome:
     runs = [_outcome(method, ratio, seed, kappa) for seed in range(SEEDS)]
-    return Outcome(
-        (median(r.held_out[0] for r in runs), median(r.held_out[1] for r in runs)),
-        median(r.passes for r in runs),
-        median(r.passes_without_reuse for r in runs),
-        median(r.seconds for r in runs),
-        max(r.solver_share for r in runs),
-    )
+    most = max(run.solver_share for run in runs)
+    return Outcome(*map(median, zip(*runs, strict=True)))._replace(solver_share=most)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -127,16 +122,16 @@ def test_bosch_plus_reaches_the_published_score_for_a_tenth(ratio: float) -> Non
     ]
     for name, outcome in rows:
         print(
-            f"ratio {ratio} {name}: held-out score {outcome.held_out[0]:.3f}, log-likelihood "
-            f"{outcome.held_out[1]:.3f}, {outcome.passes:.1f} passes "
+            f"ratio {ratio} {name}: held-out score {outcome.score:.3f}, log-likelihood "
+            f"{outcome.log_likelihood:.3f}, {outcome.passes:.1f} passes "
             f"({outcome.passes_without_reuse:.1f} without reuse), "
             f"{outcome.seconds:.1f} s, solver {outcome.solver_share:.1%}",
             flush=True,
         )
-    assert early.held_out[0] >= theirs.held_out[0]
+    assert early.score >= theirs.score
     assert early.passes_without_reuse <= 0.1 * theirs.passes_without_reuse
     assert early.seconds <= 0.2 * theirs.seconds
-    assert ours.held_out[0] >= theirs.held_out[0]
+    assert ours.score >= theirs.score
     assert max(ours.solver_share, theirs.solver_share) <= 0.05
 
 

@@ -12,14 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bosch.heads import HeadMask
-from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -27,7 +23,7 @@ from stages.train.model import load_for_training
 from stages.train.run import build_loop
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
-from tests.training_case import stage_config
+from tests.training_case import stage_config, write_random_case
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +40,7 @@ def write_case(folder: Path, length: int, window: int, sliding: int) -> Path:
     """A hybrid with `sliding` of 4 KV heads per layer, and random tokens to train on."""
     torch.manual_seed(0)
     base = Qwen3ForCausalLM(Qwen3Config(**SIZES, bos_token_id=None, eos_token_id=0))
-    mask = HeadMask.from_swa_kv_heads([list(range(sliding))] * 4, 4)
-    materialize(base, mask, Window(window)).save_pretrained(folder / "materialize" / "model")
-    rows = np.random.default_rng(0).integers(0, VOCABULARY, (SAVED_STEPS, length)).astype(np.int32)
-    Dataset.from_dict(
-        {"input_ids": list(rows), "document_lengths": [[length]] * SAVED_STEPS}
-    ).save_to_disk(str(folder / "prepare" / "train"))
-    return folder
+    return write_random_case(folder, base, sliding, window, length, SAVED_STEPS)
 
 
 def config_of(length: int, steps: int = STEPS, every: int = 1000) -> StageConfig[TrainConfig]:
@@ -65,6 +55,18 @@ def model_of(case: Path, config: StageConfig[TrainConfig]) -> Any:
     return load_for_training(folder, ModelConfig(path="x"), config.section, Runtime()).train()
 
 
+def loop_of(
+    tmp_path: Path, steps: int = STEPS, every: int = 1000
+) -> tuple[Path, StageConfig[TrainConfig], Any]:
+    """A case of sequences of 1,024 tokens, its configuration and the loop of the stage."""
+    case, config = write_case(tmp_path / "case", 1024, 128, 3), config_of(1024, steps, every)
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    inputs = {name: case / name for name in ("prepare", "materialize")}
+    restarts = RestartPoints(work_dir, config.section)
+    return case, config, build_loop(config, inputs, work_dir, restarts)
+
+
 def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
     """What a step cannot do without."""
     loss = model(input_ids=ids, labels=ids)["loss"]
@@ -75,18 +77,13 @@ def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
 
 
 def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
-    length = 1024
-    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length)
+    case, config, loop = loop_of(tmp_path)
     model = model_of(case, config)
     train = config.section
     optimizer = torch.optim.AdamW(
         model.parameters(), train.learning_rate, betas=(train.adam_beta1, train.adam_beta2)
     )
-    ids = torch.randint(0, VOCABULARY, (1, length))
-    work_dir = tmp_path / "work"
-    work_dir.mkdir()
-    inputs = {name: case / name for name in ("prepare", "materialize")}
-    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, train))
+    ids = torch.randint(0, VOCABULARY, (1, 1024))
     seconds: list[list[float]] = [[], []]
     save = loop.save
 
@@ -111,12 +108,7 @@ def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
 
     They are written by other threads; time that it waits for those would show in the second number.
     """
-    length = 1024
-    case, config = write_case(tmp_path / "case", length, 128, 3), config_of(length, 41, EVERY)
-    work_dir = tmp_path / "work"
-    work_dir.mkdir()
-    inputs = {name: case / name for name in ("prepare", "materialize")}
-    loop = build_loop(config, inputs, work_dir, RestartPoints(work_dir, config.section))
+    _, _, loop = loop_of(tmp_path, SAVED_STEPS, EVERY)
     save, saved = loop.save, []
     clocks = (time.thread_time, time.perf_counter)
 

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bosch.heads import HeadMask
 from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
-from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.context import Runtime
 from stages.train.footprint import training_memory
 from stages.train.stage import TrainConfig
-from tests.training_case import make_case, train_in_processes
+from tests.training_case import train_in_processes, write_random_case
 
 LENGTH, MICRO, RANKS = 256, 2, 2
 SIZES = {
@@ -29,45 +28,37 @@ SIZES = {
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
 
 
+_ENDS = {"bos_token_id": None, "eos_token_id": 0}
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small case with another model and longer sequences."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """A dense model and sequences of `LENGTH`."""
     return _case(tmp_path_factory, Qwen3ForCausalLM, Qwen3Config(**SIZES, **_ENDS))
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a mixture of experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, **_ENDS)
     return _case(tmp_path_factory, Qwen3MoeForCausalLM, config)
 
 
-_ENDS = {"bos_token_id": None, "eos_token_id": 0}
-
-
 def _case(tmp_path_factory: pytest.TempPathFactory, model_class: Any, config: Any) -> Path:
-    import numpy as np
-    import torch
-    from datasets import Dataset
-
-    directory = make_case(tmp_path_factory.mktemp("case"))
-    rows = np.random.default_rng(0).integers(0, 2048, (16, LENGTH)).astype(np.int32)
-    lengths = [np.array([LENGTH], dtype=np.int32)] * len(rows)
-    Dataset.from_dict({"input_ids": list(rows), "document_lengths": lengths}).save_to_disk(
-        str(directory / "prepare" / "train")
-    )
     torch.manual_seed(0)
-    base = model_class(config)
-    mask = HeadMask.from_swa_kv_heads([[0, 1, 2]] * 6, 4)
-    materialize(base, mask, Window(64)).save_pretrained(directory / "materialize" / "model")
-    return directory
+    return write_random_case(
+        tmp_path_factory.mktemp("case"), model_class(config), sliding=3, window=64, length=LENGTH
+    )
 
 
-_WAYS = pytest.mark.parametrize(
+_OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"teacher": "original"}, {"freeze": "attention_only"}, {"lora": {"rank": 4}}],
+)
+
+
+@_OPTIONS
+@pytest.mark.parametrize(
     ("sharding", "checkpointing", "accumulation"),
     [
         ("fsdp", "full", 1),
@@ -77,32 +68,15 @@ _WAYS = pytest.mark.parametrize(
         ("none", "full", 1),
     ],
 )
-_PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
-_OPTIONS = pytest.mark.parametrize(
-    "options",
-    [{}, {"teacher": "original"}, {"freeze": "attention_only"}, {"lora": {"rank": 4}}],
-)
-
-
-@_OPTIONS
-@_WAYS
-@_PRECISIONS
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("model", ["case", "experts"])
 def test_a_plan_is_within_10_percent_of_the_measured_peak(
-    case: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int, options: dict[str, Any],
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, precision: str, sharding: str,
+    checkpointing: str, accumulation: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """In float32 too: bf16 is many times slower on a CPU without units for it."""
-    _check(case, tmp_path, precision, sharding, checkpointing, accumulation, options)
-
-
-@_OPTIONS
-@_WAYS
-@_PRECISIONS
-def test_a_plan_is_within_10_percent_of_the_measured_peak_of_experts(
-    experts: Path, tmp_path: Path, precision: str, sharding: str, checkpointing: str,
-    accumulation: int, options: dict[str, Any],
-) -> None:  # fmt: skip
-    _check(experts, tmp_path, precision, sharding, checkpointing, accumulation, options)
+    folder = request.getfixturevalue(model)
+    _check(folder, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
 
 @_OPTIONS

@@ -11,8 +11,8 @@ import subprocess
 
 import pytest
 
-from tests.e2e.test_command_line import gone, wait_for
-from tests.pipeline_case import ROOT, Case
+from tests.e2e.test_command_line import wait_for
+from tests.pipeline_case import ROOT, Case, gone
 
 # Of other launchers: Slurm with PMI, Kubernetes with a service named "master", accelerate.
 _OF_ANOTHER_LAUNCHER = {

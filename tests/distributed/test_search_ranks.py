@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bosch.heads import HeadMaskFile
-from pipeline.run.elastic import first_reason
-from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
+from pipeline.run.failures import LOST_RANK_STATUS
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
 from stages.search.stage import SearchConfig
@@ -109,17 +108,3 @@ def test_a_search_by_gradients_on_two_ranks_finds_what_one_finds(
             # Each process compares a saving with a plain pass when it uses it first.
             del values["seconds"], values["full_forward_equivalents"], entry["crc32"]
         assert one == two
-
-
-@pytest.mark.parametrize(
-    ("statuses", "expected"),
-    [
-        ({1: LOST_RANK_STATUS, 0: -signal.SIGKILL}, (0, 128 + signal.SIGKILL)),
-        ({0: LOST_RANK_STATUS, 3: 2}, (3, 2)),
-        ({1: 1, 0: -signal.SIGKILL}, (1, 1)),
-        ({2: LOST_RANK_STATUS}, (2, LOST_RANK_STATUS)),
-        ({0: -signal.SIGTERM, 1: REQUEUE_STATUS}, (1, REQUEUE_STATUS)),
-    ],
-)
-def test_the_rank_with_a_reason_of_its_own_is_told(statuses, expected):
-    assert first_reason(statuses) == expected

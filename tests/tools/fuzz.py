@@ -134,15 +134,32 @@ def break_model_bytes(generator: random.Random, case: Case) -> None:
     path.write_bytes(broken_bytes(generator, path.read_bytes()))
 
 
+def broken_json(generator: random.Random, content: dict[str, Any]) -> bytes:
+    """A JSON text with other values or bytes, or one of a few megabytes."""
+    if generator.randrange(4) == 0:
+        return large_json(generator)
+    if generator.randrange(4) == 0:
+        return broken_bytes(generator, json.dumps(content).encode())
+    return json.dumps(broken_values(generator, content)).encode()
+
+
+def large_json(generator: random.Random) -> bytes:
+    """JSON of a few megabytes that takes gigabytes, or seconds, where it is simply read."""
+    piece = generator.choice((b"{},", b"[],", b"0,", b'"",', b'"a":1,', b'{"a":{}},', b"1e5,"))
+    count = generator.choice((10_000, 90_000, 300_000, 2_000_000))
+    opening, closing = (b'{"x":1,', b'"y":1}') if b'":1' in piece else (b'{"x":[', b"0]}")
+    return opening + piece * count + closing
+
+
 def break_index(generator: random.Random, case: Case) -> None:
     content = {"metadata": {}, "weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}
-    text = json.dumps(broken_values(generator, content))
-    (case.model / "model.safetensors.index.json").write_text(text)
+    text = broken_json(generator, content)
+    (case.model / "model.safetensors.index.json").write_bytes(text)
 
 
 def break_header(generator: random.Random, case: Case) -> None:
     content = {"w": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}
-    header = json.dumps(broken_values(generator, content)).encode()
+    header = broken_json(generator, content)
     size = len(header).to_bytes(8, "little")
     (case.model / "model.safetensors").write_bytes(size + header + bytes(4))
 
@@ -162,14 +179,6 @@ def deep(depth: int) -> Any:
     return value
 
 
-def large_json(generator: random.Random) -> bytes:
-    """JSON of a few megabytes that takes gigabytes, or seconds, where it is simply read."""
-    piece = generator.choice((b"{},", b"[],", b"0,", b'"",', b'"a":1,', b'{"a":{}},', b"1e5,"))
-    count = generator.choice((10_000, 90_000, 300_000, 2_000_000))
-    opening, closing = (b'{"x":1,', b'"y":1}') if b'":1' in piece else (b'{"x":[', b"0]}")
-    return opening + piece * count + closing
-
-
 def break_json(generator: random.Random, case: Case) -> None:
     """A file of the model that is many values, deep, a link that leads nowhere, or wrong."""
     names = (
@@ -180,25 +189,17 @@ def break_json(generator: random.Random, case: Case) -> None:
     path = case.model / generator.choice(names)
     old = json.loads(path.read_bytes()) if path.is_file() else {"a": ["b"]}
     path.unlink(missing_ok=True)
-    kind = generator.randrange(5)
+    kind = generator.randrange(4)
     if kind == 0:
         path.symlink_to(generator.choice(("gone", "..", path.name, "/proc/self/mem")))
     elif kind == 1:
-        path.write_bytes(large_json(generator))
-    elif kind == 2:
         path.write_text(json.dumps(old | {"x": deep(generator.choice((40, 99, 101, 400)))}))
-    elif kind == 3:
+    elif kind == 2:
         names = ("attn_implementation", "additional_special_tokens", "fast_tokenizer_files", "x")
         changes = {generator.choice(names): generator.choice(VALUES) for _ in range(2)}
         path.write_text(json.dumps(old | changes))
     else:
-        path.write_bytes(broken_bytes(generator, json.dumps(old).encode()))
-
-
-def break_large_header(generator: random.Random, case: Case) -> None:
-    header = large_json(generator)
-    size = len(header).to_bytes(8, "little")
-    (case.model / "model.safetensors").write_bytes(size + header + bytes(4))
+        path.write_bytes(broken_json(generator, old))
 
 
 def break_mask(generator: random.Random, case: Case) -> None:
@@ -209,13 +210,7 @@ def break_mask(generator: random.Random, case: Case) -> None:
         "swa_kv_heads": [[0, 1]] * 4, "score": None, "seed": 0,
     }  # fmt: skip
     path = case.folder / "mask.json"
-    content = json.dumps(broken_values(generator, mask)).encode()
-    kind = generator.randrange(4)
-    if kind == 1:
-        content = broken_bytes(generator, content)
-    elif kind == 2:
-        content = large_json(generator)
-    path.write_bytes(content)
+    path.write_bytes(broken_json(generator, mask))
     case.content["search"] |= {"method": "given", "mask": str(path)}
     case.save()
 
@@ -227,16 +222,11 @@ def break_index_of_shards(generator: random.Random, case: Case) -> None:
     shutil.copytree(source, case.corpus)
     path = case.corpus / "index.json"
     content = json.loads(path.read_text())
-    kind = generator.randrange(4)
-    if kind == 0:
-        path.write_bytes(large_json(generator).replace(b'"x":[', b'"shards":[', 1))
-    elif kind == 1:
-        path.write_bytes(broken_bytes(generator, path.read_bytes()))
-    elif kind == 2:
+    if generator.randrange(4) == 0:
         content["shards"][0]["column_sizes"] = [generator.choice(VALUES)] * 20_000
         path.write_text(json.dumps(content))
     else:
-        path.write_text(json.dumps(broken_values(generator, content)))
+        path.write_bytes(broken_json(generator, content).replace(b'"x":[', b'"shards":[', 1))
     changes = {"kind": "mds", "path": str(case.corpus), "tokenizer": str(case.model)}
     case.content["prepare"]["sources"][0] |= changes
     case.save()
@@ -267,11 +257,11 @@ BREAKS: tuple[Callable[[random.Random, Case], None], ...] = (
     break_model_bytes,
     break_index,
     break_header,
+    break_header,
     break_card,
     break_files,
     break_json,
     break_json,
-    break_large_header,
     break_mask,
     break_index_of_shards,
 )

@@ -146,7 +146,6 @@ def changes(file: str) -> Iterator[Change]:
     for line in content.split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
     for node in _behaviour(ast.parse(content)):
-        assert node.end_lineno is not None and node.end_col_offset is not None
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         for twin in mutated(node):
@@ -366,7 +365,6 @@ def copy_checkout(target: Path) -> None:
 
 
 def main() -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)

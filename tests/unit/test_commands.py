@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
+from bosch.errors import LostRankError, RunError, StoppedError, UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
@@ -26,7 +29,9 @@ from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
+from pipeline.run.failures import Terminated
 from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe
 from tests.elsewhere import ROOT
 from tests.hybrid_case import small_model
 from tests.pipeline_case import Case, fake_table
@@ -159,31 +164,6 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["no/model"], "no/model: there is no directory no/model; expected a model directory"),
-        (["model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
-        (["model", "--data", "empty"], "--data empty: is an empty folder"),
-        (["model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
-        (["model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
-    ],
-)
-def test_new_says_what_no_run_could_use(
-    case: Case,
-    arguments: list[str],
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(case.folder)
-    (case.folder / "empty").mkdir()
-    if arguments[0] == "no/model":
-        (case.folder / "no").mkdir()
-    assert main(["new", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {sentence}")
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "a # b",
@@ -215,6 +195,11 @@ def test_new_quotes_names_that_yaml_reads_otherwise(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["new", "empty/m"], "empty/m: there is no directory empty/m; expected a model directory"),
+        (["new", "model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
+        (["new", "model", "--data", "empty"], "--data empty: is an empty folder"),
+        (["new", "model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
+        (["new", "model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
         (["new", "x" * 5000], "File name too long"),
         (["new", "model", "--data", "z" * 5000, "--output", "a.yaml"], "File name too long"),
         (["new", "model", "--data", "~nouser/x", "--output", "a.yaml"], "no such file or folder"),
@@ -271,6 +256,8 @@ def test_a_removed_current_directory_is_one_sentence(
     [
         (["a.jsonl", "README.md", "LICENSE"], "jsonl"),
         (["a.ndjson"], "jsonl"),
+        (["a.json", "about"], "jsonl"),
+        (["a.parquet"], "parquet"),
         (["a.jsonl.zst", ".hidden.parquet"], "jsonl"),
         (["index.json", "shard.00000.mds"], "mds"),
         (["index.json", "shard.00000.mds.zstd"], "mds"),
@@ -295,22 +282,18 @@ def test_new_takes_the_kind_of_the_files_that_hold_documents(
     assert f"kind: {kind}, path" in Path("my_model.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json"])
 def test_new_writes_a_recipe_that_loads_beside_the_model(
-    case: Case, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(case.folder)
     (case.folder / "mine").mkdir()
-    for number in range(2):
-        (case.folder / "mine" / f"{number}{name}").write_text('{"text": "some"}\n')
-    (case.folder / "mine" / "about").touch()
+    (case.folder / "mine" / "a.jsonl").write_text('{"text": "some"}\n')
     case.change_config(max_position_embeddings=1500)
     assert main(["new", "model", "--data", "mine"]) == 0
     assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
     recipe = (loaded := load_recipe("my_model.yaml", input_files=False, env={})).recipe
-    source, kinds = recipe[PrepareConfig].sources[0], {".txt": "text", ".json": "jsonl"}
-    assert source.kind == kinds.get(Path(name).suffix, Path(name).suffix[1:])
-    assert source.path == str(case.folder / "mine")
+    source = recipe[PrepareConfig].sources[0]
+    assert (source.kind, source.path) == ("jsonl", str(case.folder / "mine"))
     assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
     assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
     assert loaded.output_root == case.folder / "runs"
@@ -374,3 +357,52 @@ def test_what_is_in_the_way_of_a_runs_files_is_named(
     assert main(["run", str(case.file)], fake_table()) == 1
     sentence = f"error: {place}: is in the way of the run's own files; move it away"
     assert capsys.readouterr().err.splitlines()[-1] == sentence
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "status", "said"),
+    [
+        (1, 1, ""),
+        (UserError("no hybrid\x1b"), 2, "error: no hybrid\\x1b"),
+        (RunError("no disk"), 1, "error: no disk"),
+        (LostRankError("it hangs"), 76, "error: it hangs"),
+        (StoppedError("saved"), 75, "saved; the same command resumes from here"),
+        (Terminated(), 143, "terminated; the same command resumes from here"),
+        (KeyboardInterrupt(), 130, "stopped; the same command resumes from here"),
+        (OSError(errno.ENOSPC, "No space", "RUNS/x"), 1, "error: the disk of RUNS is full; free"),
+        (OSError(errno.EROFS, "no", "RUNS/x"), 2, "error: runtime.output_root: RUNS cannot be w"),
+        (OSError(errno.EROFS, "no", "/a"), 1,
+         "error: unexpected OSError: [Errno 30] no: '/a'; the traceback is in RUNS/logs/bosch-"),
+        (ZeroDivisionError("oh"), 1,
+         "error: unexpected ZeroDivisionError: oh; the traceback is in RUNS/logs/bosch-"),
+    ],
+)  # fmt: skip
+def test_the_exit_status_of_a_command(
+    ends_with: int | BaseException, status: int, said: str, case: Case,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def end(loaded: LoadedRecipe, options: Any) -> int:
+        if isinstance(ends_with, int):
+            return ends_with
+        if isinstance(ends_with, OSError):
+            ends_with.filename = ends_with.filename.replace("RUNS", str(case.runs))
+        raise ends_with
+
+    case.runs.mkdir()
+    monkeypatch.setattr("pipeline.commands.status.run", end)
+    assert main(["status", str(case.file)]) == status
+    error = capfd.readouterr().err
+    assert error.replace(str(case.runs), "RUNS").startswith(said)
+    assert error.count("\n") == bool(said)
+    if "traceback" in said:
+        assert f"{type(ends_with).__name__}: " in Path(error.split()[-1]).read_text()
+
+
+def test_a_traceback_is_kept_where_there_are_no_runs_yet(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(case.folder))
+    monkeypatch.setattr("pipeline.commands.status.resolve", lambda *_: 1 / 0)
+    assert main(["status", str(case.file)]) == 1
+    (log,) = case.folder.glob("bosch-*/bosch-*.log")
+    assert capsys.readouterr().err.endswith(f"division by zero; the traceback is in {log}\n")

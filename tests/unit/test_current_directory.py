@@ -13,9 +13,12 @@ import pytest
 
 from bosch.errors import RunError
 from pipeline.run.launch import launch
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure.measurement import run_in_process
 from stages.recipe import World
+from stages.report.stage import ReportConfig
 from tests.pipeline_case import ROOT, Case
+from tests.search_case import order
 
 ENTRY = ROOT / "pipeline" / "__main__.py"
 # Libraries, modules of the standard library that others import late, and our own names.
@@ -66,17 +69,9 @@ def test_the_documented_ways_import_nothing_before_the_program_either(
 ) -> None:
     """docs/notes/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
     status = ["status", str(Case(tmp_path).file)]
-    starts = [[str(ENTRY)], *([["-P", "-m", "pipeline"]] if sys.version_info >= (3, 11) else [])]
-    for start in starts:
+    for start in ([str(ENTRY)], ["-P", "-m", "pipeline"]):
         done = _run([sys.executable, *start, *status], more_hostile, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr
-
-
-def test_a_command_runs_in_a_folder_of_the_checkout(tmp_path: Path) -> None:
-    """data_prep/tokenize.py has shadowed the standard library's module."""
-    command = [sys.executable, str(ENTRY), "validate", str(Case(tmp_path).file)]
-    for folder in ("data_prep", "pipeline/run", "stages"):
-        assert _run(command, ROOT / folder).returncode == 0
 
 
 def test_a_measured_process_imports_nothing_from_there(
@@ -94,22 +89,11 @@ def test_a_stage_imports_nothing_from_there(
     monkeypatch.chdir(more_hostile)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)
-    section = {"type": "stages.report.stage:ReportConfig", "values": {}}
     work = tmp_path / "work"
     work.mkdir()
-    order = {
-        "stage": "report",
-        "function": "tests.fake_stages:run",
-        "section": section,
-        "model": {"type": "stages.context:ModelConfig", "values": {"path": "x"}},
-        "seed": 0,
-        "runtime": {"type": "stages.context:Runtime", "values": {}},
-        "upstream": {},
-        "inputs": {},
-        "work_dir": str(work),
-        "log_level": "info",
-    }
-    summary = launch(order, World(processes_per_node=processes))
+    config = StageConfig(ReportConfig(), ModelConfig(path="x"), 0, Runtime())
+    what = order(config, {}, work, "tests.fake_stages:run")
+    summary = launch(what, World(processes_per_node=processes))
     assert summary == {"stage": "report", "rank": 0}
     assert json.loads((work / "output.json").read_text())["world"] == str(processes)
 

@@ -1,27 +1,68 @@
-"""Signals to the launcher of a stage's processes reach them, whenever they come."""
+"""The launcher of a stage's processes: signals reach them, and its status says how they ended."""
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from pipeline.run import elastic
 
 
-def test_a_signal_is_passed_on() -> None:
-    """In a process of its own: here it would also end what other tests have started."""
-    code = (
-        "import signal, subprocess, sys\n"
-        "from pipeline.run import elastic\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "elastic.forward_signal(signal.SIGTERM, None)\n"
-        "print(child.wait(30))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
-    assert done.stdout.strip() == str(-signal.SIGTERM), done.stderr
+def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
+    """What torchrun raises after processes ended: rank, time and status of each."""
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.failures = {
+        rank: SimpleNamespace(timestamp=time, exitcode=status) for rank, time, status in ends
+    }
+    return error
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "status", "left"),
+    [
+        (None, 0, {}),
+        (failed((0, 3, -9), (1, 2, 1)), 1, {"ended.json": {"rank": 1}}),
+        (failed((0, 1, 76), (1, 2, -9)), 137, {"ended.json": {"rank": 1}}),
+        (failed((0, 1, 76), (1, 2, 76)), 76, {"ended.json": {"rank": 0}}),
+        (failed((0, 1, 1), (1, 2, 75)), 75, {"ended.json": {"rank": 1}}),
+        (SignalException("", signal.SIGINT), 130, {}),
+        (DistError("no\nanswer"), 76, {"lost-rank.node.json": {
+            "message": "the first node does not answer this one's launcher (no answer)"
+        }}),
+    ],
+)  # fmt: skip
+def test_its_status_is_that_of_the_first_reason(
+    ends_with: Exception | None, status: int, left: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    parents: list[int] = []
+
+    def torchrun(arguments: list[str]) -> None:
+        assert arguments[0].startswith("--signals-to-handle=") and arguments[1:] == sys.argv[1:]
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            assert signal.getsignal(number) is elastic.forward_signal
+        if ends_with is not None:
+            raise ends_with
+
+    monkeypatch.setenv(elastic.PARENT, "1")
+    monkeypatch.setattr(sys, "argv", ["elastic", "--nnodes=1", "-m", str(tmp_path / "order.json")])
+    monkeypatch.setattr(elastic, "die_with_runner", lambda: parents.append(1))
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    monkeypatch.setattr(logging.getLogger("torch.distributed"), "setLevel", parents.append)
+    assert elastic.main() == status
+    assert {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()} == left
+    assert parents == [1, logging.CRITICAL], "its messages are the runner's own"
 
 
 def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:
@@ -31,10 +72,15 @@ def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_a_signal_before_there_are_processes_ends_the_launcher(
+def test_signals_are_passed_on_or_end_the_launcher_before_there_are_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
+    sent: list[int] = []
+    children = [SimpleNamespace(send_signal=sent.append)] * 2
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: children)
+    elastic.forward_signal(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM] * 2
+    children.clear()
     with pytest.raises(SystemExit) as stop:
         elastic.forward_signal(signal.SIGTERM, None)
     assert stop.value.code == 143

@@ -10,15 +10,23 @@ import pytest
 from bosch.errors import DamagedWorkError, RunError, UserError, control_character, printable
 from pipeline.run.failures import describe
 
+WORD, LINE = "w" * 500, "a line of " * 500
 
-def test_a_message_shows_the_ends_of_a_value_of_any_length() -> None:
-    name = "a" * 5000 + "z" * 5000
-    assert str(UserError(f"weights.json: {name} is missing")) == (
-        f"weights.json: {'a' * 200}… (10,000 characters) …{'z' * 100} is missing"
-    )
-    lines = "\n".join(f"fault {number}" for number in range(2000))
-    assert str(RunError(lines)) == lines
-    assert len(str(UserError(str(list(range(50_000)))))) < 400
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"a: {'a' * 5000}{'z' * 5000} is missing",
+         f"a: {'a' * 200}… (10,000 characters) …{'z' * 100} is missing"),
+        (f"{WORD}w is", f"{'w' * 200}… (501 characters) …{'w' * 100} is"),
+        (f"{LINE}b", f"{LINE[:200]}… (5,001 characters) …{LINE[-99:]}b"),
+        (f"{WORD} is\n{LINE}", f"{WORD} is\n{LINE}"),
+        ("fault\n" * 2000, "fault\n" * 2000),
+    ],
+    ids=["word", "least word", "least line", "most of each", "lines"],
+)  # fmt: skip
+def test_a_message_shows_the_ends_of_what_is_too_long(text: str, shown: str) -> None:
+    assert str(UserError(text)) == str(RunError(text)) == shown
 
 
 @pytest.mark.parametrize(
@@ -50,13 +58,6 @@ def test_a_failure_of_a_stage_has_a_kind_and_a_message(
         (tmp_path / "file").touch()
         told = describe(error, tmp_path, tmp_path / "file" / "stage.log")
         assert told["message"] == r"unexpected KeyError: 'a\nb'"
-
-
-def test_words_of_500_and_lines_of_5000_characters_are_whole() -> None:
-    word, line = "w" * 500, "a line of " * 500
-    assert str(UserError(f"{word} is\n{line}")) == f"{word} is\n{line}"
-    assert str(UserError(f"{word}w is")) == f"{'w' * 200}… (501 characters) …{'w' * 100} is"
-    assert str(UserError(f"{line}b")) == f"{line[:200]}… (5,001 characters) …{line[-99:]}b"
 
 
 @pytest.mark.parametrize(

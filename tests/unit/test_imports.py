@@ -1,16 +1,26 @@
-"""The order of imports: one way, no cycles, and no project module imported in a function."""
+"""The order of imports: one way, no cycles, and no project module imported in a function.
+
+pyproject.toml declares every package that the code imports, and no version below the tested.
+"""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.elsewhere import ROOT
+
 PACKAGES = ("bosch", "data_prep", "stages", "pipeline")
 
 # From the ground up: a module may use what stands below it, and what stands beside it in its own
@@ -62,17 +72,17 @@ LAZY = {
 }
 
 
-def modules() -> dict[str, ast.Module]:
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
-            path.read_text(encoding="utf-8")
-        )
-        for path in files
-    }
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-MODULES = modules()
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {
+    _name(path): _tree(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+}
 
 
 def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
@@ -157,7 +167,7 @@ def test_no_function_imports_a_module_of_the_project() -> None:
     in_tests = [
         f"{path.name} imports {used}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for used in imports(path.name, functions(ast.parse(path.read_text(encoding="utf-8"))))
+        for used in imports(path.name, functions(_tree(path)))
     ]
     assert in_tests == []
 
@@ -180,7 +190,7 @@ def test_tests_use_what_is_public() -> None:
     """No test imports, calls or replaces a name of the project that begins with an underscore."""
     wrong = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _tree(path)
         imported = {
             alias.asname or alias.name: alias.name
             for node in ast.walk(tree)
@@ -203,5 +213,83 @@ def test_tests_use_what_is_public() -> None:
 
 
 def test_the_plain_reference_shares_no_code_with_what_it_checks() -> None:
-    tree = ast.parse((ROOT / "tests" / "plain_attention.py").read_text(encoding="utf-8"))
+    tree = _tree(ROOT / "tests" / "plain_attention.py")
     assert imports("plain_attention", ast.walk(tree)) == set()
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# Modules of a distribution with another name.
+_DISTRIBUTION = {"PyNomad": "PyNomadBBO", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
+_OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "tests"}
+# Where each folder's imports may be declared; "" is the core, which the library must do with.
+_EXTRAS = {
+    "bosch": ("", "pipeline", "flash", "vllm", "mlx"),
+    "data_prep": ("", "pipeline", "eval"),
+    "pipeline": ("", "pipeline"),
+    "stages": ("", "pipeline", "eval", "adapt", "gpu"),
+    "docs": ("", "pipeline", "test", "docs"),
+    "recipes": ("", "pipeline"),
+    "tests": ("", "pipeline", "eval", "adapt", "serve", "test", "flash", "vllm", "mlx"),
+}
+# Of which only a maker of test data has need, by hand.
+_BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
+
+
+def _lines(extra: str) -> list[str]:
+    return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+
+
+def _declared(*extras: str) -> set[str]:
+    return {canonicalize_name(Requirement(line).name) for one in extras for line in _lines(one)}
+
+
+def _packages(nodes: Iterable[ast.AST]) -> set[str]:
+    """Distributions of other packages that the nodes import."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).partition(".")[0])
+    others = names - sys.stdlib_module_names - _OWN
+    return {canonicalize_name(_DISTRIBUTION.get(name, name)) for name in others}
+
+
+@pytest.mark.parametrize("folder", _EXTRAS)
+def test_every_package_imported_is_declared(folder: str) -> None:
+    declared = _declared(*_EXTRAS[folder])
+    missing = {
+        f"{path.relative_to(ROOT)}: {package}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for package in _packages(ast.walk(_tree(path))) - declared
+        if package not in _BY_HAND.get(str(path.relative_to(ROOT)), ())
+    }
+    assert not missing
+
+
+def test_the_library_is_imported_with_its_own_dependencies_alone() -> None:
+    """`pip install .` brings no extra; what needs one is imported where it is used."""
+    core = _declared("")
+    missing = {
+        f"{path.relative_to(ROOT)}: {package}"
+        for path in sorted((ROOT / "bosch").rglob("*.py"))
+        if path.parent.name not in ("vllm", "mlx")
+        for package in _packages(_tree(path).body) - core
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]], ids="extra {}".format)
+def test_requirements_have_a_lowest_version_and_admit_what_is_installed(extra: str) -> None:
+    """`launch/setup.sh oldest` installs the lowest: it must be written so that it finds it."""
+    for text in _lines(extra):
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            continue
+        line = f"{requirement.name}[{','.join(sorted(requirement.extras))}]".replace("[]", "")
+        assert re.match(rf"{re.escape(line)}>=\d+(\.\d+)*([,;]|$)", text), text
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        assert requirement.specifier.contains(version, prereleases=True), (text, version)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.run import launch as launcher
 from pipeline.run.failures import DISK_FULL_STATUS, LOST_RANK_STATUS
 from pipeline.run.launch import launch, torchrun_options
 from stages.recipe import World
+from tests.pipeline_case import gone
 
 
 @pytest.mark.parametrize(
@@ -76,50 +77,62 @@ def test_variables_of_a_stages_processes(
     )
 
 
+# Leaves a process of its own behind, says what it was told, and ends as it was told.
 WORKER = """
-import json, os, pathlib, subprocess, sys, time
-control = pathlib.Path(sys.argv[2]).parent
-order = json.loads((control / "order.json").read_text())
-assert order["stage"] == "search" and not (control / "stale").exists()
+import json, os, pathlib, subprocess, sys
+file = pathlib.Path(sys.argv[2])
+order, control = json.loads(file.read_text()), file.parent
+assert not (control / "stale").exists()
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-(control.parent / "left").write_text(str(left.pid))
+told = [str(file), order, os.environ["BOSCH_WORK_DIR"], left.pid]
+(control.parent / "told.json").write_text(json.dumps(told))
 (control / "summary.json").write_text(json.dumps({"done": 1}))
-sys.exit(int(order["status"]))
+if order["status"] < 0:
+    os.kill(os.getpid(), -order["status"])
+sys.exit(order["status"])
 """
 
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program in place of the stage's, which leaves a process of its own behind."""
+    """The work directory of a stage, whose program is another."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(launcher, "PROCESS", (str(tmp_path / "worker.py"),))
     (tmp_path / "work").mkdir()
-    (tmp_path / "work.control-0").mkdir()
-    (tmp_path / "work.control-0" / "stale").touch()
-    return tmp_path
+    for rank in (0, 1):
+        (tmp_path / f"work.control-{rank}").mkdir()
+        (tmp_path / f"work.control-{rank}" / "stale").touch()
+    return tmp_path / "work"
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process does anything: one that was killed may not have been waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("status", [0, 3])
-def test_no_process_and_no_folder_is_left_of_a_stage(worker: Path, status: int) -> None:
-    order = {"stage": "search", "work_dir": str(worker / "work"), "status": status}
+@pytest.mark.parametrize(("status", "node_rank"), [(0, 0), (3, 0), (0, 1)])
+def test_no_process_and_no_folder_is_left_of_a_stage(
+    worker: Path, status: int, node_rank: int
+) -> None:
+    """The control folder stands beside the work, whose name marks the processes to end."""
+    order = {"stage": "search", "work_dir": str(worker), "status": status}
     if status:
         with pytest.raises(RunError, match=r"^search: its process ended with status 3 without a"):
             launch(order, World())
     else:
-        assert launch(order, World()) == {"done": 1}
-    end = time.monotonic() + 60
-    while is_running(int((worker / "left").read_text())) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(int((worker / "left").read_text()))
-    assert not (worker / "work.control-0").exists() and (worker / "work").exists()
+        summary = launch(order, World(node_rank=node_rank))
+        assert summary == ({} if node_rank else {"done": 1})
+    *told, pid = json.loads((worker.parent / "told.json").read_text())
+    mark = f"{worker} node 1" if node_rank else str(worker)
+    assert told == [f"{worker}.control-{node_rank}/order.json", order, mark]
+    assert gone(pid, 60)
+    assert worker.exists() and not (worker.parent / f"work.control-{node_rank}").exists()
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    counts = iter((5, 5 + kills))
+    monkeypatch.setattr(launcher, "killed_by_kernel", lambda: next(counts))
+    with pytest.raises(RunError) as caught:
+        launch({"stage": "search", "work_dir": str(worker), "status": -9}, World())
+    assert ("because memory ran out" in str(caught.value)) == bool(kills)
 
 
 def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +147,6 @@ def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         env = {**os.environ, "BOSCH_WORK_DIR": f"/none/{os.getpid()}"}
         with launcher.children_end([sys.executable, "-c", code], env) as child:
-            assert child.stdout is not None
             child.stdout.readline()
         assert child.returncode == status
 

@@ -81,9 +81,3 @@ def test_its_cost_stands_in_the_plan(case: Case) -> None:
     place = next(n for n, line in enumerate(lines) if line.startswith("  words"))
     assert lines[place].split(maxsplit=1)[1] == "100 B on disk"
     assert lines[place + 1].strip() == "- 10 words on 8 x h100"
-
-
-def test_a_recipe_may_leave_it_out(case: Case) -> None:
-    del case.content["words"]
-    case.save()
-    assert "words" not in states(case)

@@ -12,7 +12,6 @@ import sys
 import tarfile
 import zipfile
 from contextlib import nullcontext
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,6 @@ def site(built: Path) -> Path:
     return built / "site"
 
 
-def _metadata(site: Path) -> Message:
-    (file,) = site.glob("*.dist-info/METADATA")
-    return email.message_from_string(file.read_text(encoding="utf-8"))
-
-
 def _bosch(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The installed program, in an environment without the checkout."""
     code = "import sys; from bosch.console import main; sys.exit(main())"
@@ -86,7 +80,8 @@ def test_the_sdist_builds_what_the_wheel_holds(built: Path) -> None:
 
 
 def test_an_index_shows_the_description(site: Path) -> None:
-    metadata = _metadata(site)
+    (file,) = site.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(file.read_text(encoding="utf-8"))
     assert metadata["Version"] == VERSION
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = metadata.get_payload()

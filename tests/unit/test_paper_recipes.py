@@ -1,22 +1,36 @@
-"""The recipes for the paper's models hold the paper's parameters and pass every check."""
+"""The recipes for the paper's models, and the runs that pages make of them, pass every check.
+
+recipes/README.md and docs/guide/two_nodes.md name the runs; each has a plan.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bosch.errors import UserError
+from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
+from stages.recipe import LoadedRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
-    "qwen3_1p7b_r075": "Qwen/Qwen3-1.7B-Base",
-    "qwen3_8b_r075": "Qwen/Qwen3-8B-Base",
-    "qwen3_14b_r075": "Qwen/Qwen3-14B-Base",
-    "qwen3_30b_a3b_r075": "Qwen/Qwen3-30B-A3B-Base",
+    "qwen3_1p7b": "Qwen/Qwen3-1.7B-Base",
+    "qwen3_8b": "Qwen/Qwen3-8B-Base",
+    "qwen3_14b": "Qwen/Qwen3-14B-Base",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B-Base",
 }
+RATIOS, BASELINES = (0.25, 0.5, 0.75, 0.875), ("intr", "b_layer", "fisher")
 SOURCES = 10
+
+
+def _load(name: str, *overrides: str, **options: Any) -> LoadedRecipe:
+    file = ROOT / "recipes" / f"{name}_r075.yaml"
+    return load_recipe(file, overrides, fetch=False, env={}, **options)
 
 
 @pytest.fixture
@@ -28,55 +42,100 @@ def shards(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -> None:
-    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", shards, fetch=False).recipe
-    assert recipe.name == name
+    recipe = _load(name, *shards).recipe
+    assert recipe.name == f"{name}_r075"
     assert recipe.model.path == MODELS[name]
     search, train, evaluate = recipe.search, recipe.train, recipe.evaluate
     assert (search.swa_ratio, search.window_size, search.sinks) == (0.75, 1024, 0)
     assert (search.budget_per_layer, search.alpha, search.gamma) == (8, 100.0, 0.2)
-    assert (search.method, search.solver, search.max_group_variables) == (
-        "bosch_plus",
-        "nomad",
-        50,
-    )
+    assert (search.method, search.solver) == ("bosch_plus", "nomad")
+    assert search.max_group_variables == 50
     calibration = recipe.prepare.calibration
     assert (calibration.examples, calibration.length) == (64, 32768)
     assert recipe.prepare.sequence_length == 32768
-    assert train is not None
     assert train.total_tokens // train.batch_tokens == 1192
     assert train.batch_tokens == 64 * 32768
     assert (train.learning_rate, train.warmup_ratio) == (1e-5, 0.1)
     assert train.checkpoint_tokens == [700_000_000, 1_300_000_000, 2 * 10**9, 2_500_000_000]
-    assert evaluate is not None
-    assert evaluate.needle is not None
     assert evaluate.needle.lengths == [4096, 8192, 16384, 32768]
     assert (len(evaluate.needle.tasks), evaluate.needle.samples) == (6, 500)
     assert sum(source.weight for source in recipe.prepare.sources) == pytest.approx(1)
+    for gpus in (1, 4, 8, 16):  # batches divide over common numbers of them
+        assert 64 % (recipe.runtime.micro_batch_size * gpus) == 0
 
 
 def test_an_override_gives_the_published_search(shards: list[str]) -> None:
     published = ["search.method=bosch", "search.strict=true", "search.budget_per_layer=100"]
-    path = ROOT / "recipes" / "qwen3_14b_r075.yaml"
-    search = load_recipe(path, shards + published, fetch=False).recipe.search
+    search = _load("qwen3_14b", *shards, *published).recipe.search
     assert (search.method, search.solver, search.budget_per_layer) == ("bosch", "nomad", 100)
     assert not search.settings(0).break_ties
-
-
-@pytest.mark.parametrize("gpus", [1, 4, 8, 16])
-@pytest.mark.parametrize("name", MODELS)
-def test_paper_batches_divide_over_common_numbers_of_gpus(
-    name: str, gpus: int, shards: list[str]
-) -> None:
-    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", shards, fetch=False).recipe
-    assert recipe.train is not None
-    micro = recipe.runtime.micro_batch_size
-    assert isinstance(micro, int)
-    assert recipe.train.batch_tokens // recipe.prepare.sequence_length % (micro * gpus) == 0
 
 
 def test_missing_data_is_named_source_by_source(tmp_path: Path) -> None:
     missing = [f"prepare.sources.{index}.path={tmp_path}/{index}" for index in range(SOURCES)]
     with pytest.raises(UserError) as caught:
-        load_recipe(ROOT / "recipes" / "qwen3_8b_r075.yaml", missing, fetch=False)
+        _load("qwen3_8b", *missing)
     for index in range(SOURCES):
         assert f"prepare.sources.{index}.path: " in str(caught.value)
+
+
+def _runs(page: str) -> list[LoadedRecipe]:
+    """What every launch/torchrun.sh in a page's bash blocks runs, as bash expands it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = [b for b in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "torchrun" in b]
+    script = re.sub(r"\\\n\s*", "", "\n".join(blocks)).replace(
+        "launch/torchrun.sh", "printf '%s\\037'"
+    )
+    script = re.sub(r"(?m)(printf .*)$", r"\1; echo", script)
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    commands = [line.rstrip("\037").split("\037") for line in done.stdout.splitlines() if line]
+    return [
+        load_recipe(
+            ROOT / file, [a for a in arguments if "=" in a and not a.startswith("--")],
+            fetch=False, input_files=False, model_files=False, env={},
+        )
+        for file, *arguments in commands
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, LoadedRecipe]:
+    loaded = _runs("recipes/README.md")
+    by_name = {run.recipe.name: run for run in loaded}
+    assert len(by_name) == len(loaded)
+    return by_name
+
+
+def test_the_readme_holds_the_paper_s_runs(runs: dict[str, LoadedRecipe]) -> None:
+    recipes = [run.recipe for run in runs.values()]
+    settings = {(one.model.path, one.search.method, one.search.swa_ratio) for one in recipes}
+    published = runs["qwen3_14b_bosch_0.75"].recipe.search.method
+    paths = MODELS.values()
+    assert {(path, published, ratio) for path in paths for ratio in RATIOS} <= settings
+    assert {(path, method, 0.75) for path in paths for method in BASELINES} <= settings
+    assert any("Llama-3" in path for path, _, _ in settings)
+
+
+def test_the_readme_holds_the_ablations_of_windows_and_lengths(
+    runs: dict[str, LoadedRecipe],
+) -> None:
+    for model in ("qwen3_8b", "qwen3_14b"):
+        recipe = runs[f"{model}_windows"].recipe
+        assert recipe.train is None
+        assert recipe.search.window_size == 1024
+        assert recipe.evaluate.windows == [256, 512, 1024, 2048, 4096]
+    for model in MODELS:
+        recipe = runs[f"{model}_longer"].recipe
+        assert recipe.train is None
+        assert recipe.evaluate.needle.yarn == {65536: 2, 131072: 4}
+
+
+def test_every_run_has_a_plan_that_fits_sixteen_gpus(runs: dict[str, LoadedRecipe]) -> None:
+    for name, run in runs.items():
+        lines = "\n".join(plan_lines(run, "h100x16"))
+        assert run.recipe.train is None or ": fits" in lines, name
+        assert f"{name} on 16 x h100" in lines
+
+
+def test_the_guide_s_runs_are_valid() -> None:
+    assert _runs("docs/guide/two_nodes.md")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,12 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.batches import batches_by_round
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.search.methods import FINDING, METHODS
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.cost import Devices, memory_here
-from stages.formats import format_bytes, format_flops, format_hours
+from stages.cost import Cost, Devices, memory_here
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -42,9 +39,35 @@ SHAPE = {
 }
 
 
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2.0**30
+
+
 def _shape(**changes: Any) -> DecoderShape:
     model_type = "qwen3_moe" if "num_experts" in changes else "qwen3"
     return stored_shape(ModelInfo({"model_type": model_type, **SHAPE, **changes}))
+
+
+def _load(case: Case, *overrides: str, **env: str) -> LoadedRecipe:
+    return load_recipe(case.file, overrides, env=env, input_files=False)
+
+
+def _costs(loaded: LoadedRecipe) -> dict[str, Cost]:
+    return plan_costs(loaded, plan_devices(loaded))
+
+
+def _paper(name: str, *overrides: str) -> LoadedRecipe:
+    file = ROOT / "recipes" / f"{name}_r075.yaml"
+    return load_recipe(file, overrides, fetch=False, input_files=False, model_files=False, env={})
+
+
+def _hours(
+    name: str, stage: str, device: str, count: int, efficiency: float | None, *overrides: str
+) -> float:
+    """Hours that the plan says for a stage of a recipe on so many devices."""
+    loaded = _paper(name, *overrides)
+    devices = plan_devices(loaded, f"{device}x{count}", efficiency)
+    return plan_costs(loaded, devices)[stage].hours(device, count)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,40 +85,6 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
     assert shape.tables == table + 64 + (0 if tied else table)
 
 
-@pytest.mark.parametrize("method", FINDING)
-def test_the_plan_says_what_the_table_of_methods_says(tmp_path: Path, method: str) -> None:
-    case = Case(tmp_path)
-    case.content["search"]["method"] = method
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    settings = loaded.recipe.search.settings(loaded.recipe.seed)
-    assert loaded.info is not None
-    shape = loaded.info.layers, loaded.info.kinds.heads
-    cost = plan_costs(loaded, plan_devices(loaded))["search"]
-    most = METHODS[method].most_evaluations(settings, *shape)
-    assert any(f"at most {most:,} evaluations" in fact for fact in cost.facts)
-
-
-def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    text = "\n".join(plan_lines(load_recipe(case.file, env={}), "h100x8"))
-    assert "8 x h100" in text
-    assert "4 steps of 512 tokens = 2,048 tokens" in text
-    assert "4 sequences a step on 8 process(es)" in text
-    assert "12 samples for the hybrid and each of 2 checkpoints" in text
-    assert "note:" not in text
-    loaded = load_recipe(case.file, env={})
-    costs = plan_costs(loaded, plan_devices(loaded, "h100x8"))
-    for device in ("a800", "h100", "h200", "cpu"):
-        hours = [f"{name} {format_hours(cost.hours(device, 8))}" for name, cost in costs.items()
-                 if cost.flops]  # fmt: skip
-        assert f"  {device} x 8".ljust(15) + ", ".join(hours) in text
-    flops, disk = (sum(getattr(c, name) for c in costs.values()) for name in ("flops", "disk"))
-    every = sum(cost.hours("h100", 8) for cost in costs.values())
-    total = f"{format_flops(flops)}, {format_hours(every)}, {format_bytes(disk)} on disk"
-    assert f"  in all       {total}\n" in text
-
-
 @pytest.mark.parametrize(
     ("changes", "samples", "longest"),
     [
@@ -107,10 +96,9 @@ def test_the_plan_names_steps_tokens_and_hours(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
-    tmp_path: Path, changes: str, samples: int, longest: str
+    case: Case, changes: str, samples: int, longest: str
 ) -> None:
-    loaded = load_recipe(Case(tmp_path).file, [changes], env={}, input_files=False)
-    cost = plan_costs(loaded, plan_devices(loaded))["evaluate"]
+    cost = _costs(_load(case, changes))["evaluate"]
     (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
     assert f" of KV cache for 8 samples of {longest}" in memory
     (told,) = [fact for fact in cost.facts if " samples for the hybrid" in fact]
@@ -119,22 +107,16 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
 
 
-def test_a_model_too_large_for_a_device_is_noted(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
     for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
         case.change_config(vocab_size=gib * 2**30 // 128)
-        lines = list(plan_lines(load_recipe(case.file, env={}), "rtx4090"))
+        lines = list(plan_lines(_load(case), "rtx4090"))
         assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
-def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    case.content["runtime"]["eval_batch_size"] = 1
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
-    costs = plan_costs(loaded, plan_devices(loaded))
-    distributed = {name for name, cost in costs.items() if cost.distributed}
+def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
+    by_one = "runtime.eval_batch_size=1"
+    distributed = {name for name, cost in _costs(_load(case, by_one)).items() if cost.distributed}
     assert distributed == {"search", "train", "original", "evaluate"}
     # Four rounds of one example each: gradients, and masks that may lose early, take one.
     for method, race, speedups in (
@@ -143,15 +125,11 @@ def test_hours_count_the_devices_that_a_stage_uses(tmp_path: Path) -> None:
         ("fisher", True, [1, 2, 2, 4, 4]),
         ("bosch", False, [1, 2, 2, 4, 4]),
     ):
-        case.content["search"] |= {"method": method, "race": race}
-        case.save()
-        loaded = load_recipe(case.file, env={})
-        assert loaded.info is not None
-        costs = plan_costs(loaded, plan_devices(loaded))
-        assert [costs["search"].speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
-    lines = list(plan_lines(loaded, "h100x8"))
-    search = next(line for line in lines if line.startswith("  search "))
-    assert "on 4 of them" in search
+        loaded = _load(case, by_one, f"search.method={method}", f"search.race={race}")
+        search = _costs(loaded)["search"]
+        assert [search.speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
+    (line,) = [line for line in plan_lines(loaded, "h100x8") if line.startswith("  search ")]
+    assert "on 4 of them" in line
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
@@ -185,16 +163,6 @@ def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
     assert operations[1] / operations[0] > 4.8 / 2.2
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "gib"), [("qwen3_14b", 16, 82), ("qwen3_30b_a3b", 8, 341)]
-)
-def test_the_plan_says_what_the_host_holds_while_restart_points_are_written(
-    name: str, gpus: int, gib: int
-) -> None:
-    text = "\n".join(plan_lines(_paper(name), f"h100x{gpus}"))
-    assert re.search(rf"{gib}(\.\d)? GiB while restart points are written", text), text
-
-
 def test_the_plan_says_that_one_model_is_held_where_a_hybrid_is_made() -> None:
     shape = shape_of(_paper("qwen3_30b_a3b"))
     assert shape.largest_weight == 128 * 2 * 768 * 2048  # the gates and ups of a layer's experts
@@ -207,78 +175,40 @@ def test_the_plan_says_that_one_model_is_held_where_a_hybrid_is_made() -> None:
 
 @pytest.mark.parametrize(("examples", "batch"), [(16, 8), (5, 1), (21, 1), (50, 2)])
 def test_a_search_has_as_many_batches_as_its_objective(
-    tmp_path: Path, examples: int, batch: int
+    case: Case, examples: int, batch: int
 ) -> None:
     calibration = CalibrationSet.from_records(([1, 2, k], 1) for k in range(examples))
     rounds = batches_by_round(calibration, batch, 100)
-    case = Case(tmp_path)
-    case.content["runtime"]["eval_batch_size"] = batch
-    case.content["prepare"]["calibration"]["examples"] = examples
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
-    costs = plan_costs(loaded, plan_devices(loaded))
-    assert costs["search"].jobs == (sum(map(len, rounds)),)
-    case.content["search"]["method"] = "bosch_plus"  # its gradients take a round
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
-    costs = plan_costs(loaded, plan_devices(loaded))
-    assert costs["search"].jobs == tuple(map(len, rounds))
+    changes = (f"runtime.eval_batch_size={batch}", f"prepare.calibration.examples={examples}")
+    assert _costs(_load(case, *changes))["search"].jobs == (sum(map(len, rounds)),)
+    # Its gradients take a round.
+    loaded = _load(case, *changes, "search.method=bosch_plus")
+    assert _costs(loaded)["search"].jobs == tuple(map(len, rounds))
     (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
     assert f" on {max(map(len, rounds))} of them" in line
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # Days of training on 16 A800 that the paper reports (B.5), and the share of their peak in executed
 # operations that they imply.
 PAPER_DAYS = {"qwen3_1p7b": (1, 0.105), "qwen3_30b_a3b": (4, 0.057)}
 
 
-def _hours(
-    name: str, stage: str, device: str, count: int, efficiency: float | None, *overrides: str
-) -> float:
-    """Hours that the plan says for a stage of a recipe on so many devices."""
-    recipe = ROOT / "recipes" / f"{name}_r075.yaml"
-    loaded = load_recipe(
-        recipe, overrides, fetch=False, input_files=False, model_files=False, env={}
-    )
-    assert loaded.info is not None
-    devices = plan_devices(loaded, f"{device}x{count}", efficiency)
-    return plan_costs(loaded, devices)[stage].hours(device, count)
-
-
-def _train_hours(name: str, efficiency: float, tmp_path: Path) -> float:
+def _train_hours(name: str, efficiency: float) -> float:
     # The paper recomputes activations; here memory decides.
     return _hours(name, "train", "a800", 16, efficiency, "runtime.checkpointing=full")
 
 
-def test_the_plan_assumes_two_fifths_of_the_peak(tmp_path: Path) -> None:
-    """By default, for each stage and in the line that says so; a stated share replaces it."""
-    loaded = load_recipe(Case(tmp_path).file, env={})
-    assert loaded.info is not None
-    default, same, half = (
-        [line for line in plan_lines(loaded, "h100x8", share) if "hours" in line or " at " in line]
-        for share in (None, 0.4, 0.2)
-    )
-    assert default == same and "at 0.4 of its peak" in default[0]
-    assert "at 0.2 of its peak" in half[0]
-    for cost in plan_costs(loaded, plan_devices(loaded, "h100x1")).values():
-        # 989 TFLOPS of an H100 in bfloat16.
-        assert cost.hours("h100", 1) == pytest.approx(cost.flops / (0.4 * 989e12 * 3600))
-
-
-def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency(tmp_path: Path) -> None:
+def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency() -> None:
     for name, (days, efficiency) in PAPER_DAYS.items():
-        assert _train_hours(name, efficiency, tmp_path) == pytest.approx(24 * days, rel=0.05)
+        assert _train_hours(name, efficiency) == pytest.approx(24 * days, rel=0.05)
     # At the efficiency assumed by default no model may take longer than the paper's slowest, and
     # the operations order the dense ones by size.
-    hours = [_train_hours(name, 0.4, tmp_path) for name in ("qwen3_1p7b", "qwen3_8b", "qwen3_14b")]
+    hours = [_train_hours(name, 0.4) for name in ("qwen3_1p7b", "qwen3_8b", "qwen3_14b")]
     assert hours == sorted(hours)
     assert hours[-1] < 96
     # 8B and 14B lie between one and four days at one and the same efficiency.
     for name in ("qwen3_8b", "qwen3_14b"):
-        assert 24 < _train_hours(name, 0.3, tmp_path) < 96
+        assert 24 < _train_hours(name, 0.3) < 96
 
 
 def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
@@ -293,18 +223,6 @@ def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
     more, fewer = (_shape(num_experts=n, num_experts_per_tok=2) for n in (8, 4))
     router = 3 * 64 * 4 * 2 * length
     assert more.forward_flops(length, length) - fewer.forward_flops(length, length) == router
-
-
-def _paper(name: str, *overrides: str) -> LoadedRecipe:
-    file = ROOT / "recipes" / f"{name}_r075.yaml"
-    return load_recipe(file, overrides, fetch=False, input_files=False, model_files=False, env={})
-
-
-@pytest.mark.parametrize("name", ["qwen3_1p7b", "qwen3_8b", "qwen3_14b", "qwen3_30b_a3b"])
-def test_paper_recipes_fit_into_sixteen_gpus_of_80_gib(name: str) -> None:
-    text = "\n".join(plan_lines(_paper(name), "a800x16"))
-    assert ": fits" in text
-    assert "optimizer" in text
 
 
 @pytest.mark.parametrize(
@@ -342,7 +260,7 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
         loaded = _paper(
             "qwen3_14b", f"runtime.checkpointing={way}", f"prepare.sequence_length={length}k"
         )
-        ways[way] = training_budget(loaded, shape_of(loaded), 16, memory * 2.0**30, True)
+        ways[way] = training_budget(loaded, shape_of(loaded), 16, memory * GIB, True)
     assert ways["auto"].runtime.checkpointing == chosen and ways["auto"].is_safe
     peaks = [ways[way].memory.peak for way in ("none", "attention", "full")]
     assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
@@ -350,23 +268,9 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
-def test_offloaded_inputs_are_in_the_hosts_memory_by_plan() -> None:
-    override = "runtime.checkpointing=full"
-    loaded = _paper("qwen3_14b", override, "runtime.offload_activations=true")
-    kept, moved = (
-        training_budget(one, shape_of(one), 16, 80 * 2.0**30, True).memory
-        for one in (_paper("qwen3_14b", override), loaded)
-    )
-    inputs = 2 * 32 * 1024 * 5120 * 2  # of a layer: two sequences in bf16
-    assert moved.offloaded == kept.layer_inputs == 40 * inputs
-    assert kept.peak - moved.peak == 39 * inputs
-    text = "\n".join(plan_lines(loaded, "a800x16"))
-    assert "host memory a node for the inputs of layers: 200 GiB" in text
-
-
-def test_a_remedy_fits(tmp_path: Path) -> None:
+def test_a_remedy_fits() -> None:
     loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
-    shape, capacity = shape_of(loaded), 80 * 2.0**30
+    shape, capacity = shape_of(loaded), 80 * GIB
     sentence = remedy(loaded, shape, 16, capacity, True)
     settings = [word for word in sentence.split() if word.startswith("runtime.")]
     assert settings
@@ -389,26 +293,22 @@ def test_the_remedy_is_the_one_change_that_suffices() -> None:
     assert found == "it fits with runtime.sharding=fsdp"
 
 
-def test_a_run_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = Case(tmp_path)
-    loaded = load_recipe(case.file, env={})
-    refuse_what_cannot_fit(loaded)
+def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse_what_cannot_fit(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
     with pytest.raises(UserError, match=r"training needs .* on each of 1 process"):
-        refuse_what_cannot_fit(load_recipe(case.file, env={}))
+        refuse_what_cannot_fit(_load(case))
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
-    assert not (tmp_path / "runs" / "store").exists()
+    assert not (case.runs / "store").exists()
 
 
 def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all processes of the node together; where memory is not known nothing is refused."""
     overrides = ["runtime.checkpointing=full", "runtime.offload_activations=true"]
-    loaded = load_recipe(Case(tmp_path).file, overrides, env={"NPROC_PER_NODE": "2"})
+    loaded = _load(case, *overrides, NPROC_PER_NODE="2")
     offloaded = training_budget(loaded, shape_of(loaded), 2, 1e15, False).memory.offloaded
     monkeypatch.setattr(fit, "memory_here", lambda world: 1e15)
     monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded)
@@ -444,9 +344,6 @@ def test_hardware_names() -> None:
         find_hardware("h100x0", world)
 
 
-GIB = 2.0**30
-
-
 @pytest.mark.parametrize(
     ("hardware", "world", "devices"),
     [
@@ -470,14 +367,11 @@ def test_what_is_planned_for(
     assert plan_devices(loaded, hardware) == Devices(*devices)
 
 
-def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
+def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
     """4 layers of 4 heads, half of them sliding: 8 full heads, two or four ranks can share."""
-    case = Case(tmp_path)
 
-    def lines(**search: Any) -> list[str]:
-        case.content["search"] |= search
-        case.save()
-        return [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
+    def lines(*overrides: str) -> list[str]:
+        return [line for line in plan_lines(_load(case, *overrides)) if "vLLM" in line]
 
     one, two, four, eight = lines()
     # Blocks of 32 tokens: 32 for all, 9 + 1 for a window and 256 tokens of a step; 1 KiB a head.
@@ -486,83 +380,40 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(tmp_path: Path) -> None:
     assert "up to" in two and two.endswith("which search.head_granularity=2 avoids")
     assert "up to" in four and four.endswith("which search.head_granularity=4 avoids")
     assert "on 8 ranks" in eight
-    assert "up to" not in lines(head_granularity=2)[1]
-    assert "vLLM" in lines(sinks=4, head_granularity=1)[0]
-    case.content["materialize"] = {"dtype": "float32"}
-    assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in lines(sinks=0)[0]
-    del case.content["materialize"]
+    assert "up to" not in lines("search.head_granularity=2")[1]
+    assert "vLLM" in lines("search.sinks=4")[0]
+    exact = lines("materialize.dtype=float32")[0]
+    assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in exact
     # Two layers that slide by themselves, in the original too: of 62 and 42 blocks.
     own = {"model_type": "olmo3", "sliding_window": 9}
     case.change_config(layer_types=["full_attention", "sliding_attention"] * 2, **own)
     assert "(CPU): 1k: 248 KiB instead of 336 KiB (1.4 x the tokens)" in lines()[0]
     case.change_config(layer_types=["full_attention"] * 4, model_type="qwen3")
-    mask = tmp_path / "mask.json"
+    mask = case.folder / "mask.json"
     HeadMaskFile.of(
         HeadMask.all_sliding(1, 1), Window(4), model="", method="rand", swa_ratio=1.0
     ).save(mask)
     with pytest.raises(UserError, match="is no mask for"):
-        lines(method="given", mask=str(mask), sinks=0)
+        lines("search.method=given", f"search.mask={mask}")
 
 
-def test_the_plan_says_what_pages_hold(tmp_path: Path) -> None:
+def test_the_plan_says_what_pages_hold(case: Case) -> None:
     """4 layers of 4 heads, half of them sliding: a window takes one page of 256 tokens."""
-    case = Case(tmp_path)
 
-    def line(**search: Any) -> str:
-        case.content["search"] |= search
-        case.save()
-        lines = plan_lines(load_recipe(case.file, env={}))
+    def line(*overrides: str) -> str:
+        lines = plan_lines(_load(case, *overrides))
         return next(line for line in lines if "generate_batch" in line)
 
     sizes = "of 256 tokens and 128 KiB: 1k: 2.5 instead of 4.0 (320 KiB instead of 512 KiB)"
     assert line().endswith(sizes)
-    assert "not served: the model has sinks" in line(sinks=4)
-    case.content["materialize"] = {"dtype": "float32"}
-    assert "(640 KiB instead of 1 MiB)" in line(sinks=0)
-    mask, menu = tmp_path / "mask.json", [Window(8), Window(4)]
+    assert "not served: the model has sinks" in line("search.sinks=4")
+    assert "(640 KiB instead of 1 MiB)" in line("materialize.dtype=float32")
+    mask, menu = case.folder / "mask.json", [Window(8), Window(4)]
     for second, refused in ((2, True), (1, False)):  # no head has the other window
         choices = HeadMask.of_choices([[0, 1, second, 0]] * 4)
         HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
-        text = line(method="given", mask=str(mask), sinks=0)
+        text = line("search.method=given", f"search.mask={mask}")
         assert ("the windows 4, 8" in text) == ("not served" in text) == refused
-
-
-def test_the_search_says_what_reuse_keeps(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
-    search = plan_costs(loaded, plan_devices(loaded))["search"]
-    assert any("the memory left" in fact for fact in search.facts)
-    shape, calibration = shape_of(loaded), loaded.recipe.prepare.calibration
-    tokens = calibration.examples * calibration.length
-    entry = tokens * (shape.hidden + 2 * shape.query_size) * 2  # bytes of a bfloat16
-    case.content["runtime"]["reuse_memory"] = str(entry // 2)
-    case.save()
-    loaded = load_recipe(case.file, env={})
-    assert loaded.info is not None
-    search = plan_costs(loaded, plan_devices(loaded))["search"]
-    assert any("holds 50% of it" in fact for fact in search.facts)
-
-
-def test_the_plan_says_what_split_sequences_send(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    split = ["runtime.search_parallel=context", "runtime.evaluate_parallel=context"]
-    loaded = load_recipe(case.file, split, env={"NPROC_PER_NODE": "2"})
-    assert loaded.info is not None
-    costs, shape = plan_costs(loaded, plan_devices(loaded)), shape_of(loaded)
-    # A full head is sent the other process's half: together one sequence of keys and values.
-    token = 2 * 2 * shape.full_layers * shape.key_value_size
-    length = loaded.recipe.prepare.calibration.length
-    sent = format_bytes(token * (length + -length % 4))
-    assert any(f"{sent} with every head full" in fact for fact in costs["search"].facts)
-    longest = max(loaded.recipe.evaluate.needle.lengths)
-    sent = format_bytes(token * (longest + -longest % 4))
-    assert any(f"{sent} of one of {longest:,}" in fact for fact in costs["original"].facts)
-    alone = load_recipe(case.file, env={"NPROC_PER_NODE": "2"})
-    of_one = plan_costs(alone, plan_devices(alone))
-    assert costs["search"].speedup(2) == 2
-    assert not any("send each other" in fact for cost in of_one.values() for fact in cost.facts)
 
 
 def test_the_search_of_the_14b_recipe_takes_at_most_20_minutes_on_8_h100() -> None:

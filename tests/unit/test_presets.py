@@ -134,7 +134,6 @@ def configured(**values: Any) -> EvaluateConfig:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lm_eval_has_all_tasks_of_a_preset(manager: TaskManager, preset: Any) -> None:
     config = configured(presets=[preset])
-    assert config.harness is not None
     names = config.harness.task_names
     refuse_unscorable(manager, names)
     members = {name: leaf_configs(manager, name) for name in names}
@@ -191,7 +190,6 @@ def test_public_layout(manager: TaskManager, data: Path, task: str) -> None:
 def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: Path) -> None:
     """The second of four answers is right; lm-eval alone would score the first."""
     config = configured(presets=["reasoning"], harness={"data_dir": str(data), "hub": False})
-    assert config.harness is not None
     [task] = load_tasks(manager, "aime25", config.harness).tasks.values()
     assert task.config.generation_kwargs["do_sample"] is True
     assert task.config.generation_kwargs["until"]  # the task's own stay
@@ -230,7 +228,6 @@ def test_who_names_a_task_himself_needs_it() -> None:
         needle={"tasks": ["qa_1"]},
         harness={"tasks": ["gsm8k"], "settings": {"babilong_longctx": {"repeats": 2}}},
     )
-    assert config.needle is not None and config.harness is not None
     assert {*config.needle.tasks} == {*get_args(RulerTask)} == {*config.needle.optional, "qa_1"}
     assert config.harness.required == ["gsm8k"]
     assert {f"longbench_{task}" for task in LONGBENCH} < {*config.harness.task_names}

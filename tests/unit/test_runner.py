@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.context import StageConfig
-from stages.recipe import World
+from stages.recipe import LoadedRecipe, World
 from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
 
@@ -48,6 +49,18 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case(tmp_path)
 
 
+def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -> LoadedRecipe:
+    loaded = load_recipe(case.file, overrides, env={}, stages=fake_table(distributed))
+    return replace(loaded, world=World(**world))
+
+
+def launching(case: Case, launcher: Any, *overrides: str, **choice: Any) -> Runner:
+    """A runner whose stages another function starts."""
+    current = runner(case, *overrides, **choice)
+    current.launcher = launcher
+    return current
+
+
 def states(case: Case, *overrides: str, **choice: Any) -> dict[str, str]:
     return {one.node.name: str(one) for one in runner(case, *overrides, **choice).states()}
 
@@ -56,10 +69,8 @@ def to_run(case: Case, *overrides: str, **choice: Any) -> list[str]:
     return [name for name, text in states(case, *overrides, **choice).items() if text != "cached"]
 
 
-def test_the_stages_that_use_every_process() -> None:
-    assert {stage.name for stage in STAGES if stage.distributed} == {
-        "search", "original", "train", "train_rival", "evaluate"
-    }  # fmt: skip
+def published(case: Case, stage: str, file: str = "manifest.json") -> dict[str, Any]:
+    return json.loads((case.output(stage) / file).read_text())
 
 
 def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> None:
@@ -71,17 +82,22 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     for name in NAMES:
         assert case.output(name).is_symlink()
         assert case.calls(name) == 1
-    output = json.loads((case.output("report") / "output.json").read_text())
+    output = published(case, "report", "output.json")
     assert set(output["inputs"]) == set(NAMES[:-1])
     assert output["section"]["title"] == "tiny"
     assert json.loads((case.runs / "tiny" / "recipe.json").read_text())["seed"] == 0
-
-
-def test_stages_get_what_they_need_and_know_all_upstream_sections(case: Case) -> None:
-    runner(case).run()
-    output = json.loads((case.output("train") / "output.json").read_text())
+    output = published(case, "train", "output.json")
     assert set(output["inputs"]) == {"prepare", "materialize"}
     assert output["upstream"] == ["materialize", "prepare", "search"]
+    manifest = published(case, "train")
+    assert manifest["config"]["batch_tokens"] == 512
+    assert manifest["summary"] == {"stage": "train", "rank": 0}
+    upstream = {name: case.output(name).resolve().name for name in ("prepare", "materialize")}
+    assert manifest["upstream"] == upstream
+    assert (manifest["recipe"], manifest["runtime"]["processes"]) == ("tiny", 1)
+    assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
+    assert "torch" in manifest["packages"]
+    assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
 
 def test_a_stage_is_told_all_that_its_order_says(
@@ -111,30 +127,13 @@ def test_a_stage_is_told_all_that_its_order_says(
 
 def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     # The fake table starts no stage on several processes; train alone keeps its own if asked.
-    loaded = replace(
-        load_recipe(case.file, env={}, stages=fake_table(distributed=True)),
-        world=World(nodes=2, processes_per_node=8, gpus=8),
-    )
+    loaded = load(case, distributed=True, nodes=2, processes_per_node=8, gpus=8)
     assert loaded.world.used_gpus == 16
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
     assert World(processes_per_node=4).used_gpus == 0
     Runner(loaded, Choice(until="train"), in_process).run()
-    names = ("prepare", "materialize", "train")
-    manifests = [json.loads((case.output(name) / "manifest.json").read_text()) for name in names]
+    manifests = [published(case, name) for name in ("prepare", "materialize", "train")]
     assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
-
-
-def test_manifests_hold_what_made_the_output(case: Case) -> None:
-    runner(case).run()
-    manifest = json.loads((case.output("train") / "manifest.json").read_text())
-    assert manifest["config"]["batch_tokens"] == 512
-    assert manifest["summary"] == {"stage": "train", "rank": 0}
-    upstream = {name: case.output(name).resolve().name for name in ("prepare", "materialize")}
-    assert manifest["upstream"] == upstream
-    assert (manifest["recipe"], manifest["runtime"]["processes"]) == ("tiny", 1)
-    assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
-    assert "torch" in manifest["packages"]
-    assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
 
 def test_the_commit_of_a_manifest_says_whether_files_differ(
@@ -284,15 +283,14 @@ def test_until_from_and_force(case: Case) -> None:
     ):
         with pytest.raises(UserError, match=expected):
             runner(case, **wrong)
-    loaded = replace(runner(case).loaded, world=World(nodes=2, node_rank=1))
     with pytest.raises(UserError, match="--force works on one node only"):
-        Runner(loaded, Choice(force=("train",)), in_process)
+        Runner(load(case, nodes=2), Choice(force=("train",)), in_process)
 
 
 def test_recipes_without_train_and_evaluate(case: Case) -> None:
     assert runner(case, "train=null").run() == 6
-    output = json.loads((case.output("evaluate") / "output.json").read_text())
-    assert set(output["inputs"]) == {"prepare", "materialize", "original"}
+    inputs = published(case, "evaluate", "output.json")["inputs"]
+    assert set(inputs) == {"prepare", "materialize", "original"}
     assert runner(case, "train=null", "evaluate=null").run() == 1
     assert not case.output("evaluate").is_symlink()
 
@@ -333,10 +331,8 @@ def test_an_input_damaged_while_a_run_is_under_way_is_not_read(case: Case) -> No
             (case.output("prepare") / "added").touch()
         return execute(order)
 
-    first = runner(case)
-    first.launcher = adding
     with pytest.raises(RunError, match=r"train: its input prepare is damaged \(added was added"):
-        first.run()
+        launching(case, adding).run()
     assert runner(case).run() == 4  # prepare, whose addition goes, and what was not made
 
 
@@ -345,11 +341,9 @@ def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None
     file = case.output("prepare") / "output.json"
     good = file.read_text()
     file.write_text(good.replace("0", "1"))
-    loaded = load_recipe(case.file, env={}, stages=fake_table())
-    follower = replace(loaded, world=replace(loaded.world, nodes=2, node_rank=1))
     timer = threading.Timer(1.0, file.write_text, [good])
     timer.start()
-    Runner(follower, Choice(until="prepare"), in_process).run()
+    Runner(load(case, nodes=2, node_rank=1), Choice(until="prepare"), in_process).run()
     assert timer.finished.is_set() and file.read_text() == good
 
 
@@ -364,9 +358,7 @@ def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
             raise DamagedWorkError("train: the restart point step-4 cannot be loaded")
         return execute(order)
 
-    first = runner(case)
-    first.launcher = damaged
-    assert first.run() == 7
+    assert launching(case, damaged).run() == 7
     assert starts.count("train") == 2
     assert "step-4 cannot be loaded; starting again without it" in caplog.text
     starts.clear()
@@ -376,8 +368,6 @@ def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
 
 
 def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
-    import shutil
-
     runner(case).run()
     shutil.rmtree(case.output("materialize").resolve())
     assert states(case)["materialize"] == "to run (its output is gone)"
@@ -388,7 +378,16 @@ def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
 
 
 def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, where the note of what happened fails too, it is told."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setenv("FAKE_FAIL", "search=run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "fail", full)
+        with pytest.raises(RunError, match="the loss diverged"):
+            runner(case).run()
     with pytest.raises(RunError, match="the loss diverged"):
         runner(case).run()
     shown = states(case)
@@ -396,47 +395,23 @@ def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.Mon
     assert shown["search"] == "failed (the loss diverged)"
     monkeypatch.delenv("FAKE_FAIL")
     assert runner(case).run() == 6
-    assert case.calls("search") == 2
+    assert case.calls("search") == 3
     assert to_run(case) == []
 
 
-def test_a_failure_that_cannot_be_noted_is_told(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a full disk the note of what happened fails too."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setenv("FAKE_FAIL", "search=run")
-    monkeypatch.setattr(Store, "fail", full)
-    with pytest.raises(RunError, match="the loss diverged"):
-        runner(case).run()
-
-
-def test_an_interrupted_stage_resumes_in_its_work_directory(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr("pipeline.run.runner.end_leftovers", ended.append)
-
+def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
     def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if order["stage"] == "search":
             (Path(order["work_dir"]) / "calls.0.txt").write_text("called\n")
             raise KeyboardInterrupt
         return execute(order)
 
-    first = runner(case)
-    first.launcher = killed
     with pytest.raises(KeyboardInterrupt):
-        first.run()
+        launching(case, killed).run()
     assert states(case)["search"] == "to run (never made; resumes what was begun)"
-    before, again = len(ended), runner(case)
-    again.run()
-    key = next(str(node.key) for node in again.nodes if node.name == "search")
-    assert ended[before] == str(again.store.work("search", key)), "what still writes there is ended"
+    runner(case).run()
     assert case.calls("search") == 2
-    assert json.loads((case.output("search") / "manifest.json").read_text())["attempts"] == 2
+    assert published(case, "search")["attempts"] == 2
 
 
 def test_a_stage_that_another_run_makes_is_told(case: Case) -> None:
@@ -484,13 +459,9 @@ def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None
 def test_every_real_stage_comes_after_what_it_needs() -> None:
     names = [stage.name for stage in STAGES]
     for index, stage in enumerate(STAGES):
-        assert stage.version >= 1
         assert {*(stage.needs or ()), *stage.after} <= set(names[:index])
-
-
-def test_an_evaluation_that_cannot_be_made_is_found_before_training() -> None:
-    """The original model answers the same samples as the trained ones, of the same lengths."""
-    names = [stage.name for stage in STAGES]
+    # An evaluation that cannot be made is found before training: the original model answers the
+    # same samples as the trained ones, of the same lengths.
     assert names.index("original") < names.index("train")
 
 
@@ -502,8 +473,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
         return execute(order)
 
     def shared_of(*overrides: str, **choice: Any) -> Any:
-        loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
-        Runner(loaded, Choice(until="search", **choice), noting).run()
+        launching(case, noting, *overrides, until="search", **choice).run()
         (shown,) = [order["shared"] for order in orders if order["stage"] == "search"]
         orders.clear()
         return shown
@@ -529,8 +499,7 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
 
 
 def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
-    loaded = load_recipe(case.file, env={}, stages=fake_table(distributed))
-    loaded = replace(loaded, world=World(nodes=2, node_rank=rank))
+    loaded = load(case, distributed=distributed, nodes=2, node_rank=rank)
     return Runner(loaded, Choice(until="train"), launcher)
 
 
@@ -570,8 +539,7 @@ def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
 def test_a_node_does_not_wait_for_a_stage_that_the_first_leaves_out(
     case: Case, impatient: None
 ) -> None:
-    follower = on_node(case, 1)
-    leader = on_node(case, 0)
+    follower, leader = on_node(case, 1), on_node(case, 0)
     leader.chosen = ["prepare"]
     leader.run()
     with pytest.raises(RunError, match="search: the first node's run is over, without this stage"):
@@ -723,10 +691,8 @@ def test_a_summary_that_is_no_number_is_refused(
         raise RunError("refused")
 
     monkeypatch.setattr(fake_stages, "run", lambda *_: {"loss": float("nan")})
-    first = runner(case)
-    first.launcher = refused
     with pytest.raises(RunError, match="refused"):
-        first.run()
+        launching(case, refused).run()
 
 
 def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> None:

@@ -21,6 +21,7 @@ from bosch import progress
 from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
+    file_hashes,
     load_json,
     make_symlink,
     open_regular,
@@ -32,7 +33,6 @@ from bosch.files import (
 )
 from bosch.this_process import process_place
 from pipeline import cli
-from pipeline.run import launch
 from tests.pipeline_case import Case
 
 
@@ -69,22 +69,9 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_link_to_pipe(path: Path) -> None:
     os.mkfifo(path.with_name(".pipe"))
     path.symlink_to(".pipe")
-
-
-def make_link_to_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_unreadable(path: Path) -> None:
-    """A regular file that opens, and each read of it fails."""
-    path.symlink_to("/proc/self/mem")
 
 
 def make_socket(path: Path) -> None:
@@ -124,11 +111,15 @@ _PLACES = {
 @pytest.mark.parametrize(
     ("place", "make"),
     [
-        *((place, make_pipe) for place in _PLACES),
-        *((place, make_link_to_device) for place in ("document", "card", "config")),
+        *((place, os.mkfifo) for place in _PLACES),
+        *(
+            (place, lambda path: path.symlink_to("/dev/zero"))
+            for place in ("document", "card", "config")
+        ),
         ("document", make_link_to_pipe),
         ("document", make_socket),
-        ("mask", make_unreadable),
+        # A regular file that opens, and each read of it fails.
+        ("mask", lambda path: path.symlink_to("/proc/self/mem")),
     ],
 )
 @pytest.mark.usefixtures("alarm")
@@ -157,66 +148,40 @@ def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
         assert temporary.exists()
 
 
-def test_a_stage_leaves_nothing_in_the_temporary_folder(case: Case, tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    done = case.call("run", "--until", "search", FAKE_FAIL="search=kill", TMPDIR=str(temporary))
-    assert done.returncode == 76
-    assert list(temporary.iterdir()) == []
-    assert list((case.runs / "work").rglob("*control*")) == []
+def test_a_folder_that_is_written_elsewhere_is_no_old_one(tmp_path: Path) -> None:
+    """The folder's own time stays while a file in it grows."""
+    file = tmp_path / ".tmp-00000000-1-0" / "shard"
+    file.parent.mkdir()
+    file.touch()
+    os.utime(file.parent, (1, 1))
+    remove_old_temporaries(tmp_path, 3600)
+    assert file.exists()
+    os.utime(file, (1, 1))
+    remove_old_temporaries(tmp_path, 3600)
+    assert not file.parent.exists()
 
 
-@pytest.mark.parametrize(("out_of_memory", "expected"), [
-    (0, "its process was ended (signal 9, SIGKILL) by a person, a job scheduler or the system"),
-    (1, "the kernel killed its process because memory ran out; make runtime.eval_batch_size"),
-])  # fmt: skip
-def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_memory: int, expected: str
-) -> None:
-    kills = iter((5, 5 + out_of_memory))
-    monkeypatch.setattr(launch, "killed_by_kernel", lambda: next(kills))
-    monkeypatch.setattr(launch, "PROCESS", ("-c", "import os; os.kill(os.getpid(), 9)"))
-    work = tmp_path / "work"
-    work.mkdir()
-    with pytest.raises(RunError) as caught:
-        launch.launch({"stage": "search", "work_dir": str(work)}, launch.World())
-    assert expected in str(caught.value)
+def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(__file__)
+    with pytest.raises(RunError, match="data/link is no regular file"):
+        file_hashes(tmp_path, ["data"])
 
 
-@pytest.mark.parametrize(("node_rank", "mark"), [(0, "WORK"), (1, "WORK node 1")])
-def test_a_stage_runs_in_folders_of_its_work_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, mark: str
-) -> None:
-    """The control folder stands beside it, and its name marks the processes to end with it."""
-    kept = tmp_path / "kept.json"
-    code = (
-        "import json, os, pathlib, sys; order = pathlib.Path(sys.argv[-1]); seen = "
-        "json.dumps([str(order), json.loads(order.read_text()), os.environ['BOSCH_WORK_DIR']]); "
-        f"pathlib.Path({str(kept)!r}).write_text(seen); "
-        "(order.parent / 'summary.json').write_text('{\"loss\": 1}')"
-    )
-    monkeypatch.setattr(launch, "PROCESS", ("-c", code))
-    work = tmp_path / "work"
-    order = {"stage": "search", "work_dir": str(work)}
-    world = launch.World(nodes=1, node_rank=node_rank)
-    assert launch.launch(order, world) == ({} if node_rank else {"loss": 1})
-    place, read, variable = json.loads(kept.read_text().replace(str(work), "WORK"))
-    assert place == f"WORK.control-{node_rank}/order.json"
-    assert read == {"stage": "search", "work_dir": "WORK"} and variable == mark
-    assert not list(tmp_path.glob("*control*"))
-
-
-@pytest.mark.parametrize("command", ["status", "validate"])
-def test_a_full_standard_output_is_told_as_such(case: Case, command: str) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            case.command(command), env=case.environment(), stdout=full, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: the standard output cannot be written to: no space is left where it leads\n"
-    )
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_output_that_takes_nothing_ends_with_1(case: Case, is_full: bool) -> None:
+    """A full disk is told; whoever has closed a pipe wants to hear no more."""
+    reader, output = os.pipe()
+    os.close(reader)
+    if is_full:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), output)
+    done = subprocess.run(
+        case.command("status"), env=case.environment(), stdout=output, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    os.close(output)
+    told = "error: the standard output cannot be written to: no space is left where it leads\n"
+    assert (done.returncode, done.stderr) == (1, told * is_full)
 
 
 def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:
@@ -225,14 +190,6 @@ def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:
     done = case.call("status", "seed=5", **ascii_only)
     assert done.returncode == 0, done.stderr
     assert "seed changed 0 \\u2192 5" in done.stdout
-
-
-def test_escapes_from_a_strangers_file_do_not_reach_the_terminal(case: Case) -> None:
-    case.change_config(model_type="\x1b]0;title\x07bert")
-    done = case.call("validate")
-    assert done.returncode == 2
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "\\x1b]0;title\\x07bert" in done.stderr
 
 
 def test_a_pipe_that_takes_a_files_place_is_refused_and_closed(

@@ -1,20 +1,20 @@
-"""`bosch upload` against a local stand-in of the hub's HTTP interface."""
+"""`bosch upload` against a stand-in of the hub's interface."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from bosch.files import file_hashes
 from pipeline.cli import main
@@ -25,73 +25,37 @@ from tests.report_fixture import publish
 REPOSITORY = "someone/hybrid"
 
 
-class Hub(ThreadingHTTPServer):
+class Hub:
     """Takes one repository's commit, and keeps the files by path."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
-        self.created: dict[str, Any] = {}
-        self.tokens: set[str | None] = set()
-        self.refusal: str | None = None
+        self.private: bool | None = None
+        self.refusal: Exception | None = None
+        self.api = create_autospec(HfApi, instance=True)
+        self.api.create_repo.side_effect = self._create
+        self.api.create_commit.side_effect = self._commit
 
+    def _create(self, repository: str, *, private: bool, exist_ok: bool) -> str:
+        if self.refusal is not None:
+            raise self.refusal
+        assert exist_ok
+        self.private = private
+        return f"https://hub/{repository}"
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.tokens.add(self.headers.get("Authorization"))
-        if self.server.refusal is not None:
-            self._answer(403, {"error": self.server.refusal})
-        elif self.path == "/api/repos/create":
-            self.server.created = json.loads(body)
-            self._answer(200, {"url": self._address(), "name": REPOSITORY, "id": "1"})
-        elif self.path == "/api/validate-yaml":
-            self._answer(200, {"errors": [], "warnings": []})
-        elif self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            modes = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
-            ]
-            self._answer(200, {"files": modes})
-        elif self.path.endswith("/commit/main"):
-            for line in body.splitlines():
-                entry = json.loads(line)
-                if entry["key"] == "file":
-                    content = base64.b64decode(entry["value"]["content"])
-                    self.server.files[entry["value"]["path"]] = content
-            url = f"{self._address()}/commit/1"
-            self._answer(200, {"commitUrl": url, "commitOid": "1" * 40, "hookOutput": ""})
-        else:
-            self._answer(404, {"error": f"no {self.path} here"})
-
-    def _address(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}/{REPOSITORY}"
-
-    def _answer(self, status: int, content: Any) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Nothing on the terminal."""
+    def _commit(self, repository: str, operations: list[Any], *, commit_message: str) -> None:
+        assert repository == REPOSITORY and commit_message.startswith("Upload ")
+        for one in operations:
+            with one.as_file() as file:
+                self.files[one.path_in_repo] = file.read()
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub.api)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    yield server
-    server.shutdown()
-    server.server_close()
+    return hub
 
 
 @pytest.fixture
@@ -132,7 +96,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
     note_files(run)
     assert main(["upload", str(run), REPOSITORY, "--private"]) == 0
     assert f"/{REPOSITORY}: 6 files of tokens-4000000" in capsys.readouterr().out
-    assert "private" in json.dumps(hub.created) and hub.tokens == {"Bearer hf_secret"}
+    assert hub.private is True
     assert set(hub.files) == {
         "config.json", "model.safetensors", "README.md", "head_mask.json",
         "evaluation/scores.json", ".eval_results/bosch.yaml",
@@ -158,7 +122,7 @@ def test_a_checkpoint_by_name_and_a_dry_run(
     assert "model.safetensors\n" in capsys.readouterr().out and not hub.files
     assert main(["upload", str(run), REPOSITORY, "--checkpoint", "hybrid"]) == 0
     assert hub.files["model.safetensors"] == b"model"
-    assert hub.created.get("visibility", "public") == "public"
+    assert hub.private is False
 
 
 @pytest.mark.parametrize(
@@ -250,7 +214,6 @@ def test_a_stage_whose_output_is_gone_is_not_left_out(
 def test_without_a_token(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["upload", str(run), REPOSITORY]) == 2
     assert capsys.readouterr().err == (
@@ -258,13 +221,19 @@ def test_without_a_token(
     )
 
 
+@pytest.mark.parametrize(
+    ("refusal", "status", "sentence"),
+    [
+        (OSError("this token\nmay not write"), 1,
+         f"the hub did not take {REPOSITORY}: this token may not write\n"),
+        (OfflineModeIsEnabled("offline"), 2,
+         "HF_HUB_OFFLINE is set, which allows no upload; unset it\n"),
+    ],
+)  # fmt: skip
 def test_a_refusal_of_the_hub_is_one_sentence(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.refusal = "this token may not write"
-    assert main(["upload", str(run), REPOSITORY]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: upload: the hub did not take {REPOSITORY}: ")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert main(["upload", str(run), REPOSITORY]) == 2
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    run: Path, hub: Hub, refusal: Exception, status: int, sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    hub.refusal = refusal
+    assert main(["upload", str(run), REPOSITORY]) == status
+    assert capsys.readouterr().err == f"error: upload: {sentence}"
