@@ -20,8 +20,8 @@ from bosch.model.loading import load_config, load_model
 from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
+from stages.train.footprint import chunk_tokens
 from stages.train.loss import IGNORED, HeadLoss, head_loss, noted
-from stages.train.memory import distillation_chunk_tokens
 from stages.train.stage import TrainConfig
 
 
@@ -107,7 +107,7 @@ class TeacherLoss:
         self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: _Divergence
     ) -> Tensor:
         labels = targets.flatten()
-        chunk = distillation_chunk_tokens(head.weight.shape[0])
+        chunk = chunk_tokens(head.weight.shape[0], distilled=True)
         every = torch.arange(len(labels), device=labels.device)
         if self._tokens < 1:
             values = torch.empty(len(labels), device=labels.device)

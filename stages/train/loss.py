@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.objective.answers import scaled_logits
-from stages.train.memory import chunk_tokens
+from stages.train.footprint import chunk_tokens
 
 IGNORED = -100  # label of a position that is not predicted
 

@@ -88,7 +88,7 @@ def test_value_and_gradients_are_those_of_whole_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In chunks that do not divide the tokens; heads with soft-cap or scaled logits among them."""
-    monkeypatch.setattr(distillation, "distillation_chunk_tokens", lambda vocabulary: 5)
+    monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 5)
     base, student, teacher = models(family, tmp_path)
     ids = tokens(2, 12)
     labels = ids.clone()
@@ -134,7 +134,7 @@ class Stub(torch.nn.Module):
 def test_neither_models_logits_are_ever_whole(
     weight: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distillation, "distillation_chunk_tokens", lambda vocabulary: 4)
+    monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 4)
     head, states = torch.nn.Linear(8, 1000), torch.randn(64, 8, requires_grad=True)
     targets = torch.randint(0, 1000, (2, 32))
     teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)

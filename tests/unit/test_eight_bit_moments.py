@@ -11,7 +11,7 @@ from torch import nn
 
 from bosch.errors import UserError
 from pipeline.recipe.load import load_recipe
-from stages.train.memory import optimizer_bytes
+from stages.train.footprint import optimizer_bytes
 from stages.train.optimizer import make_optimizer, set_learning_rate
 from stages.train.stage import TrainConfig
 from tests.pipeline_case import Case
