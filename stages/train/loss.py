@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.objective.answers import scaled_logits
+from bosch.objective.answers import logit_scales, scaled_logits
 from stages.train.footprint import chunk_tokens
 
 IGNORED = -100  # label of a position that is not predicted
@@ -191,11 +191,7 @@ def install_loss(
             "config.json of the model has output_router_logits = true, and training has no loss "
             "of the router; set it to false"
         )
-    scaled = any(
-        (getattr(config, name, None) or 1.0) != 1.0 for name in ("logits_scaling", "logit_scale")
-    )
-    fused = liger and not scaled
-    config.use_cache = False
+    fused = liger and logit_scales(config) == (1.0, 1.0)
 
     def head_forward(self: Any, states: Tensor, loss_of: HeadLoss) -> Tensor:
         return loss_of(self, states.flatten(0, 1))
@@ -209,7 +205,8 @@ def install_loss(
         measure: Measure | None = None,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        count = num_items_in_batch or (targets != IGNORED).sum()
+        # Where nothing is predicted the loss is 0.
+        count = num_items_in_batch or int((targets != IGNORED).sum()) or 1
         if context_parallel is not None:
             rows, length = targets.shape
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)

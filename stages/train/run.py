@@ -142,7 +142,6 @@ def build_loop(
     collate_rows = collate_documents if train.document_masking else collate
     if accelerator.is_main_process:
         remove(work_dir / TrainingSummary.FILE)
-        restarts.clean()
     with partners_alive():
         accelerator.wait_for_everyone()
         restarts.rehearse(runtime.timeout_minutes)

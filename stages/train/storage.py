@@ -153,15 +153,12 @@ class RestartPoints:
                 f"and is now {aside.name}"
             ) from error
 
-    def clean(self) -> None:
-        """Remove what a killed process left incomplete."""
-        remove(self.writing)
-
     def make_room(self) -> None:
-        """Forget all points but the newest, before another one is written."""
+        """Keep the newest point alone, before another one is written; what a kill left goes too."""
         make_folder(self.directory)
-        for older in [*self._points()[1:], *self.directory.glob(f"{_UNREADABLE}*")]:
-            remove(older)
+        unreadable = self.directory.glob(f"{_UNREADABLE}*")
+        for path in [*self._points()[1:], *unreadable, self.writing]:
+            remove(path)
 
     def save(
         self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float

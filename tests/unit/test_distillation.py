@@ -107,8 +107,13 @@ def test_value_and_gradients_are_those_of_whole_logits(
     plain = gradients(student)
     student.zero_grad()
     install_loss(student, distillation=TeacherLoss(teacher, weight, share))
+    caches: list[Any] = []
+    teacher.get_decoder().register_forward_hook(
+        lambda *call: caches.append(call[2].past_key_values)
+    )
     loss = student(input_ids=ids, labels=labels, position_ids=positions)["loss"]
     loss.backward()
+    assert caches == [None]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
     assert gradients(student).keys() == plain.keys()
     for name, gradient in gradients(student).items():

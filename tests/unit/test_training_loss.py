@@ -69,6 +69,16 @@ def test_value_and_gradients_are_the_models_own(
         torch.testing.assert_close(gradient / 3, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_the_loss_of_a_step_that_predicts_nothing_is_0() -> None:
+    model = small_model()
+    install_loss(model)
+    ids = tokens(2, 12)
+    for count in (0, None):
+        loss = model(ids, torch.full_like(ids, -100), num_items_in_batch=count)["loss"]
+        loss.backward()
+        assert loss.item() == 0 and not any(g.any() for g in gradients(model).values())
+
+
 def test_the_logits_matrix_is_never_there() -> None:
     head, states = torch.nn.Linear(8, 1000, bias=True), torch.randn(64, 8, requires_grad=True)
     labels = torch.randint(0, 1000, (64,))

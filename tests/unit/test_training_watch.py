@@ -433,14 +433,16 @@ def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
     install_loss(model)
     ids, device = torch.arange(8)[None], torch.device("cpu")
     modes: list[bool] = []
+    caches: list[Any] = []
     model.register_forward_pre_hook(lambda *_: modes.append(model.training))
+    model.get_decoder().register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
     NeedleWatch([([1, 2], 1)], 1).score(model, device)
     assert model.training == training
     labels = ids.masked_fill((ids == 1) | (ids == 2), -100)  # nothing predicted in a quarter
     score = HeldOutWatch([{"input_ids": ids, "labels": labels}], 1).score(model, device)
     assert score["heldout_by_position"][0] == 0 < min(score["heldout_by_position"][1:])
     assert model.training == training
-    assert modes == [False, False]
+    assert modes == [False, False] and caches == [None, None]
 
 
 def test_wandb_gets_every_step_under_the_key_of_the_run(
