@@ -66,6 +66,7 @@ wagon walnut water whale wheel willow window winter wizard wolf workshop zebra
 
 ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
+KEYS = len(ADJECTIVES) * len(NOUNS)
 
 
 def word_key(rng: Random) -> str:
