@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
+from bosch.journal import Journal
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
@@ -96,6 +97,8 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     assert summary["checkpoints"] == {"tokens-384": 3, "tokens-1280": 10}
     assert [r["step"] for r in records] == list(range(1, 11))
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    seconds = [r["checkpoint_seconds"] for r in Journal(undisturbed / "metrics.jsonl").read_new()]
+    assert seconds[3] > 0  # by then three steps were done
 
 
 @pytest.mark.parametrize("masking", [False, True])

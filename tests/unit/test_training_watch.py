@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bosch.errors import RunError, UserError
@@ -35,6 +35,7 @@ from stages.train.loss import install_loss
 from stages.train.metrics import peak_flops, step_flops
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
+from stages.train.storage import RestartPoints
 from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
 from tests.hybrid_case import random_mask, small_model
 from tests.training_case import (
@@ -60,11 +61,6 @@ def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work_dir = tmp_path_factory.mktemp("undisturbed")
     train_here(case, work_dir)
     return work_dir
-
-
-def records(work_dir: Path) -> list[dict[str, Any]]:
-    lines = (work_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_a_spike_is_many_times_the_median_of_the_steps_before() -> None:
@@ -152,6 +148,14 @@ def test_a_bad_step_ends_training_or_is_left_out(
 def test_a_training_that_leaves_out_step_after_step_ends_also_when_it_is_resumed(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The restart point that is being written is waited for."""
+    publish = RestartPoints.publish
+
+    def publish_late(self: RestartPoints, *args: Any) -> None:
+        time.sleep(0.3)
+        publish(self, *args)
+
+    monkeypatch.setattr(RestartPoints, "publish", publish_late)
     poison(monkeypatch, *range(3, 11))
     diverged = "5 steps in a row left out as bad .*, the last one step 7 of 10 .loss is nan."
     for _ in range(2):
@@ -183,22 +187,6 @@ def test_a_restart_point_before_the_first_update_changes_nothing(
         train_here(case, work_dir, train=short, runtime={"save_every_steps": every})
         ends.append(load_file(work_dir / "checkpoints" / "tokens-512" / "model.safetensors"))
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-
-
-def test_speed_is_in_metrics_tensorboard_and_log(
-    case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    train_here(case, tmp_path, train={"total_tokens": 512, "checkpoint_tokens": [256]})
-    for record in records(tmp_path):
-        assert record["tokens_per_second"] > 0 and record["memory"] > 2**20
-        assert record["data_seconds"] >= 0 and "mfu" not in record
-    assert records(tmp_path)[2]["checkpoint_seconds"] > 0  # two steps were done by then
-    assert "GiB" in caplog.text and "tokens/s" in caplog.text
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    drawn = set(events.Tags()["scalars"])
-    assert {"train/loss", "train/tokens_per_second", "train/memory"} <= drawn
 
 
 def test_flops_are_those_that_plan_counts(case: Path) -> None:
@@ -297,7 +285,8 @@ def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examp
     config = stage_config(runtime={"needle_every_steps": 3, "needle_samples": 5})
     config = replace(config, upstream={**config.upstream, "prepare": prepare})
     watch, model = make_needle_watch(config, tmp_path), Asked()
-    assert watch is not None and watch.is_due(3, 9) and not watch.is_due(4, 9)
+    assert watch is not None
+    assert [step for step in range(1, 9) if watch.is_due(step, 8)] == [3, 6, 8]
     assert watch.score(model, torch.device("cpu")) == 2 / 5 and model.training
     texts = [tokenizer.decode(prompt) for prompt in model.prompts]
     assert ["The grass is green" in text for text in texts] == [True, False, True, False, True]
@@ -419,11 +408,6 @@ def test_training_in_a_thread_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert entered == [True]
-
-
-def test_a_watch_scores_at_its_interval_and_at_the_end() -> None:
-    watch = NeedleWatch([([1, 2], 1)], every=4)
-    assert [step for step in range(1, 11) if watch.is_due(step, 10)] == [4, 8, 10]
 
 
 @pytest.mark.parametrize("training", [True, False])
