@@ -13,7 +13,7 @@ from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import World
@@ -131,11 +131,9 @@ def test_prepared_data_is_whole_or_made_again(
     }
     config = StageConfig(
         section=PrepareConfig.model_validate(content),
-        model=load_recipe(Case(tmp_path / "case").file).recipe.model.model_copy(
-            update={"path": str(tmp_path / "model")}
-        ),
+        model=ModelConfig(path=str(tmp_path / "model")),
         seed=0,
-        runtime=load_recipe(tmp_path / "case" / "tiny.yaml").recipe.runtime,
+        runtime=Runtime(),
     )
     work = tmp_path / "work"
     work.mkdir()

@@ -79,28 +79,10 @@ def set_field(case: Case, section: str, name: str, value: object) -> None:
             lambda c: write_safetensors(c.model / "model.safetensors", 8),
             EVERY_MODEL_STAGE,
         ),
-        (None, lambda c: write(c, "code/deep/layers.py"), EVERY_MODEL_STAGE),
-        (None, lambda c: write(c, "modeling_own.py"), EVERY_MODEL_STAGE),
         (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
-        (None, lambda c: write(c, "tekken.json"), {"prepare", *EVERY_MODEL_STAGE}),
-        (None, lambda c: write(c, "sentencepiece.bpe.model"), {"prepare", *EVERY_MODEL_STAGE}),
-        (
-            None,
-            lambda c: write(c, "additional_chat_templates/default.jinja"),
-            {"prepare", *EVERY_MODEL_STAGE},
-        ),
-        (None, lambda c: write(c, "tokenization_own.py"), {"prepare", *EVERY_MODEL_STAGE}),
-        (None, lambda c: write(c, "own.tiktoken"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(rope_theta=2.0), EVERY_MODEL_STAGE),
         (None, lambda c: write(c, "README.md", "---\nlicense: mit\n---\n"), {"materialize"}),
-        (None, lambda c: write(c, "README.md", "# Card\n"), set()),
-        (None, lambda c: write(c, "LICENSE.txt"), set()),
-        (None, lambda c: write(c, "NOTICE.txt"), set()),
-        (None, lambda c: write(c, ".hidden.json"), set()),
-        (None, lambda c: write(c, ".git/hooks/x.py"), set()),
-        (None, lambda c: write(c, "training_args.json"), set()),
-        (None, lambda c: write(c, "trainer_state.json"), set()),
         (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
         (None, lambda c: set_field(c, "model", "trust_remote_code", True), EVERY_MODEL_STAGE),
         (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"evaluate"}),
@@ -118,6 +100,31 @@ def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
     change(case)
     after = documents(case)
     assert {name for name in before if before[name] != after[name]} == stages
+
+
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        (["code/deep/layers.py", "modeling_own.py"], EVERY_MODEL_STAGE),
+        (
+            ["tekken.json", "sentencepiece.bpe.model", "additional_chat_templates/default.jinja",
+             "tokenization_own.py", "own.tiktoken"], {"prepare", *EVERY_MODEL_STAGE},
+        ),
+        (
+            ["README.md", "LICENSE.txt", "NOTICE.txt", ".hidden.json", ".git/hooks/x.py",
+             "training_args.json", "trainer_state.json"], set(),
+        ),
+    ],
+)  # fmt: skip
+def test_a_new_file_of_a_model_changes_the_keys_of_the_stages_that_read_it(
+    case: Case, names: list[str], stages: set[str]
+) -> None:
+    before = documents(case)
+    for name in names:
+        write(case, name)
+        after = documents(case)
+        assert {one for one in before if before[one] != after[one]} == stages, name
+        before = after
 
 
 @pytest.mark.parametrize(
