@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import shutil
@@ -120,44 +121,66 @@ def test_missing_shard_is_told_before_any_is_read(tmp_path):
         list(list_parts(Source("s", "mds", str(folder), tokenizer="x"), 0, 128))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def parquet(**columns) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
+
+
+def empty_lines(count: int) -> bytes:
+    return b"\n" * count + lines(["x"])
+
+
+WHOLE = parquet(text=TEXTS)
+LONG = zstd(lines([text * 50 for text in TEXTS]))
+DAMAGED = {
+    "jsonl": [
         ("a.jsonl", lines(["x"]) + b'{"text": "unfin', r"a\.jsonl, line 2: .* ends inside it"),
         ("a.jsonl", lines(["x", "y"]) + b"{oops}\n", r"a\.jsonl, line 3: not a complete JSON"),
         ("a.jsonl", lines(["x"]) + b'{"body": "y"}\n', r"line 2: no field `text` \(there is body"),
         ("a.jsonl", b'{"text": null}\n', "line 1: field `text` is null, not text"),
         ("a.jsonl", b"[1]\n", "line 1: expected a JSON object, not a list"),
         ("a.jsonl", lines(["x"]) + b'{"text": "\xff"}\n', r"a\.jsonl: not UTF-8 at byte 24"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(lines(TEXTS))[:-30],
-            r"a\.jsonl\.gz: cannot be read to its end",
-        ),
+        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-30], r"l\.gz: cannot be read to its end"),
         ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz: cannot be read to its end"),
-        (
-            "a.jsonl.zst",
-            zstd(lines([text * 50 for text in TEXTS]))[:500],
-            r"a\.jsonl\.zst: cannot be read to its end",
-        ),
+        ("a.jsonl.zst", LONG[: len(LONG) // 2], r"a\.jsonl\.zst: cannot be read to its end"),
         ("a.jsonl", lines(["x"]) + b'{"text": "a\\ud800b"}\n', "line 2: .* half a surrogate pair"),
         ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: a record .* nested too deeply"),
-        (
-            "a.jsonl",
-            b'{"text": ' + b'{"a":' * 9000 + b"\n",
-            "line 1: a record .* nested too deeply",
-        ),
+        ("a.jsonl", b'{"text": ' + b'{"a":' * 9000 + b"\n", "line 1: a record .* too deeply"),
         ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .Invalid control"),
         ("a.jsonl", b"\x00" * 50, "line 1: not a complete JSON record"),
         ("a.txt", b"", "the folder .* holds no .jsonl"),
+        # Small files that become large.
+        ("a.jsonl.gz", gzip.compress(empty_lines(2_000_000)), "1,000,000 empty lines"),
+        ("a.jsonl.zst", zstd(empty_lines(2_000_000)), "1,000,000 empty lines"),
+        ("a.jsonl.zst", zstd(lines([" " * 2**20]) * 80), "256 times its size"),
+        ("a.jsonl", b'{"text": "x", "n": [' + b"{}," * 1_500_000 + b"0]}\n", "line 1: .* values"),
     ],
+    "parquet": [
+        ("a.parquet", WHOLE[:-100], r"a\.parquet: not a whole Parquet file"),
+        ("a.parquet", WHOLE[:4] + b"\xff" * 196 + WHOLE[200:], r"a\.parquet, row group 0"),
+        ("a.parquet", parquet(a=["x"], n=[1]), r"no column `text` \(there is a, n\)"),
+        ("a.parquet", parquet(text=[1]), "row 0: column `text` is of type int, not text"),
+    ],
+    "huggingface": [
+        ("a.jsonl", lines(["x"]) + b'{"text": null}\n', "shard 0, record 1: field `text` is null"),
+        ("a.jsonl", lines(["x"], "body"), "shard 0, record 0: no field `text` .there is body"),
+        ("a.jsonl", b"{oops", "source s: dataset .* cannot be read"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "message"),
+    [(kind, *row) for kind, rows in DAMAGED.items() for row in rows],
     # Not the contents: gzip puts the time in, and two workers of pytest would name other tests.
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_damaged_jsonl(tmp_path, name, content, message):
+def test_damaged_source(tmp_path, kind, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read(Source("s", "jsonl", str(tmp_path)))
+    with pytest.raises(UserError, match=message) as caught:
+        read(Source("s", kind, str(tmp_path)))
+    assert "\n" not in str(caught.value)
 
 
 def test_unusual_values_beside_the_text(tmp_path):
@@ -190,32 +213,6 @@ def test_line_number_in_a_later_part(tmp_path, monkeypatch):
         read(Source("s", "jsonl", str(tmp_path)))
 
 
-def test_truncated_parquet(tmp_path):
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), file)
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
-        read(Source("s", "parquet", str(file)))
-
-
-def test_damaged_row_group(tmp_path):
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), file)
-    data = bytearray(file.read_bytes())
-    data[4:200] = b"\xff" * 196
-    file.write_bytes(bytes(data))
-    with pytest.raises(UserError, match=r"a\.parquet, row group 0"):
-        read(Source("s", "parquet", str(file)))
-
-
-def test_parquet_of_other_columns(tmp_path):
-    pq.write_table(pa.table({"body": TEXTS, "n": range(200)}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"no column `text` \(there is body, n\)"):
-        read(Source("s", "parquet", str(tmp_path)))
-    with pytest.raises(UserError, match="row 0: column `n` is of type int, not text"):
-        read(Source("s", "parquet", str(tmp_path), text_field="n"))
-
-
 @pytest.mark.parametrize(
     ("kind", "path", "message"),
     [
@@ -237,21 +234,6 @@ def test_dataset_directory_of_several_files(tmp_path):
     assert sorted(read(source)) == sorted(TEXTS[:150])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lines(["x"]) + b'{"text": null}\n', "shard 0, record 1: field `text` is null, not text"),
-        (lines(["x"], "body"), "shard 0, record 0: no field `text` .there is body"),
-        (b"{oops", "source s: dataset .* cannot be read"),
-    ],
-)
-def test_faulty_dataset(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
-        read(Source("s", "huggingface", str(tmp_path)))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("split", "subset"), [("test", None), ("train", "other")])
 def test_unknown_split_or_subset(tmp_path, split, subset):
     (tmp_path / "train.jsonl").write_bytes(lines(["x"]))
@@ -265,26 +247,6 @@ def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
     for path in ("org/name", str(tmp_path)):
         records.open_dataset("source s", path, "sub", "test", "abc")
     assert opened == [("org/name", "sub", "abc"), (str(tmp_path), "sub", None)]
-
-
-def empty_lines(count: int) -> bytes:
-    return b"\n" * count + lines(["x"])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl.gz", gzip.compress(empty_lines(2_000_000)), "1,000,000 empty lines"),
-        ("a.jsonl.zst", zstd(empty_lines(2_000_000)), "1,000,000 empty lines"),
-        ("a.jsonl.zst", zstd(lines([" " * 2**20]) * 80), "256 times its size"),
-        ("a.jsonl", b'{"text": "x", "n": [' + b"{}," * 1_500_000 + b"0]}\n", "line 1: .* values"),
-    ],
-    ids=["gz of lines", "zst of lines", "zst of blanks", "values"],
-)
-def test_a_small_file_that_becomes_large_is_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read(Source("s", "jsonl", str(tmp_path)))
 
 
 def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
