@@ -119,6 +119,15 @@ def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
     assert {word for word, count in counts.most_common(10)} == {*draft.answers}
 
 
+@pytest.mark.parametrize(("seed", "size"), [(7, 17), (10, 20)])
+def test_a_list_of_words_is_as_long_as_where_every_draft_is_counted(seed, size, tokenizer):
+    """Drafts of one length differ by what their repeated words take."""
+    corpus = _corpus(None, words=OWN_WORDS)
+    task = ruler_task("cwe", corpus, seed, 4096, 120, TokenCounter(tokenizer))
+    task.fit()
+    assert task.size == size
+
+
 class _Counted(ruler.RulerTask):
     """Drafts of as many tokens as their size."""
 
