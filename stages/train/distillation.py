@@ -88,7 +88,7 @@ class TeacherLoss:
     def loss_of(
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
     ) -> HeadLoss:
-        """The loss of a micro-batch, once the student's states are there."""
+        """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
         with torch.no_grad():
             states = self.teacher(input_ids, position_ids).flatten(0, 1)
         head = self.teacher.get_output_embeddings()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.objective.answers import logit_scales, scaled_logits
 from stages.train.footprint import chunk_tokens
 
+if TYPE_CHECKING:
+    from stages.train.distillation import TeacherLoss
+
 IGNORED = -100  # label of a position that is not predicted
 
 # Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
@@ -26,15 +29,6 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
-
-
-class Distillation(Protocol):
-    """A loss that compares with another model."""
-
-    def loss_of(
-        self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
-    ) -> HeadLoss:
-        """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -170,7 +164,7 @@ def install_loss(
     model: Any,
     *,
     liger: bool = False,
-    distillation: Distillation | None = None,
+    distillation: TeacherLoss | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> None:
     """Make `model` return its loss alone, from a forward pass without cache and without logits.

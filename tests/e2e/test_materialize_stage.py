@@ -123,7 +123,7 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert "| sinks | 2 |" in card and "| its score in the search | unknown |" in card
 
 
-def test_the_card_of_several_windows_tells_them_apart() -> None:
+def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_base() -> None:
     mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
     file = HeadMaskFile.of(
         mask, windows, model="m", method="given", swa_ratio=0.75, score=0.8125, seed=4,
@@ -134,6 +134,10 @@ def test_the_card_of_several_windows_tells_them_apart() -> None:
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
     assert "| sinks | a learned sink bias in each sliding query head |" in card
+    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, {})
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "org/model" and "license" not in front
+    assert "org/model (abc)" in card and "not stated" in card
 
 
 @pytest.mark.parametrize(
@@ -143,13 +147,6 @@ def test_a_base_card_without_licence_is_no_fault(readme: bytes | None, tmp_path:
     if readme is not None:
         (tmp_path / "README.md").write_bytes(readme)
     assert base_licence(ModelConfig(path=str(tmp_path))) == {}
-
-
-def test_a_hub_model_is_named_as_base() -> None:
-    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, {})
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["base_model"] == "org/model" and "license" not in front
-    assert "org/model (abc)" in card and "not stated" in card
 
 
 def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Path) -> None:

@@ -172,32 +172,29 @@ def test_killed_while_saving_resumes_from_the_point_before(
 ) -> None:
     """The process ends inside the second restart point's and inside a checkpoint's writing."""
 
-    class Killed(BaseException):
-        pass
-
     publish, copied = RestartPoints.publish, CheckpointWriter.write
 
     def killed_publish(self: RestartPoints, step: int, layout: Any) -> None:
         if step == 4:
-            raise Killed
+            raise KeyboardInterrupt
         publish(self, step, layout)
 
     def killed_write(self: CheckpointWriter, tokens: int, *rest: Any) -> None:
         if tokens == 1280:
             (tmp_path / "checkpoints" / "writing").mkdir()
             (tmp_path / "checkpoints" / "writing" / "model-00001-of-00002.safetensors").touch()
-            raise Killed
+            raise KeyboardInterrupt
         copied(self, tokens, *rest)
 
     monkeypatch.setattr(RestartPoints, "publish", killed_publish)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         train_here(case, tmp_path)
     assert (tmp_path / "restart" / "writing" / ".metadata").exists()
     assert (tmp_path / "restart" / "step-2").exists()
 
     monkeypatch.setattr(RestartPoints, "publish", publish)
     monkeypatch.setattr(CheckpointWriter, "write", killed_write)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         train_here(case, tmp_path)
     monkeypatch.undo()
     train_here(case, tmp_path)
@@ -223,9 +220,6 @@ def test_training_goes_on_while_a_restart_point_is_written(
     """The point of step 2 is put in place after step 3, and holds what was there after step 2."""
     publish, log, reached = RestartPoints.publish, Loop.log, threading.Event()
 
-    class Killed(BaseException):
-        pass
-
     def late_publish(self: RestartPoints, step: int, layout: Any) -> None:
         assert reached.wait(60)
         publish(self, step, layout)
@@ -236,11 +230,11 @@ def test_training_goes_on_while_a_restart_point_is_written(
             assert not (tmp_path / "restart" / "step-2").exists()
             reached.set()
             self.restarts.wait()
-            raise Killed
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(RestartPoints, "publish", late_publish)
     monkeypatch.setattr(Loop, "log", log_and_die)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         train_here(case, tmp_path)
     monkeypatch.undo()
     assert (tmp_path / "restart" / "step-2").exists()
