@@ -89,9 +89,10 @@ def run(
     exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file.mask, file.windows, tokens, exact)
     expected_of_budgets = {}
-    for index, point in _nested(front) if front is not None else []:
-        logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
-        expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
+    if front is not None:
+        for index, point in _nested(front):
+            logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
+            expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
     if exact:  # it is in float32 by now, with some of its buffers
         del base
         base = _load_base(config, device)
