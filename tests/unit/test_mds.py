@@ -31,12 +31,8 @@ def text(ids) -> str:
 
 @pytest.mark.parametrize("name", ["plain", "packed_zstd", "dynamic"])
 def test_all_samples_are_read(name):
-    records = samples(name)
     whole = ["".join(t * times for t in TEXTS) for times in range(1, 7)]
-    assert [text(sample["input_ids"]) for sample in records] == whole
-    if name != "dynamic":
-        assert records[2]["domain"] == "d"
-        assert records[2]["length"] == len(records[2]["input_ids"])
+    assert [text(sample["input_ids"]) for sample in samples(name)] == whole
 
 
 @pytest.mark.parametrize("name", ["packed_zstd", "dynamic"])
@@ -49,11 +45,7 @@ def test_spans_are_read(name):
 def test_columns_of_fixed_size():
     records = samples("fixed")
     assert [text(s["input_ids"]) for s in records] == ["First do"] * 2 + ["First do"] * 4
-    assert [s["token_count"] for s in records] == [8] * 6
-
-
-def test_text_column():
-    assert [s["text"] for s in samples("text")] == TEXTS
+    assert samples("text") == [{}] * 3  # other columns are not decoded
 
 
 def test_documents_are_cut_at_the_spans():
@@ -250,19 +242,18 @@ def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 @pytest.mark.parametrize("place", range(3))
 def test_numbers_of_every_type_are_read(tmp_path, bits, place):
-    """Alone, and in arrays whose type and shape stand in the encoding or before the data."""
+    """In arrays whose type and shape stand in the encoding or before the data."""
     kinds = ["uint", "int", "float" if bits > 8 else "int"]
     name, code = f"{kinds[place]}{bits}", bits + kinds.index(kinds[place])
     data, shape = np.array([[1, 2, 3]], name), bytes([2 << 2, 1, 3])
-    arrays = {
-        "shaped": (f"ndarray:{name}:1,3", data.tobytes()),
-        "typed": (f"ndarray:{name}", shape + data.tobytes()),
-        "free": ("ndarray", bytes([code]) + shape + data.tobytes()),
-    }
-    [sample] = read_all(write_sample(tmp_path, one=(name, data[0, 2:].tobytes()), **arrays))
-    assert sample["one"] == 3
-    for column in arrays:
-        assert sample[column].dtype == name and sample[column].tolist() == [[1, 2, 3]]
+    for encoding in (
+        (f"ndarray:{name}:1,3", data.tobytes()),
+        (f"ndarray:{name}", shape + data.tobytes()),
+        ("ndarray", bytes([code]) + shape + data.tobytes()),
+    ):
+        [sample] = read_all(write_sample(tmp_path, input_ids=encoding))
+        assert sample["input_ids"].dtype == name
+        assert sample["input_ids"].tolist() == [[1, 2, 3]]
 
 
 def test_special_tokens_are_no_text(tmp_path):
@@ -291,7 +282,7 @@ IDS = u32(*range(10))
         ({"input_ids": IDS, "indices": ("json", b'"\xff"')}, "sample 0 is damaged"),
         ({"input_ids": ("json", b'{"a": 1}')}, "input_ids does not hold whole numbers"),
         ({"input_ids": ("ndarray:float32", b"\x04\x01" + b"\0" * 4)}, "not hold whole numbers"),
-        ({"input_ids": ("int", b"\1" * 8)}, "input_ids has 0 dimensions"),
+        ({"input_ids": ("json", b"5")}, "input_ids has 0 dimensions"),
         ({"input_ids": u32(1, 2, 3, 4, shape=(2, 2))}, "input_ids has 2 dimensions"),
         ({"input_ids": ("json", b"[-4]")}, "token -4 is not in the vocabulary"),
         ({"input_ids": u32(2**32 - 1)}, "token 4294967295 is not in the vocabulary"),

@@ -208,23 +208,6 @@ def test_liger_leaves_scaled_logits_to_the_chunked_loss(
     assert bool(calls) == fused
 
 
-def test_packed_documents_with_a_cache_are_refused() -> None:
-    """Whoever calls the decoder, as Liger's forward does, and without a word on a cache: none."""
-    model = materialize(small_model(), random_mask(), Window(WINDOW))
-    ids = tokens(2, 12)
-    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
-        model(input_ids=ids, position_ids=PACKED, use_cache=True)
-    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
-        model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=True)
-    silent = model.get_decoder()(input_ids=ids, position_ids=PACKED)
-    assert model.config.use_cache and silent.past_key_values is None
-    whole = torch.arange(12).expand(2, -1)
-    model.get_decoder()(input_ids=ids, position_ids=whole, use_cache=True)
-    apart = model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=False)
-    assert apart.past_key_values is None
-    assert torch.equal(silent.last_hidden_state, apart.last_hidden_state)
-
-
 def test_a_loss_of_the_router_is_refused() -> None:
     model = materialize(small_model("qwen3_moe"), random_mask(), Window(WINDOW))
     model.config.output_router_logits = True
