@@ -350,13 +350,20 @@ def identity(
     return section_identity(source, hasher)[1], hashed
 
 
-def test_shards_with_hashes_in_their_index_are_not_read_for_the_key(tmp_path):
+def test_shards_are_identified_by_the_hashes_in_their_index_or_else_by_content(tmp_path):
     folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
     before, hashed = identity(folder, "mds", tmp_path)
     assert hashed == {"index.json"}
     index = json.loads((folder / "index.json").read_text())
     index["shards"][1]["raw_data"]["hashes"]["sha1"] = "0" * 40
     (folder / "index.json").write_text(json.dumps(index))
+    assert identity(folder, "mds", tmp_path)[0] != before
+    index["shards"][1]["raw_data"]["hashes"] = {}
+    (folder / "index.json").write_text(json.dumps(index))
+    before, hashed = identity(folder, "mds", tmp_path)
+    assert hashed == {"index.json", "shard.00001.mds"}
+    shard = folder / "shard.00001.mds"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert identity(folder, "mds", tmp_path)[0] != before
 
 
@@ -370,18 +377,6 @@ def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
     assert identity(folder, "mds", tmp_path, str(own))[0] != before
     named = identity(folder, "mds", tmp_path, "org/name")[0]
     assert {"hub": "org/name"} in named.values()
-
-
-def test_shards_without_hashes_are_identified_by_content(tmp_path):
-    folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][1]["raw_data"]["hashes"] = {}
-    (folder / "index.json").write_text(json.dumps(index))
-    before, hashed = identity(folder, "mds", tmp_path)
-    assert hashed == {"index.json", "shard.00001.mds"}
-    shard = folder / "shard.00001.mds"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert identity(folder, "mds", tmp_path)[0] != before
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "mds", "text"])
@@ -438,15 +433,12 @@ def test_a_long_list_of_files_is_one_hash_in_the_key(tmp_path, pattern):
     assert hashed_files(named, files, hasher)["sha256"] != folded["sha256"]
 
 
-def test_retrieval_is_made_of_this_pythons_help(tmp_path):
-    source = SourceConfig(name="a", kind="retrieval")
-    identity = section_identity(source, FileHasher(tmp_path / "hashes.json"))[1]
-    assert "python" in identity["path"]
-
-
 def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
+    """What retrieval makes is identified by the Python whose help it is made of."""
     source = SourceConfig(name="a", kind="huggingface", path="org/name", revision="0" * 40)
     hasher = FileHasher(tmp_path / "hashes.json")
+    made = section_identity(SourceConfig(name="a", kind="retrieval"), hasher)[1]
+    assert "python" in made["path"]
     assert section_identity(source, hasher)[1] == {"path": {"dataset": "org/name"}}
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("{}")

@@ -69,7 +69,7 @@ def _words(text: str) -> list[str]:
 
 def test_a_stream_of_a_seed_and_its_mixture() -> None:
     """Eight in ten ask for needles; of all documents the lengths are between the two ends."""
-    stream = list(itertools.islice(retrieval_documents(3, PROSE), 200))
+    stream = list(itertools.islice(retrieval_documents(3, PROSE, (500, 4000)), 200))
     digest = hashlib.sha256("\0".join(stream).encode()).hexdigest()
     assert digest[:16] == DIGESTS["stream"]
     assert sum("magic" in text for text in stream) == pytest.approx(160, abs=15)
