@@ -5,15 +5,12 @@ python -m tests.counted_training CASE WORK '{"train": {...}, "runtime": {...}}'
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.training_case import train_here
+from tests.training_case import main
 
 _SENT = [0]
 
@@ -37,6 +34,5 @@ def _count() -> None:
 
 if __name__ == "__main__":
     _count()
-    work_dir = Path(sys.argv[2])
-    train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
+    work_dir = main()
     (work_dir / f"sent.{os.environ.get('RANK', '0')}").write_text(str(_SENT[0]))

@@ -40,7 +40,9 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "evaluate.nolima={data_dir: n, lengths: [4k, 16k], samples: 500}",
         "evaluate.helmet={data_dir: h}",
     )),
-    ("qwen3_30b_a3b_r075", "h200x16", ("search.window_size=4k", "runtime.micro_batch_size=1")),
+    ("qwen3_30b_a3b_r075", "h200x16", (
+        "search.window_size=4k", "runtime.micro_batch_size=1", "evaluate.presets=[long,reasoning]",
+    )),
     ("qwen3_14b_r075", "h100x8", (
         "search.method=front", "search.swa_ratio=null", "search.head_granularity=2",
         "search.budget={bytes: 2GiB @ 128k, engine: vllm, ranks: 2, cache_dtype: float8}",

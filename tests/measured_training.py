@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from stages.train.loop import Loop
-from tests.training_case import train_here
+from tests.training_case import main
 
 _COLLECTED: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
 
@@ -84,7 +82,6 @@ def _record_steps() -> None:
 
 if __name__ == "__main__":
     _record_steps()
-    work_dir = Path(sys.argv[2])
-    train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
+    work_dir = main()
     rank = os.environ.get("RANK", "0")
     (work_dir / f"measured.{rank}.json").write_text(json.dumps(_COLLECTED))

@@ -5,15 +5,12 @@ python -m tests.peak_training CASE WORK '{"train": {...}, "runtime": {...}}'
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 from stages.train.loop import Loop
 from tests.peak_memory import TensorBytes
-from tests.training_case import train_here
+from tests.training_case import main
 
 if __name__ == "__main__":
     counted: list[TensorBytes] = []
@@ -26,7 +23,6 @@ if __name__ == "__main__":
         return passes(self, *args)
 
     Loop.forward_backward = forward_backward  # type: ignore[method-assign]
-    work_dir = Path(sys.argv[2])
-    train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
+    work_dir = main()
     counted[0].__exit__(None, None, None)
     (work_dir / f"peak.{os.environ.get('RANK', '0')}.json").write_text(str(counted[0].peak))

@@ -1,4 +1,4 @@
-"""A training whose second rank hangs for a while, or whose first one saves slowly.
+"""A training whose second rank hangs for a while, or whose first one saves and tidies slowly.
 
 python -m tests.slow_ranks CASE WORK '{"train": {...}, "runtime": {...}}'; SLOW says which.
 """
@@ -30,13 +30,18 @@ def _hang_in_step(number: int) -> None:
 
 
 def _save_slowly() -> None:
-    publish = RestartPoints.publish
+    publish, remove = RestartPoints.publish, RestartPoints.remove
 
     def publish_late(self: Any, *args: Any) -> None:
         time.sleep(SECONDS)
         publish(self, *args)
 
+    def remove_late(self: Any) -> None:
+        time.sleep(SECONDS)
+        remove(self)
+
     RestartPoints.publish = publish_late  # type: ignore[method-assign]
+    RestartPoints.remove = remove_late  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -181,14 +181,16 @@ def _kill_self_at(step: int) -> None:
     Loop.log = log_and_die  # type: ignore[method-assign]
 
 
-def main() -> None:
-    """Train as the command line and the environment say."""
+def main() -> Path:
+    """Train as the command line and the environment say; returns the work directory."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if "KILL_AT_STEP" in os.environ and os.environ.get("RANK", "0") == os.environ.get(
         "KILL_RANK", "0"
     ):
         _kill_self_at(int(os.environ["KILL_AT_STEP"]))
-    train_here(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
+    work_dir = Path(sys.argv[2])
+    train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
+    return work_dir
 
 
 if __name__ == "__main__":

@@ -20,10 +20,17 @@ def answer_logits(model: Any, hidden: Tensor) -> Tensor:
     return scaled_logits(model.config, model.get_output_embeddings()(hidden).float())
 
 
+def logit_scales(config: Any) -> tuple[float, float]:
+    """What a family's logits are divided by and multiplied with."""
+    names = ("logits_scaling", "logit_scale")
+    divisor, factor = (getattr(config, name, None) or 1.0 for name in names)
+    return divisor, factor
+
+
 def scaled_logits(config: Any, logits: Tensor) -> Tensor:
     """Logits [N, V] in float32, scaled or capped as the model's family does."""
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0)
+    divisor, factor = logit_scales(config)
+    logits = logits / divisor * factor
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

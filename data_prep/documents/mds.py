@@ -20,29 +20,22 @@ from bosch.errors import UserError
 from bosch.files import open_regular, parse_json
 from data_prep.documents.mds_index import Shard
 from data_prep.documents.records import RECORD_LIMITS
-from data_prep.text import decode_utf8
 
 # A file of a few kilobytes may claim to be gigabytes when it is decompressed.
 _MOST_DECOMPRESSED = 2**30
 # What decoders raise on bytes that no encoder has written.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
-_SCALARS = (
-    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64",
-)  # fmt: skip
-
-# The first byte of an array without a fixed type is the code of its type.
-_VALUE_TYPES = {
+_COLUMNS = ("input_ids", "indices")
+# Types of arrays, by the code that is the first byte of one without a fixed type.
+_TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 
 
-def read_samples(
-    folder: Path, shard: Shard, columns: Sequence[str] | None = None
-) -> Iterator[dict[str, Any]]:
-    """The shard's samples as column name to value; with `columns`, only those among them.
+def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
+    """The shard's samples as column name to value, of the columns with tokens and spans.
 
     Raises UserError when the shard is missing, cut short, damaged, or not what its index states
     (size, hashes, number of samples); names the file and the sample.
@@ -53,9 +46,8 @@ def read_samples(
     if len(header) < 2 + shard.samples or header[0] != shard.samples:
         raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
     offsets = header[1 : shard.samples + 2].tolist()
-    chosen = shard.column_names if columns is None else columns
     decoders = [
-        (name, _decoder(kind, f"{path}: column {name}") if name in chosen else None)
+        (name, _decoder(kind, f"{path}: column {name}") if name in _COLUMNS else None)
         for name, kind in zip(shard.column_names, shard.column_encodings, strict=True)
     ]
     for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
@@ -118,19 +110,12 @@ def _decode_sample(
 
 def _decoder(encoding: str, where: str) -> _Decoder:
     kind, *fixed = encoding.split(":")
-    if encoding == "str":
-        return lambda data: decode_utf8(bytes(data), where)
-    if encoding == "bytes":
-        return bytes
     if encoding == "json":
         return lambda data: parse_json(bytes(data), RECORD_LIMITS)
-    if encoding == "int" or encoding in _SCALARS:
-        dtype = np.dtype("<i8" if encoding == "int" else encoding)
-        return lambda data: np.frombuffer(data, dtype)[0].item()
-    if kind == "ndarray" and (not fixed or fixed[0] in _SCALARS) and len(fixed) <= 2:
+    if kind == "ndarray" and (not fixed or fixed[0] in _TYPES.values()) and len(fixed) <= 2:
         return partial(_decode_array, fixed)
     raise UserError(
-        f"{where} has the encoding {encoding[:100]}, which is not read; write it as str or ndarray"
+        f"{where} has the encoding {encoding[:100]}, which is not read; write it as json or ndarray"
     )
 
 
@@ -140,7 +125,7 @@ def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
     if fixed:
         dtype = fixed[0]
     else:
-        dtype, at = _VALUE_TYPES[data[0]], 1
+        dtype, at = _TYPES[data[0]], 1
     if len(fixed) > 1:
         shape = tuple(int(size) for size in fixed[1].split(","))
     else:
@@ -166,7 +151,7 @@ def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
         there = ", ".join(shard.column_names)[:200]
         raise UserError(f"{path}: no column `input_ids` (there is {there})")
     vocabulary = len(tokenizer)
-    for row, sample in enumerate(read_samples(folder, shard, ("input_ids", "indices"))):
+    for row, sample in enumerate(read_samples(folder, shard)):
         where = f"{path}, sample {row}"
         ids = _token_ids(sample["input_ids"], vocabulary, tokenizer.name_or_path, where)
         for begin, end in _spans(sample, len(ids), where):

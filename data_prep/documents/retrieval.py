@@ -186,7 +186,7 @@ def retrieval_document(
 
 
 def retrieval_documents(
-    seed: int, prose: Sequence[str], characters: tuple[int, int] = (500, 4000)
+    seed: int, prose: Sequence[str], characters: tuple[int, int]
 ) -> Iterator[str]:
     """An endless stream of documents as text, of lengths drawn between `characters`' two ends."""
     rng = Random(f"retrieval-{seed}")

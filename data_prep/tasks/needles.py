@@ -20,7 +20,7 @@ import numpy as np
 
 from bosch.errors import UserError
 from data_prep.tasks.tables import NEEDLES, TaskSpec
-from data_prep.tasks.words import split_by_rule, word_key
+from data_prep.tasks.words import KEYS, split_by_rule, word_key
 from data_prep.text import encode_answer, encode_prompt
 
 SeedSpace = Literal["calibration", "evaluation", "training"]
@@ -106,7 +106,15 @@ def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -
 def draw_pair(
     rng: random.Random, spec: TaskSpec, space: SeedSpace, used: Collection[str]
 ) -> Needle:
-    """A pair that belongs to this seed space, its key none of those used."""
+    """A pair that belongs to this seed space, its key none of those used.
+
+    Raises UserError where every key is used.
+    """
+    if spec.key == "words" and len(used) >= KEYS:
+        raise UserError(
+            f"there are {KEYS:,} different keys for needles, and a sample of this length has more; "
+            "lower prepare.calibration.length, or prepare.sequence_length"
+        )
     while True:
         key, value = draw_value(rng, spec.key), draw_value(rng, spec.value)
         if key not in used and pair_owner(key, value) == space:

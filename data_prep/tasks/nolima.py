@@ -59,6 +59,12 @@ class NolimaSample:
         """Any of which is right where the output contains it."""
         return (self.character,) if self.character else self.test.answers
 
+    def check_room(self, book: Book, length: int) -> None:
+        """Raise UserError when the book is too short for a prompt of `length` tokens of it."""
+        book.span(length, self.depth)
+        if self.test.distractor is not None:
+            book.span(length, self.distractor_depth)
+
     def prompt(self, book: Book, length: int) -> str:
         """The prompt with `length` tokens of the book.
 
@@ -101,7 +107,17 @@ class Book:
     def with_text(self, text: str, length: int, depth: float) -> str:
         """`length` tokens of the book, with `text` at the first line break from `depth` of them on.
 
-        Raises UserError when the book has no such end, or too few tokens around it.
+        Raises UserError as `span` does.
+        """
+        start, place = self.span(length, depth)
+        before = self._tokenizer.decode(self._ids[start : place + 1])
+        after = self._tokenizer.decode(self._ids[place + 1 : start + length])
+        return f"{before[: max(before.rfind(chr(10)), 0)]} {text}\n{after}"
+
+    def span(self, length: int, depth: float) -> tuple[int, int]:
+        """Where `length` tokens begin, and their first line break from `depth` of them on.
+
+        Raises UserError when the book has no such break, or too few tokens around it.
         """
         behind = self._places[self._places / (length + 1) - depth >= 0]
         place = int(behind[0]) if len(behind) else 0
@@ -111,9 +127,7 @@ class Book:
                 f"{self.path}: its {len(self._ids):,} tokens leave no room for a context of "
                 f"{length:,} at depth {depth:.2f}"
             )
-        before = self._tokenizer.decode(self._ids[start : place + 1])
-        after = self._tokenizer.decode(self._ids[place + 1 : start + length])
-        return f"{before[: max(before.rfind(chr(10)), 0)]} {text}\n{after}"
+        return start, place
 
 
 def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:

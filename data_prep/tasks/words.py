@@ -66,6 +66,7 @@ wagon walnut water whale wheel willow window winter wizard wolf workshop zebra
 
 ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
+KEYS = len(ADJECTIVES) * len(NOUNS)
 
 
 def word_key(rng: Random) -> str:
@@ -170,14 +171,20 @@ def sentences_identity() -> str:
     return f"punkt of nltk {importlib.metadata.version('nltk')}"
 
 
+def nltk_folders() -> list[Path]:
+    """The folders that nltk searches, as `nltk.data.path` has them."""
+    named = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
+    own = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
+    system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
+    return [*map(Path, named)] + [
+        Path(root, "nltk_data").expanduser() for root in ("~", *own, *system)
+    ]
+
+
 def _punkt_folder() -> Path | None:
-    """Where punkt's data lies, among the folders that nltk searches; None without nltk too."""
+    """Where punkt's data lies; None without nltk too."""
     try:
         importlib.metadata.version("nltk")
     except importlib.metadata.PackageNotFoundError:
         return None
-    below = [Path(sys.prefix, folder, "nltk_data") for folder in ("", "share", "lib")]
-    system = [Path("/usr", folder, "nltk_data") for folder in ("share", "local/share", "lib")]
-    roots = [Path(root) for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
-    roots += [Path("~/nltk_data").expanduser(), *below, *system, Path("/usr/local/lib/nltk_data")]
-    return next((root / _PUNKT for root in roots if (root / _PUNKT).is_dir()), None)
+    return next((root / _PUNKT for root in nltk_folders() if (root / _PUNKT).is_dir()), None)

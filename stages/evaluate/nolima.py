@@ -20,7 +20,7 @@ def samples(
 ) -> list[PromptSample]:
     """The needles of the set at every depth of every book, or as many as are asked for.
 
-    Raises UserError when the needle set or a book cannot be read.
+    Raises UserError when the needle set or a book cannot be read, or a book is too short.
     """
     folder = Path(section.data_dir)
     own = folder / "task_template.txt"
@@ -34,6 +34,7 @@ def samples(
         chosen = rng.permutation(len(every))[: section.samples]
         for index in sorted(chosen.tolist()):
             sample = every[index]
+            sample.check_room(books[sample.book], length)  # before a model is loaded
             prompts.append(
                 PromptSample(
                     task=sample.test.kind,

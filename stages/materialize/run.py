@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -74,7 +75,11 @@ def run(
         file = _point_file(front)
     else:
         file = HeadMaskFile.load(mask_path)
-    _check_fit(base, file, mask_path)
+    family_of(base.config)
+    try:
+        check_mask(base.config, file.mask)
+    except UserError as error:
+        raise UserError(f"{mask_path}: {error}") from error
     set_sink_bias(base, file.sink_bias)
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
     summary = _memory(base, file, front) | _budgeted(config, base, file, front)
@@ -83,13 +88,11 @@ def run(
     tokens = _probe(base, file.windows[0].size, config.seed)
     exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file.mask, file.windows, tokens, exact)
-    expected_of_budgets = {
-        point.kv_slots: _searched_logits(base, front.mask(index), front.windows, tokens, exact)[
-            :, -_BEYOND:
-        ].clone()
-        for index, point in _nested(front)
-        if front is not None
-    }
+    expected_of_budgets = {}
+    if front is not None:
+        for index, point in _nested(front):
+            logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
+            expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
     if exact:  # it is in float32 by now, with some of its buffers
         del base
         base = _load_base(config, device)
@@ -178,21 +181,9 @@ def _budgeted(
     return {"budget": budget}
 
 
-def _check_fit(base: Any, file: HeadMaskFile, mask_path: Path) -> None:
-    family_of(base.config)
-    try:
-        check_mask(base.config, file.mask)
-    except UserError as error:
-        raise UserError(f"{mask_path}: {error}") from error
-
-
-def _nested(front: Front | None) -> list[tuple[int, FrontPoint]]:
-    """The points with their indices that one directory serves; none without a front."""
-    if front is None:
-        return []
-    return [
-        pair for pair, shares in zip(enumerate(front.points), front.nested, strict=True) if shares
-    ]
+def _nested(front: Front) -> list[tuple[int, FrontPoint]]:
+    """The points with their indices that one directory serves."""
+    return list(itertools.compress(enumerate(front.points), front.nested))
 
 
 def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any]:

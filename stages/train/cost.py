@@ -16,8 +16,12 @@ from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
 from stages.train.fit import Budget, remedy, training_budget
-from stages.train.footprint import step_traffic, trained_parameters
-from stages.train.memory import load_host_bytes, restart_disk_bytes, restart_host_bytes
+from stages.train.footprint import (
+    load_host_bytes,
+    restart_point_bytes,
+    step_traffic,
+    trained_parameters,
+)
 from stages.train.stage import TrainConfig, batch_faults
 
 # Share of the peak in training of a mixture of experts: what four days for 2.5B tokens of
@@ -51,9 +55,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     trained = trained_parameters(shape, train)
-    moments = (shape.parameters, trained, train.optimizer)
-    restart = restart_disk_bytes(*moments)
-    writing = restart_host_bytes(*moments, runtime.sharding, processes, local)
+    point = restart_point_bytes(shape.parameters, trained, train.optimizer)
+    restart = 2 * point  # the older one stays until the newer one is complete
+    # A copy of what a node's processes hold; without sharding of the first process's alone.
+    writing = point * (1.0 if runtime.sharding == "none" else local / processes)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",

@@ -20,8 +20,8 @@ from bosch.model.loading import load_config, load_model
 from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
+from stages.train.footprint import chunk_tokens
 from stages.train.loss import IGNORED, HeadLoss, head_loss, noted
-from stages.train.memory import distillation_chunk_tokens
 from stages.train.stage import TrainConfig
 
 
@@ -88,7 +88,7 @@ class TeacherLoss:
     def loss_of(
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
     ) -> HeadLoss:
-        """The loss of a micro-batch, once the student's states are there."""
+        """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
         with torch.no_grad():
             states = self.teacher(input_ids, position_ids).flatten(0, 1)
         head = self.teacher.get_output_embeddings()
@@ -107,7 +107,7 @@ class TeacherLoss:
         self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: _Divergence
     ) -> Tensor:
         labels = targets.flatten()
-        chunk = distillation_chunk_tokens(head.weight.shape[0])
+        chunk = chunk_tokens(head.weight.shape[0], distilled=True)
         every = torch.arange(len(labels), device=labels.device)
         if self._tokens < 1:
             values = torch.empty(len(labels), device=labels.device)

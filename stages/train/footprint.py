@@ -1,33 +1,111 @@
-"""What one process holds in training: its breakdown and its peak.
+"""What training holds, in bytes: the formulas that `plan` prints and tests measure. No torch.
 
-What data types and sharding decide stands in `stages.train.memory`; here is what a layer and
-the tables take during a step, what split sequences send and hold, and what is in memory together.
+N tokens of a micro-batch, C hidden size, V vocabulary, L layers, P parameters. Each function is
+about one process; `shards` is the number of processes under FSDP or DeepSpeed, else 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
-from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.exchange import pass_values
-from stages.train.memory import (
-    distillation_bytes,
-    gathered_bytes,
-    gradient_bytes,
-    kept_attention_bytes,
-    layer_input_bytes,
-    liger_loss_bytes,
-    loss_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    teacher_bytes,
-)
 from stages.train.stage import TrainConfig
+
+if TYPE_CHECKING:  # it loads torch
+    from bosch.objective.decoder_shape import DecoderShape
+
+# Logits computed at a time by the chunked loss: 256 MiB in float32.
+_CHUNK_ELEMENTS = 2**26
+_FLOAT32 = 4
+# Bytes of one of AdamW's two moments; of 8 bits with a float32 scale for each block of 256.
+_MOMENT = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
+
+
+def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
+    """Tokens whose logits are computed at a time, half as many with the teacher's beside them."""
+    return max(1, _CHUNK_ELEMENTS // ((1 + distilled) * vocabulary))
+
+
+def float32_bytes(numbers: int, shards: int) -> float:
+    """Master weights, or gradients, which are sharded after every micro-batch."""
+    return _FLOAT32 * numbers / shards
+
+
+def optimizer_bytes(trained: int, shards: int, optimizer: str) -> float:
+    """AdamW's mean and variance, as `train.optimizer` holds them."""
+    return 2 * _MOMENT[optimizer] * trained / shards
+
+
+def loss_bytes(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    element_bytes: int,
+    trains_head: bool,
+    distilled: bool = False,
+) -> int:
+    """The chunked loss: a chunk's logits and their copies, gradients of states and of the head.
+
+    The copies are what the scaled logits and the gradient of the logits take. With a teacher there
+    are the logits and log-probabilities of the model, the teacher's probabilities, their product,
+    and gradients of two of them; beside the gradients of states the model's chosen ones and the
+    teacher's. The head's gradient [V, C], where it is trained, is summed in float32, beside that of
+    the chunk.
+    """
+    chunk = min(tokens, chunk_tokens(vocabulary, distilled)) * vocabulary * _FLOAT32
+    states = tokens * hidden * element_bytes
+    head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes)
+    return 6 * chunk + 3 * states + head if distilled else 3 * chunk + states + head
+
+
+def liger_loss_bytes(
+    tokens: int, hidden: int, vocabulary: int, element_bytes: int, trains_head: bool
+) -> int:
+    """Liger's fused loss: a chunk's logits, gradients of states and of the head.
+
+    The head's gradient [V, C], where it is trained, is summed in float32, beside that of a chunk,
+    which Liger up to 0.8 turns into float32 before it adds it.
+    """
+    chunk = -(-tokens // -(-vocabulary // hidden))
+    chunk = min(tokens, 1 << (chunk - 1).bit_length())  # the next power of two
+    states = tokens * hidden * element_bytes
+    copy = _FLOAT32 if element_bytes < _FLOAT32 else 0
+    head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes + copy)
+    return chunk * vocabulary * element_bytes + states + head
+
+
+def restart_point_bytes(parameters: int, trained: int, optimizer: str) -> float:
+    """A restart point on disk: all weights in float32, and the moments of the trained ones."""
+    return float32_bytes(parameters, 1) + optimizer_bytes(trained, 1, optimizer)
+
+
+def load_host_bytes(
+    parameters: int,
+    saved_bytes: int,
+    computed_bytes: int,
+    sharding: str,
+    processes: int,
+    on_gpu: bool,
+) -> int:
+    """Host memory of a node while the model is loaded, with `processes` on the node.
+
+    Sharded, the first process alone reads the weights, in `saved_bytes` each, and sends them one by
+    one; DeepSpeed then has a copy of its shards in `computed_bytes`, the precision of training, in
+    the host's memory. What the processes keep on the CPU, float32 shards and DeepSpeed's second
+    copy, is not counted. Without sharding the weights go to the GPUs one by one, from files that
+    all processes share; on the CPU every process keeps them in float32. A teacher is loaded before
+    the model, in no more bytes.
+    """
+    if sharding == "none" and not on_gpu:
+        return _FLOAT32 * parameters * processes
+    if sharding == "deepspeed":
+        return max(saved_bytes, computed_bytes) * parameters
+    return saved_bytes * parameters
 
 
 def step_traffic(
@@ -159,16 +237,14 @@ def training_memory(
         exchanged = exchanged_bytes(shape, rows, split, tokens // length, number)
         tokens //= runtime.context_parallel
     optimizer = optimizer_bytes(trained, shards, train.optimizer)
-    gradients = gradient_bytes(trained, shards)
+    gradients = float32_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
         optimizer += number * count / shards  # weights to compute with, beside the master copy
     layer_gradients = own_gradients = tables = 0.0
     if sharded:
-        gathered: float = gathered_bytes(
-            shape.layer_parameters, shape.hidden, shape.vocabulary, number
-        )
-        if not shape.tied:  # the input table is in one unit with the head
-            gathered += number * shape.table
+        # The head for all of a step, with an input table of its own, and two layers, one ahead.
+        whole_tables = (1 if shape.tied else 2) * shape.table
+        gathered: float = number * (whole_tables + 2 * shape.layer_parameters)
         # Of a layer, as a share: what is frozen has no gradient.
         layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
         # Whole gradients in float32, to be summed over the processes: those of a layer stay until
@@ -178,29 +254,30 @@ def training_memory(
         own_gradients = number * trained_layer
         if accumulation == 1:  # two layers and the input table have none yet at the peak
             late = 2 * trained_layer + tables_trained * (not shape.tied) * shape.table
-            gradients -= min(gradients, gradient_bytes(round(late), shards))
+            gradients -= min(gradients, float32_bytes(round(late), shards))
         tables = tables_trained * (number + 4.0) * shape.tables
     else:
         casts = train.mixed_precision == "bf16"  # autocast copies what it casts
         gathered = number * (count - shape.expert_parameters) if casts else 0.0
         if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
-            gathered += gradient_bytes(trained, 1)
-    teacher, loss = 0.0, liger_loss_bytes if train.liger else loss_bytes
-    if train.teacher != "none":
-        loss = distillation_bytes
-        teacher = teacher_bytes(shape.parameters, number, shards)
+            gathered += float32_bytes(trained, 1)
+    teacher, distilled = 0.0, train.teacher != "none"
+    if distilled:
+        teacher = number * shape.parameters / shards
         if sharded:  # its tables stay gathered; its layers are while the student's are not
             teacher += number * shape.tables
+    head = tokens, shape.hidden, shape.vocabulary, number, tables_trained
+    fused = train.liger and not distilled
     activations = _activations(shape, train, runtime, tokens, exchanged)
     return TrainingMemory(
-        parameters=parameter_bytes(count, shards),
+        parameters=float32_bytes(count, shards),
         gradients=gradients,
         optimizer=optimizer,
         layer_inputs=activations.layer_inputs,
         gathered=gathered,
         layer=max(activations.layer, own_gradients) + layer_gradients,
         attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
-        loss=loss(tokens, shape.hidden, shape.vocabulary, number, tables_trained),
+        loss=liger_loss_bytes(*head) if fused else loss_bytes(*head, distilled),
         tables=tables,
         teacher=teacher,
         exchanged=activations.exchanged,
@@ -238,15 +315,15 @@ def _activations(
     if runtime.checkpointing == "none":
         return _Activations(shape.layers * (saved + exchanged[0]), backward, exchanged[1])
     assert runtime.checkpointing != "auto"
-    layer_inputs: float = layer_input_bytes(shape.layers, tokens, shape.hidden, residual)
-    offloaded = 0.0
+    layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # of all but the layer that is recomputed
         layer_inputs, offloaded = layer_inputs / shape.layers, layer_inputs
     if runtime.checkpointing == "attention":
         heads = shape.query_size // shape.kinds.head_dim
         widths = shape.full_layers * shape.query_size
         widths += len(shape.kinds.windows) * shape.own_query_size
-        layer_inputs += kept_attention_bytes(shape.layers * heads, widths, tokens, number)
+        # Attention's outputs, and log-sum-exps in float32.
+        layer_inputs += tokens * (number * widths + _FLOAT32 * shape.layers * heads)
     return _Activations(layer_inputs, saved + backward, sum(exchanged), offloaded)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
@@ -327,7 +328,7 @@ class Loop:
         """Continue from a restart point."""
         with self.restarts.loading(point):
             state = self.state()
-            self.restarts.read(point, state)
+            dcp.load(state, checkpoint_id=point)
             if self.runtime.sharding == "deepspeed":
                 sharded, size = self.model.optimizer, self.accelerator.num_processes
                 sharded.checkpoint_event_prologue()

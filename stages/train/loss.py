@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.objective.answers import scaled_logits
-from stages.train.memory import chunk_tokens
+from bosch.objective.answers import logit_scales, scaled_logits
+from stages.train.footprint import chunk_tokens
+
+if TYPE_CHECKING:
+    from stages.train.distillation import TeacherLoss
 
 IGNORED = -100  # label of a position that is not predicted
 
@@ -26,15 +29,6 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
-
-
-class Distillation(Protocol):
-    """A loss that compares with another model."""
-
-    def loss_of(
-        self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
-    ) -> HeadLoss:
-        """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -170,7 +164,7 @@ def install_loss(
     model: Any,
     *,
     liger: bool = False,
-    distillation: Distillation | None = None,
+    distillation: TeacherLoss | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> None:
     """Make `model` return its loss alone, from a forward pass without cache and without logits.
@@ -191,11 +185,7 @@ def install_loss(
             "config.json of the model has output_router_logits = true, and training has no loss "
             "of the router; set it to false"
         )
-    scaled = any(
-        (getattr(config, name, None) or 1.0) != 1.0 for name in ("logits_scaling", "logit_scale")
-    )
-    fused = liger and not scaled
-    config.use_cache = False
+    fused = liger and logit_scales(config) == (1.0, 1.0)
 
     def head_forward(self: Any, states: Tensor, loss_of: HeadLoss) -> Tensor:
         return loss_of(self, states.flatten(0, 1))
@@ -209,7 +199,8 @@ def install_loss(
         measure: Measure | None = None,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        count = num_items_in_batch or (targets != IGNORED).sum()
+        # Where nothing is predicted the loss is 0.
+        count = num_items_in_batch or int((targets != IGNORED).sum()) or 1
         if context_parallel is not None:
             rows, length = targets.shape
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.train.stage import TrainConfig
-from stages.train.trainable import parameter_groups
+
+# What transformers' trainer does not decay either.
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm($|\.)"]
 
 
 def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
@@ -26,6 +29,18 @@ def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
 
     _let_restart_points_hold_8_bits()
     return AdamW8bit(groups, lr=train.learning_rate, betas=betas)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What is trained, for an optimizer; biases and norms do not decay, as in transformers."""
+    names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [parameter for name, parameter in trained if name in names]
+    others = [parameter for name, parameter in trained if name not in names]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:

@@ -53,7 +53,7 @@ from stages.train.parallel import (
 )
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
-from stages.train.storage import RestartPoints, check_layout, restart_step, wait
+from stages.train.storage import RestartPoints, restart_step, wait
 from stages.train.trainable import first_adapters
 from stages.train.watch import make_held_out_watch, make_needle_watch
 
@@ -83,9 +83,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     check_offloading_possible(config.runtime)
     check_wandb(config.runtime)
     restarts = RestartPoints(work_dir, config.section)
-    newest = restarts.newest()
-    if newest is not None:
-        check_layout(newest, layout(config.runtime, config.section))
+    restarts.check_layout(layout(config.runtime, config.section))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
         with loop.timer.signals(), partners_alive():
@@ -142,7 +140,6 @@ def build_loop(
     collate_rows = collate_documents if train.document_masking else collate
     if accelerator.is_main_process:
         remove(work_dir / TrainingSummary.FILE)
-        restarts.clean()
     with partners_alive():
         accelerator.wait_for_everyone()
         restarts.rehearse(runtime.timeout_minutes)

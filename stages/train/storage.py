@@ -78,9 +78,21 @@ class RestartPoints:
         self._publisher = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
-    def newest(self) -> Path | None:
-        """The newest restart point that says its layout; whether it is whole is not known yet."""
-        return next((point for point in self._points() if _layout(point) is not None), None)
+    def check_layout(self, layout: dict[str, object]) -> None:
+        """Refuse shards that this run cannot read, by the newest point that says its layout.
+
+        Whether the point is whole is not known yet. Raises UserError when it was written with
+        another `runtime.sharding`, or, where shards are fixed, by another number of processes.
+        """
+        points = [(point, saved) for point in self._points() if (saved := _layout(point))]
+        for point, saved in points[:1]:
+            for name in ["sharding", "processes"] if layout["fixed"] else ["sharding"]:
+                if saved[name] != layout[name]:
+                    raise UserError(
+                        f"the restart point {point} was written with runtime.{name} = "
+                        f"{saved[name]}, this run has {layout[name]}; resume with {saved[name]}, "
+                        f"or delete {point.parent} to train from the start"
+                    )
 
     def latest(self) -> Path | None:
         """The newest whole restart point; those after it are removed.
@@ -153,15 +165,12 @@ class RestartPoints:
                 f"and is now {aside.name}"
             ) from error
 
-    def clean(self) -> None:
-        """Remove what a killed process left incomplete."""
-        remove(self.writing)
-
     def make_room(self) -> None:
-        """Forget all points but the newest, before another one is written."""
+        """Keep the newest point alone, before another one is written; what a kill left goes too."""
         make_folder(self.directory)
-        for older in [*self._points()[1:], *self.directory.glob(f"{_UNREADABLE}*")]:
-            remove(older)
+        unreadable = self.directory.glob(f"{_UNREADABLE}*")
+        for path in [*self._points()[1:], *unreadable, self.writing]:
+            remove(path)
 
     def save(
         self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float
@@ -229,10 +238,6 @@ class RestartPoints:
         if pending is not None:
             with disk_errors("a restart point", self.directory):
                 pending.result()
-
-    def read(self, point: Path, state: dict[str, Any]) -> None:
-        """Read a point into `state`, which has its form; every process calls it."""
-        dcp.load(state, checkpoint_id=point)
 
     def record_checkpoint(self, tokens: int) -> None:
         """Note the hashes of a checkpoint that is in place; every process calls it."""
@@ -335,24 +340,6 @@ def _layout(point: Path) -> dict[str, object] | None:
     content = read_json(point / _RECORD)
     saved = content.get("layout") if isinstance(content, dict) else None
     return saved if isinstance(saved, dict) and {"sharding", "processes"} <= saved.keys() else None
-
-
-def check_layout(point: Path, layout: dict[str, object]) -> None:
-    """Refuse a restart point whose shards this run cannot read.
-
-    Raises UserError when it was written with another `runtime.sharding`, or, where shards are
-    fixed, by another number of processes.
-    """
-    saved = _layout(point)
-    assert saved is not None
-    names = ["sharding", "processes"] if layout["fixed"] else ["sharding"]
-    for name in names:
-        if saved[name] != layout[name]:
-            raise UserError(
-                f"the restart point {point} was written with runtime.{name} = {saved[name]}, this "
-                f"run has {layout[name]}; resume with {saved[name]}, or delete {point.parent} to "
-                "train from the start"
-            )
 
 
 def copy_companions(model_dir: Path, place: Path) -> None:

@@ -17,7 +17,6 @@ from stages.train.stage import LoraConfig, TrainConfig
 _ADAPTER = "default"  # peft's own name of the only adapter of a model
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
-_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm($|\.)")
 
 
 def restrict_training(model: Any, train: TrainConfig) -> None:
@@ -34,26 +33,6 @@ def restrict_training(model: Any, train: TrainConfig) -> None:
         model.requires_grad_(False)
         for module in attention_modules(model):
             module.requires_grad_(True)
-
-
-def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
-    """What is trained, for an optimizer; biases and norms do not decay, as in transformers."""
-    norms = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.LayerNorm)
-        for parameter in module.parameters()
-    }
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            plain = parameter in norms or _NOT_DECAYED.search(name.lower())
-            (others if plain else decayed).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
 
 
 def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:

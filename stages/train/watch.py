@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,25 +16,24 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from stages.context import Runtime, StageConfig
 from stages.prepare.stage import TOKENIZER, PrepareConfig
-from stages.train.data import Collate, PackedSequences
+from stages.train.data import Batch, Collate, PackedSequences
 from stages.train.loss import IGNORED, mistakes, token_losses
 from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
+
+T = TypeVar("T")
 
 _PARTS = 4  # of a sequence, by position
 _SEED_OFFSET = 1_000_003  # other samples than the search's, from needles training does not see
 
 
-class NeedleWatch:
-    """Scores a model in training by one pass over each sample, the answer given (BOSCH Eq. 4)."""
+class _Watch(Generic[T]):
+    """Scores a model in training on `samples`, every so many steps and at the end.
 
-    def __init__(
-        self, samples: Sequence[tuple[list[int], int]], every: int, sharing: int = 1
-    ) -> None:
-        """`samples`: token ids, the last so many of which are the answer.
+    `sharing` processes share each sample (`runtime.context_parallel`).
+    """
 
-        `sharing`: processes that share each sample (`runtime.context_parallel`).
-        """
+    def __init__(self, samples: Sequence[T], every: int, sharing: int = 1) -> None:
         self._samples = samples
         self._every = every
         self._sharing = sharing
@@ -43,20 +42,30 @@ class NeedleWatch:
         """Whether step `step` (from 1) ends with a score; the last one does."""
         return step % self._every == 0 or step == last_step
 
-    @torch.no_grad()
-    def score(self, model: Any, device: torch.device) -> float:
-        """The share in [0, 1]; called on every process; each runs its share of the samples.
+    def _own_samples(self, model: Any) -> Iterator[tuple[T, bool]]:
+        """This process's samples, with `model` in evaluation mode, and whether each is a new one.
 
-        All run equally many, since a sharded model's passes are collective.
+        All run equally many, since a sharded model's passes are collective: some once more.
         """
         size, own = processes() // self._sharing, rank() // self._sharing
-        counts = rank() % self._sharing == 0
-        correct = torch.zeros(1, dtype=torch.float64)
         was_training = model.training
         model.eval()
-        for first in range(0, len(self._samples), size):
-            number = first + own
-            ids, answer_length = self._samples[number % len(self._samples)]
+        for number in range(own, len(self._samples) + own, size):
+            yield self._samples[number % len(self._samples)], number < len(self._samples)
+        model.train(was_training)
+
+
+class NeedleWatch(_Watch[tuple[list[int], int]]):
+    """By one pass over each sample, the answer given (BOSCH Eq. 4).
+
+    A sample is token ids, and how many of the last are the answer.
+    """
+
+    @torch.no_grad()
+    def score(self, model: Any, device: torch.device) -> float:
+        """The share in [0, 1]; called on every process; each runs its share of the samples."""
+        counts, correct = rank() % self._sharing == 0, torch.zeros(1, dtype=torch.float64)
+        for (ids, answer_length), is_new in self._own_samples(model):
             # What follows a sample changes nothing before it: whole chunks for those who share it.
             after = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
             input_ids = torch.tensor([ids + ids[-1:] * after], device=device)
@@ -64,28 +73,19 @@ class NeedleWatch:
             answer = slice(len(ids) - answer_length, len(ids))
             labels[:, answer] = input_ids[:, answer]
             wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
-            correct += counts and number < len(self._samples) and not wrong.any().item()
-        model.train(was_training)
+            correct += counts and is_new and not wrong.any().item()
         return summed(correct, device).item() / len(self._samples)
 
 
-class HeldOutWatch:
-    """The loss on sequences that training does not read, and what routers of experts do there."""
+class HeldOutWatch(_Watch[Batch]):
+    """The loss on sequences that training does not read, and what routers of experts do there.
 
-    def __init__(self, batches: Sequence[dict[str, Tensor]], every: int, sharing: int = 1) -> None:
-        """`batches`: one sequence each, with labels; `sharing` processes share each."""
-        self._batches = batches
-        self._every = every
-        self._sharing = sharing
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether step `step` (from 1) ends with it; the last one does."""
-        return step % self._every == 0 or step == last_step
+    A sample is a batch of one sequence, with labels.
+    """
 
     @torch.no_grad()
     def score(self, model: Any, device: torch.device) -> dict[str, Any]:
-        """Fields of `TrainingStep`; called on every process, all of which run equally many."""
-        size, own = processes() // self._sharing, rank() // self._sharing
+        """Fields of `TrainingStep`; called on every process."""
         sums = torch.zeros(2, _PARTS, dtype=torch.float64)
         routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
         routed: list[list[Tensor]] = [[] for _ in routers]
@@ -94,14 +94,10 @@ class HeldOutWatch:
             routed[number].append(_routing(output))
 
         hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
-        was_training = model.training
-        model.eval()
-        for first in range(0, len(self._batches), size):
-            number = first + own
-            batch = self._batches[number % len(self._batches)]
+        for batch, is_new in self._own_samples(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
-            if number >= len(self._batches):  # run once more for the others' sake
+            if not is_new:
                 for router in routed:
                     router[-1].zero_()
             elif rank() % self._sharing == 0:  # those who share a sequence all have its losses
@@ -109,13 +105,12 @@ class HeldOutWatch:
                 parts = (values.tensor_split(_PARTS) for values in (losses[:-1], predicted))
                 for part, (loss, counts) in enumerate(zip(*parts, strict=True)):
                     sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {
-            "heldout_loss": total / count,
+            "heldout_loss": total / max(count, 1),
             "heldout_by_position": (sums[0] / sums[1].clamp(min=1)).tolist(),
         }
         if routers:

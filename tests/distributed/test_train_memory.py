@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from stages.train.memory import gradient_bytes, layer_input_bytes, load_host_bytes, parameter_bytes
+from stages.train.footprint import float32_bytes, load_host_bytes
 from tests.training_case import DEEPSPEED, SEQUENCE_LENGTH, make_case, train_in_processes
 
 HIDDEN, INTERMEDIATE = 768, 3072
@@ -50,11 +50,11 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
         for rank in ranks:
             assert len(rank["gradients"]) == 2 * accumulation
             assert len(set(rank["gradients"])) == 1
-            assert rank["gradients"][0] == gradient_bytes(parameters, shards=2)
+            assert rank["gradients"][0] == float32_bytes(parameters, shards=2)
             assert set(rank["layer_outputs"]) == {"torch.bfloat16"}
             # Besides the layers' inputs in bf16: the last one's output, its sum, and of the head
             # the normed states and their gradient.
-            inputs = layer_input_bytes(layers, micro * SEQUENCE_LENGTH, hidden, element_bytes=2)
+            inputs = layers * micro * SEQUENCE_LENGTH * hidden * 2
             assert max(rank["layer_inputs"]) <= inputs * (layers + 4) / layers, (accumulation, rank)
 
 
@@ -88,7 +88,7 @@ def test_loading_takes_little_more_than_one_bf16_model_per_node(
     ranks = [json.loads((tmp_path / f"load.{rank}.json").read_text()) for rank in (0, 1)]
     parameters = ranks[0]["parameters"]
     saved = load_host_bytes(parameters, 2, 2, sharding, processes=2, on_gpu=False)
-    shard = parameter_bytes(parameters, shards=2)
+    shard = float32_bytes(parameters, shards=2)
     print({name: [rank[name] / saved for rank in ranks] for name in ("peak", "kept")})
     assert all(0.9 * shard < rank["kept"] < 1.5 * shard for rank in ranks)
     one_weight = 4 * HIDDEN * INTERMEDIATE  # in float32, on each rank

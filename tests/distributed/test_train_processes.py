@@ -168,6 +168,25 @@ def test_fsdp_goes_on_from_a_whole_point_with_more_processes(
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
 
 
+def test_a_lost_node_is_named_and_both_go_on_to_the_same_losses(
+    case: Path, alone: Path, tmp_path: Path
+) -> None:
+    """Two nodes of one host; what torchrun does with them is in test_runner_processes.py."""
+    changes: dict[str, Any] = {
+        "train": {"document_masking": True},
+        "runtime": {"sharding": "fsdp", "save_every_steps": 2},
+    }
+    killed = train_in_processes(
+        case, tmp_path, 2, kill_at_step=5, kill_rank=1, per_node=1, **changes
+    )
+    assert killed.returncode != 0
+    said = "LostRankError: node 1 (process 1) of this run does not answer"
+    assert said in killed.stderr, killed.stderr
+    done = train_in_processes(case, tmp_path, 2, per_node=1, **changes)
+    assert done.returncode == 0 and "resuming from step-4" in done.stderr, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
+
+
 def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
     done = train_in_processes(
         case, tmp_path, 2, module="tests.checked_checkpoints", max_shard_size="40KB",
@@ -216,7 +235,8 @@ def test_gradients_are_summed_in_float32(sharding: str) -> None:
 def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
     case: Path, tmp_path: Path
 ) -> None:
-    """A collective may take 5 seconds in a step, and minutes where others wait for the saving.
+    """A collective may take 5 seconds in a step, and minutes where others wait for the saving, or
+    for the first one's work at the end.
 
     The limit is the recipe's, or once the time of a step is known, a multiple of that.
     """

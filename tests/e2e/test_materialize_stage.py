@@ -31,6 +31,10 @@ from tests.front_case import nested_front
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
+NUMBERS = dict.fromkeys(
+    ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after", "sliding_bytes_constant"),
+    8,
+)
 
 
 def _mask(layers: int = 2) -> HeadMaskFile:
@@ -53,8 +57,9 @@ def _budget_of(front: Front, index: int) -> dict[str, Any]:
 
 
 def _run(
-    base: Path, tmp_path: Path, dtype: Any = "float32", mask: Any = None, upstream: Any = None
-) -> dict[str, Any]:
+    base: Path, tmp_path: Path, dtype: Any = "float32", mask: Any = None, upstream: Any = None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     search, work = tmp_path / "search", tmp_path / "work"
     for folder in (search, work):
         folder.mkdir(exist_ok=True)
@@ -65,6 +70,7 @@ def _run(
         seed=3,
         runtime=Runtime(),
         upstream=upstream or {},
+        **options,
     )
     return materialize.run(config, {"search": search}, work)
 
@@ -117,21 +123,21 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert "| sinks | 2 |" in card and "| its score in the search | unknown |" in card
 
 
-def test_the_card_of_several_windows_tells_them_apart() -> None:
+def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_base() -> None:
     mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
     file = HeadMaskFile.of(
         mask, windows, model="m", method="given", swa_ratio=0.75, score=0.8125, seed=4,
         sink_bias=[[0.5] * 4] * 2,
     )  # fmt: skip
-    numbers = dict.fromkeys(
-        ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after",
-         "sliding_bytes_constant"), 8,
-    )  # fmt: skip
-    card = model_card(file, ModelConfig(path="org/model"), numbers, {"license": "mit"})
+    card = model_card(file, ModelConfig(path="org/model"), NUMBERS, {"license": "mit"})
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
     assert "| sinks | a learned sink bias in each sliding query head |" in card
+    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, {})
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "org/model" and "license" not in front
+    assert "org/model (abc)" in card and "not stated" in card
 
 
 @pytest.mark.parametrize(
@@ -141,17 +147,6 @@ def test_a_base_card_without_licence_is_no_fault(readme: bytes | None, tmp_path:
     if readme is not None:
         (tmp_path / "README.md").write_bytes(readme)
     assert base_licence(ModelConfig(path=str(tmp_path))) == {}
-
-
-def test_a_hub_model_is_named_as_base(tmp_path: Path) -> None:
-    numbers = dict.fromkeys(
-        ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after",
-         "sliding_bytes_constant"), 8,
-    )  # fmt: skip
-    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), numbers, {})
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["base_model"] == "org/model" and "license" not in front
-    assert "org/model (abc)" in card and "not stated" in card
 
 
 def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Path) -> None:
@@ -247,17 +242,12 @@ def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "search").mkdir()
-    _mask().save(tmp_path / "search" / "head_mask.json")
-    stamp = file_stamp(base / "config.json")
-    (base / "config.json").write_text((base / "config.json").read_text())
-    config = StageConfig(
-        MaterializeConfig(), ModelConfig(path=str(base)), 3, Runtime(),
-        stamps={str(base / "config.json"): stamp},
-    )  # fmt: skip
+    config = base / "config.json"
+    stamp = file_stamp(config)
+    config.write_text(config.read_text())
     with pytest.raises(RunError, match=r"config\.json was written or replaced"):
-        materialize.run(config, {"search": tmp_path / "search"}, tmp_path)
-    assert not (tmp_path / "model").exists()
+        _run(base, tmp_path, stamps={str(config): stamp})
+    assert not (tmp_path / "work" / "model").exists()
 
 
 def test_a_model_that_computes_something_else_is_not_accepted(

@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +10,7 @@ from datasets import load_from_disk
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
+from data_prep.documents import tokenization
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
@@ -34,7 +30,10 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def config(model: Path, sources: list[dict], *, workers=1, seed=0, **changes) -> StageConfig:
+def config(model: Path, sources: list[dict] | Path, workers=1, seed=0, **changes) -> StageConfig:
+    """Of `sources`, or of the texts in a folder."""
+    if isinstance(sources, Path):
+        sources = [{"name": "mine", "kind": "text", "path": str(sources / "*.txt")}]
     fields = {
         "sequence_length": 64,
         "train_tokens": 3000,
@@ -115,12 +114,11 @@ def test_training_data_is_the_documents(model, corpus, tmp_path):
 
 
 def test_calibration_examples(model, corpus, tmp_path):
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     essays = corpus / "essays"
     essays.mkdir()
     (essays / "a.txt").write_text("Marmalade is made of oranges. " * 100)
     calibration = {"examples": 5, "length": 420, "essay_dir": str(essays)}
-    out = run(config(model, sources, seed=3, calibration=calibration), tmp_path / "out")
+    out = run(config(model, corpus, seed=3, calibration=calibration), tmp_path / "out")
     written = json.loads((out / "statistics.json").read_text())["calibration"]
     assert (written["corpus"]["name"], written["corpus"]["words"]) == (str(essays), 500)
     tokenizer = tiny_tokenizer()
@@ -139,63 +137,33 @@ def test_calibration_examples(model, corpus, tmp_path):
 
 def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
-    one = run(config(model, sources), tmp_path / "one")
-    two = run(config(model, sources, workers=2), tmp_path / "two")
-    other = run(config(model, sources, seed=1), tmp_path / "other")
+    one = run(config(model, corpus), tmp_path / "one")
+    two = run(config(model, corpus, workers=2), tmp_path / "two")
+    other = run(config(model, corpus, seed=1), tmp_path / "other")
     assert files(one) == files(two)
     names = ("train/data-00000-of-00001.arrow", "calibration/calibration.jsonl")
     assert all(files(one)[name] != files(other)[name] for name in names)
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from stages.prepare import run as prepare
-from stages.context import ModelConfig, Runtime
-from stages.prepare.stage import PrepareConfig
-from stages.context import StageConfig
-import data_prep.documents.tokenizer as t, time
-real = t.Encoder.__call__
-t.Encoder.__call__ = lambda *a: (time.sleep(0.2), real(*a))[1]
-section = PrepareConfig.model_validate_json(sys.argv[2])
-config = StageConfig(section, ModelConfig(path=sys.argv[1]), 0, Runtime(data_workers=1))
-prepare.run(config, {}, Path(sys.argv[3]))
-"""
-
-
 def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
-    sources = [{"name": "library", "kind": "python_docs"}]
-    stage_config = config(model, sources, train_tokens=1_000_000)
-    work = tmp_path / "work"
-    work.mkdir()
-    arguments = [str(model), stage_config.section.model_dump_json(), str(work)]
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        cwd=Path(__file__).parents[2],
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 240
-    while len(list(work.glob("tokens/*/part-*/ids.int32"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    times = {path: path.stat().st_mtime_ns for path in work.glob("tokens/*/part-*/ids.int32")}
-    assert times and not (work / "statistics.json").exists()
-    documents = {}
-    real_remove = prepare.remove
-
-    def spy(path):
-        if path.name == "tokens":
-            documents.update({p: p.stat().st_mtime_ns for p in times})
-        real_remove(path)
-
-    monkeypatch.setattr(prepare, "remove", spy)
-    prepare.run(stage_config, {}, work)
-    monkeypatch.undo()
-    assert documents == times
+    """With the documents that were tokenised, to the same bytes."""
+    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
+    stage_config = config(model, corpus)
     undisturbed = run(stage_config, tmp_path / "undisturbed")
-    assert files(work) == files(undisturbed)
+    read, parts = tokenization.read_part, []
+
+    def killed_at_third(part, source):
+        parts.append(part)
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+        return read(part, source)
+
+    monkeypatch.setattr(tokenization, "read_part", killed_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(stage_config, tmp_path / "work")
+    prepare.run(stage_config, {}, tmp_path / "work")
+    assert parts[3] == parts[2] and len(parts) == len({*parts}) + 1
+    assert files(tmp_path / "work") == files(undisturbed)
 
 
 def test_processes_are_no_more_than_the_text_is_worth(monkeypatch):
@@ -206,8 +174,7 @@ def test_processes_are_no_more_than_the_text_is_worth(monkeypatch):
 
 
 def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
-    stage_config = config(model, sources)
+    stage_config = config(model, corpus)
     out = run(stage_config, tmp_path / "out")
     monkeypatch.setattr(prepare, "write_training_data", lambda *a: pytest.fail("did it again"))
     assert prepare.run(stage_config, {}, out)["sequences"] == 47
@@ -227,16 +194,8 @@ def test_empty_corpus(model, tmp_path, content):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_damaged_file_is_named_whoever_reads_it(model, corpus, tmp_path, workers):
     (corpus / "15.txt").write_bytes(b"\xff")
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     with pytest.raises(UserError, match=r"15\.txt: not UTF-8 at byte 0"):
-        run(config(model, sources, workers=workers), tmp_path / "out")
-
-
-def test_missing_tokenizer(tmp_path, corpus):
-    (tmp_path / "nothing").mkdir()
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
-    with pytest.raises(UserError, match="nothing: no tokenizer could be loaded"):
-        run(config(tmp_path / "nothing", sources), tmp_path / "out")
+        run(config(model, corpus, workers=workers), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -261,41 +220,27 @@ def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, con
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)
     (damaged / file).write_text(content)
-    sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt")}]
     with pytest.raises(UserError, match=said) as caught:
-        run(config(damaged, sources), tmp_path / "out")
+        run(config(damaged, corpus), tmp_path / "out")
     assert "\n" not in str(caught.value)
 
 
-WORK = ("write_calibration", "write_training_data")
-
-
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", ["write_calibration", "write_training_data"])
 def test_an_input_that_is_written_meanwhile_is_not_published(
     model, corpus, tmp_path, monkeypatch, work
 ):
     """Told after the calibration set, before the long work, and again after that."""
-    essay = corpus / "essay.md"
+    essay, real = corpus / "essay.md", getattr(prepare, work)
     essay.write_text("An essay.")
-    stage_config = replace(
-        config(model, [{"name": "made", "kind": "retrieval"}]),
-        stamps={str(essay): file_stamp(essay)},
-    )
-    done, real = [], {name: getattr(prepare, name) for name in WORK}
+    made = config(model, [{"name": "made", "kind": "retrieval"}])
 
-    def noted(name):
-        def call(*arguments, **options):
-            result = real[name](*arguments, **options)
-            done.append(name)
-            if name == work:
-                essay.write_text(essay.read_text())
-            return result
+    def writes_meanwhile(*arguments, **options):
+        result = real(*arguments, **options)
+        essay.write_text(essay.read_text())
+        return result
 
-        return call
-
-    for name in WORK:
-        monkeypatch.setattr(prepare, name, noted(name))
+    monkeypatch.setattr(prepare, work, writes_meanwhile)
     with pytest.raises(RunError, match=r"essay\.md was written or replaced while it was read"):
-        run(stage_config, tmp_path / "out")
-    assert done == list(WORK[: WORK.index(work) + 1])
+        run(replace(made, stamps={str(essay): file_stamp(essay)}), tmp_path / "out")
+    assert (tmp_path / "out" / "train").exists() == (work == "write_training_data")
     assert not (tmp_path / "out" / "statistics.json").exists()

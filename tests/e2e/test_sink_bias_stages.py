@@ -21,7 +21,7 @@ from stages.materialize.stage import MaterializeConfig
 from stages.search import run as search
 from stages.search.stage import SearchConfig
 from stages.train.model import load_for_training
-from stages.train.trainable import parameter_groups
+from stages.train.optimizer import parameter_groups
 from tests.hybrid_case import KV_HEADS, LAYERS, tokens
 from tests.search_case import WINDOW, write_inputs
 from tests.tiny_data import tiny_tokenizer

@@ -17,6 +17,7 @@ from bosch.model.interface import layouts_of
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.train import trainable
+from stages.train.optimizer import parameter_groups
 from tests.hybrid_case import LAYERS, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
@@ -173,7 +174,7 @@ def test_norms_and_biases_do_not_decay_by_whatever_name() -> None:
          "RMSNorm_1": linear(), "normal": linear(), "frozen": linear().requires_grad_(False)}
     )  # fmt: skip
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decayed, others = trainable.parameter_groups(model, 0.3)
+    decayed, others = parameter_groups(model, 0.3)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert {names[one] for one in decayed["params"]} == {"proj.weight", "normal.weight"}
     assert {names[one] for one in others["params"]} == {

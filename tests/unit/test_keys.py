@@ -79,28 +79,10 @@ def set_field(case: Case, section: str, name: str, value: object) -> None:
             lambda c: write_safetensors(c.model / "model.safetensors", 8),
             EVERY_MODEL_STAGE,
         ),
-        (None, lambda c: write(c, "code/deep/layers.py"), EVERY_MODEL_STAGE),
-        (None, lambda c: write(c, "modeling_own.py"), EVERY_MODEL_STAGE),
         (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
-        (None, lambda c: write(c, "tekken.json"), {"prepare", *EVERY_MODEL_STAGE}),
-        (None, lambda c: write(c, "sentencepiece.bpe.model"), {"prepare", *EVERY_MODEL_STAGE}),
-        (
-            None,
-            lambda c: write(c, "additional_chat_templates/default.jinja"),
-            {"prepare", *EVERY_MODEL_STAGE},
-        ),
-        (None, lambda c: write(c, "tokenization_own.py"), {"prepare", *EVERY_MODEL_STAGE}),
-        (None, lambda c: write(c, "own.tiktoken"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(rope_theta=2.0), EVERY_MODEL_STAGE),
         (None, lambda c: write(c, "README.md", "---\nlicense: mit\n---\n"), {"materialize"}),
-        (None, lambda c: write(c, "README.md", "# Card\n"), set()),
-        (None, lambda c: write(c, "LICENSE.txt"), set()),
-        (None, lambda c: write(c, "NOTICE.txt"), set()),
-        (None, lambda c: write(c, ".hidden.json"), set()),
-        (None, lambda c: write(c, ".git/hooks/x.py"), set()),
-        (None, lambda c: write(c, "training_args.json"), set()),
-        (None, lambda c: write(c, "trainer_state.json"), set()),
         (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
         (None, lambda c: set_field(c, "model", "trust_remote_code", True), EVERY_MODEL_STAGE),
         (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"evaluate"}),
@@ -118,6 +100,31 @@ def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
     change(case)
     after = documents(case)
     assert {name for name in before if before[name] != after[name]} == stages
+
+
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        (["code/deep/layers.py", "modeling_own.py"], EVERY_MODEL_STAGE),
+        (
+            ["tekken.json", "sentencepiece.bpe.model", "additional_chat_templates/default.jinja",
+             "tokenization_own.py", "own.tiktoken"], {"prepare", *EVERY_MODEL_STAGE},
+        ),
+        (
+            ["README.md", "LICENSE.txt", "NOTICE.txt", ".hidden.json", ".git/hooks/x.py",
+             "training_args.json", "trainer_state.json"], set(),
+        ),
+    ],
+)  # fmt: skip
+def test_a_new_file_of_a_model_changes_the_keys_of_the_stages_that_read_it(
+    case: Case, names: list[str], stages: set[str]
+) -> None:
+    before = documents(case)
+    for name in names:
+        write(case, name)
+        after = documents(case)
+        assert {one for one in before if before[one] != after[one]} == stages, name
+        before = after
 
 
 @pytest.mark.parametrize(
@@ -343,13 +350,20 @@ def identity(
     return section_identity(source, hasher)[1], hashed
 
 
-def test_shards_with_hashes_in_their_index_are_not_read_for_the_key(tmp_path):
+def test_shards_are_identified_by_the_hashes_in_their_index_or_else_by_content(tmp_path):
     folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
     before, hashed = identity(folder, "mds", tmp_path)
     assert hashed == {"index.json"}
     index = json.loads((folder / "index.json").read_text())
     index["shards"][1]["raw_data"]["hashes"]["sha1"] = "0" * 40
     (folder / "index.json").write_text(json.dumps(index))
+    assert identity(folder, "mds", tmp_path)[0] != before
+    index["shards"][1]["raw_data"]["hashes"] = {}
+    (folder / "index.json").write_text(json.dumps(index))
+    before, hashed = identity(folder, "mds", tmp_path)
+    assert hashed == {"index.json", "shard.00001.mds"}
+    shard = folder / "shard.00001.mds"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert identity(folder, "mds", tmp_path)[0] != before
 
 
@@ -363,18 +377,6 @@ def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
     assert identity(folder, "mds", tmp_path, str(own))[0] != before
     named = identity(folder, "mds", tmp_path, "org/name")[0]
     assert {"hub": "org/name"} in named.values()
-
-
-def test_shards_without_hashes_are_identified_by_content(tmp_path):
-    folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][1]["raw_data"]["hashes"] = {}
-    (folder / "index.json").write_text(json.dumps(index))
-    before, hashed = identity(folder, "mds", tmp_path)
-    assert hashed == {"index.json", "shard.00001.mds"}
-    shard = folder / "shard.00001.mds"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert identity(folder, "mds", tmp_path)[0] != before
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "mds", "text"])
@@ -431,15 +433,12 @@ def test_a_long_list_of_files_is_one_hash_in_the_key(tmp_path, pattern):
     assert hashed_files(named, files, hasher)["sha256"] != folded["sha256"]
 
 
-def test_retrieval_is_made_of_this_pythons_help(tmp_path):
-    source = SourceConfig(name="a", kind="retrieval")
-    identity = section_identity(source, FileHasher(tmp_path / "hashes.json"))[1]
-    assert "python" in identity["path"]
-
-
 def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
+    """What retrieval makes is identified by the Python whose help it is made of."""
     source = SourceConfig(name="a", kind="huggingface", path="org/name", revision="0" * 40)
     hasher = FileHasher(tmp_path / "hashes.json")
+    made = section_identity(SourceConfig(name="a", kind="retrieval"), hasher)[1]
+    assert "python" in made["path"]
     assert section_identity(source, hasher)[1] == {"path": {"dataset": "org/name"}}
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("{}")

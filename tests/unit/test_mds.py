@@ -31,12 +31,8 @@ def text(ids) -> str:
 
 @pytest.mark.parametrize("name", ["plain", "packed_zstd", "dynamic"])
 def test_all_samples_are_read(name):
-    records = samples(name)
     whole = ["".join(t * times for t in TEXTS) for times in range(1, 7)]
-    assert [text(sample["input_ids"]) for sample in records] == whole
-    if name != "dynamic":
-        assert records[2]["domain"] == "d"
-        assert records[2]["length"] == len(records[2]["input_ids"])
+    assert [text(sample["input_ids"]) for sample in samples(name)] == whole
 
 
 @pytest.mark.parametrize("name", ["packed_zstd", "dynamic"])
@@ -49,11 +45,7 @@ def test_spans_are_read(name):
 def test_columns_of_fixed_size():
     records = samples("fixed")
     assert [text(s["input_ids"]) for s in records] == ["First do"] * 2 + ["First do"] * 4
-    assert [s["token_count"] for s in records] == [8] * 6
-
-
-def test_text_column():
-    assert [s["text"] for s in samples("text")] == TEXTS
+    assert samples("text") == [{}] * 3  # other columns are not decoded
 
 
 def test_documents_are_cut_at_the_spans():
@@ -190,7 +182,8 @@ def test_shard_in_a_subfolder_is_read(tmp_path):
     ("place", "value"),
     [
         ("shards", {}), ("shards", None), ("shards", DELETE), ("shards.0", []),
-        ("shards.0.version", "2"), ("shards.0.version", True), ("shards.0.format", "xml"),
+        ("shards.0.version", "2"), ("shards.0.version", True), ("shards.0.version", 3),
+        ("shards.0.format", "xml"),
         ("shards.0.samples", -1), ("shards.0.samples", 10**30), ("shards.0.samples", 2.5),
         ("shards.0.samples", "3"), ("shards.0.samples", DELETE), ("shards.0.raw_data", None),
         ("shards.0.raw_data", "x"), ("shards.0.raw_data.basename", 7),
@@ -249,19 +242,18 @@ def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 @pytest.mark.parametrize("place", range(3))
 def test_numbers_of_every_type_are_read(tmp_path, bits, place):
-    """Alone, and in arrays whose type and shape stand in the encoding or before the data."""
+    """In arrays whose type and shape stand in the encoding or before the data."""
     kinds = ["uint", "int", "float" if bits > 8 else "int"]
     name, code = f"{kinds[place]}{bits}", bits + kinds.index(kinds[place])
     data, shape = np.array([[1, 2, 3]], name), bytes([2 << 2, 1, 3])
-    arrays = {
-        "shaped": (f"ndarray:{name}:1,3", data.tobytes()),
-        "typed": (f"ndarray:{name}", shape + data.tobytes()),
-        "free": ("ndarray", bytes([code]) + shape + data.tobytes()),
-    }
-    [sample] = read_all(write_sample(tmp_path, one=(name, data[0, 2:].tobytes()), **arrays))
-    assert sample["one"] == 3
-    for column in arrays:
-        assert sample[column].dtype == name and sample[column].tolist() == [[1, 2, 3]]
+    for encoding in (
+        (f"ndarray:{name}:1,3", data.tobytes()),
+        (f"ndarray:{name}", shape + data.tobytes()),
+        ("ndarray", bytes([code]) + shape + data.tobytes()),
+    ):
+        [sample] = read_all(write_sample(tmp_path, input_ids=encoding))
+        assert sample["input_ids"].dtype == name
+        assert sample["input_ids"].tolist() == [[1, 2, 3]]
 
 
 def test_special_tokens_are_no_text(tmp_path):
@@ -290,16 +282,18 @@ IDS = u32(*range(10))
         ({"input_ids": IDS, "indices": ("json", b'"\xff"')}, "sample 0 is damaged"),
         ({"input_ids": ("json", b'{"a": 1}')}, "input_ids does not hold whole numbers"),
         ({"input_ids": ("ndarray:float32", b"\x04\x01" + b"\0" * 4)}, "not hold whole numbers"),
-        ({"input_ids": ("int", b"\1" * 8)}, "input_ids has 0 dimensions"),
+        ({"input_ids": ("json", b"5")}, "input_ids has 0 dimensions"),
         ({"input_ids": u32(1, 2, 3, 4, shape=(2, 2))}, "input_ids has 2 dimensions"),
         ({"input_ids": ("json", b"[-4]")}, "token -4 is not in the vocabulary"),
         ({"input_ids": u32(2**32 - 1)}, "token 4294967295 is not in the vocabulary"),
+        ({"input_ids": u32(511, 512)}, "token 512 is not in the vocabulary"),
         ({"input_ids": ("ndarray", b"")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray", b"\x07\x04\x01")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:uint32", b"\x07" + b"\xff" * 8 + b"abcd")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:uint32:7", b"abcd")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:uint32:x", b"abcd")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:object", b"abcd")}, "encoding ndarray:object, which is not read"),
+        ({"input_ids": ("pkl", b"abcd")}, "encoding pkl, which is not read"),
         ({"input_ids": ("ndarray:u4:1:1", b"abcd")}, "which is not read"),
         ({"text": ("str", b"x")}, "no column `input_ids` .there is text"),
     ],
@@ -311,48 +305,6 @@ def test_sample_of_wrong_values(tmp_path, columns, message):
 
 def test_sample_with_no_span_has_no_document(tmp_path):
     assert documents(write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))) == []
-
-
-def test_compressed_shard_cut_short(tmp_path):
-    folder = damaged(tmp_path, "packed_zstd")
-    shard = folder / "shard.00001.mds.zstd"
-    shard.write_bytes(shard.read_bytes()[:100])
-    change_index(folder, "shards.1.zip_data.hashes", {})
-    change_index(folder, "shards.1.zip_data.bytes", 100)
-    with pytest.raises(UserError, match=r"shard\.00001\.mds\.zstd"):
-        read_all(folder)
-
-
-def test_missing_shard(tmp_path):
-    folder = damaged(tmp_path, "plain")
-    (folder / "shard.00002.mds").unlink()
-    with pytest.raises(UserError, match=r"shard\.00002\.mds: .* not in the folder"):
-        read_all(folder)
-
-
-def test_unknown_version(tmp_path):
-    folder = damaged(tmp_path, "plain")
-    change_index(folder, "shards.0.version", 3)
-    with pytest.raises(UserError, match=r"index\.json: .*shards.0.version: Input should be 2"):
-        read_all(folder)
-
-
-def test_pickled_column_is_refused(tmp_path):
-    folder = damaged(tmp_path, "plain")
-    change_index(folder, "shards.0.column_encodings.0", "pkl")
-    with pytest.raises(UserError, match="encoding pkl, which is not read"):
-        read_all(folder)
-
-
-def test_foreign_tokens_are_refused(tmp_path):
-    folder = damaged(tmp_path, "plain")
-    shard = folder / "shard.00000.mds"
-    data = bytearray(shard.read_bytes())
-    data[-12:-8] = (700).to_bytes(4, "little")
-    shard.write_bytes(bytes(data))
-    state_truth(folder)
-    with pytest.raises(UserError, match="token 700 is not in the vocabulary"):
-        documents(folder)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
 def test_one_of_several_answers_is_enough_where_upstream_says_so(
     suite: Any, any_answer: tuple[str, ...], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needle_suite, "ANY_ANSWER", any_answer)
     """In a chat template the beginning of the answer stands behind the prompt."""
+    monkeypatch.setattr(needle_suite, "ANY_ANSWER", any_answer)
     chat = SimpleNamespace(digest="template", ids=lambda ids, prefix: [len(ids), len(prefix)])
     one = suite(chat=chat, tasks=["niah_multivalue"], lengths=[600], samples=1)
     one.prepare()

@@ -134,11 +134,15 @@ def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_end
         assert abs(distractor - depth) >= 0.2 - 1e-9
 
 
-def test_a_book_that_is_too_short_is_named(folder: Path) -> None:
-    path = folder / "nolima" / "haystack" / "book_1.txt"
-    book = nolima.Book(path, nolima_case.tokenizer())
-    with pytest.raises(UserError, match=r"no room for a context of 400,000 at depth 0\.50"):
-        book.with_text("A needle.", 400_000, 0.5)
+def test_a_book_that_is_too_short_is_named_before_a_model_is_loaded(folder: Path) -> None:
+    section = NolimaEvaluation(data_dir=str(folder / "nolima"), lengths=[400_000])
+    with pytest.raises(UserError, match=r"txt: its .* no room for a context of 400,000 at depth 0"):
+        section.make(nolima_case.tokenizer(), 0)
+    spans: list[Any] = []
+    book: Any = SimpleNamespace(span=lambda *place: spans.append(place))
+    test: Any = SimpleNamespace(distractor="Another.")
+    nolima.NolimaSample(test, 0, 0.5, "", 0.2).check_room(book, 9)
+    assert spans == [(9, 0.5), (9, 0.2)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -118,6 +119,15 @@ def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
     assert {word for word, count in counts.most_common(10)} == {*draft.answers}
 
 
+@pytest.mark.parametrize(("seed", "size"), [(7, 17), (10, 20)])
+def test_a_list_of_words_is_as_long_as_where_every_draft_is_counted(seed, size, tokenizer):
+    """Drafts of one length differ by what their repeated words take."""
+    corpus = _corpus(None, words=OWN_WORDS)
+    task = ruler_task("cwe", corpus, seed, 4096, 120, TokenCounter(tokenizer))
+    task.fit()
+    assert task.size == size
+
+
 class _Counted(ruler.RulerTask):
     """Drafts of as many tokens as their size."""
 
@@ -208,61 +218,53 @@ def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
 def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
     """Their task's data file where there is one (of cwe is none here), and no other task's."""
     other = write_data(tmp_path / "other", questions=40)
-    corpora = [_corpus(data), _corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
-    options = [(1024, 8, 5), (1025, 8, 5), (1024, 9, 5), (1024, 8, 6)]
+    corpora = [_corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
 
-    def folders(task):
-        changed = [(*options[0], corpora[0]), *((*one, corpora[0]) for one in options[1:])]
-        changed += [(*options[0], corpus) for corpus in corpora[1:]]
-        return [SampleFolder(tmp_path, task, *one, tokenizer) for one in changed]
+    def folder(task, length=1024, new_tokens=8, seed=5, corpus=None):
+        corpus = corpus or _corpus(data)
+        return SampleFolder(tmp_path, task, length, new_tokens, seed, corpus, tokenizer)
 
     for task, places in (("qa_1", 7), ("qa_2", 7), ("niah_single_2", 5), ("cwe", 5)):
-        made = folders(task)
-        assert len({folder.path for folder in made}) == places, task
-        assert {folder.path.name.partition("-")[0] for folder in made} == {task}
-    paths = {made[0].path, replace(made[0], tokenizer=tiny_tokenizer()).path}
-    for name, other in (
+        changes = [{}, {"length": 1025}, {"new_tokens": 9}, {"seed": 6}]
+        changes += [{"corpus": corpus} for corpus in corpora]
+        paths = {folder(task, **change).path for change in changes}
+        assert len(paths) == places, task
+        assert {path.name.partition("-")[0] for path in paths} == {task}
+    paths = {folder("cwe").path, replace(folder("cwe"), tokenizer=tiny_tokenizer()).path}
+    for name, value in (
         ("words_identity", lambda: "others"), ("sentences_identity", lambda: "others"),
         ("_GENERATOR_OF_TASK", {"cwe": 99}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(samples, name, other)
-            paths.add(made[0].path)
+            patch.setattr(samples, name, value)
+            paths.add(folder("cwe").path)
     assert len(paths) == 5
-    qa = SampleFolder(tmp_path, "qa_1", 1024, 8, 5, corpora[0], tokenizer)
-    assert qa.identity["data"] == hashlib.sha256((data / "squad.json").read_bytes()).hexdigest()
-    assert (
-        SampleFolder(tmp_path, "qa_1", 9, 8, 5, _corpus(tmp_path), tokenizer).identity["data"]
-        is None
-    )
 
 
-@pytest.mark.parametrize("file", ["samples.jsonl", "ids.bin", "ids.bin zeroed"])
-def test_damaged_samples_are_made_again(file, tmp_path, tokenizer, data):
-    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
-    folder.make(4)
-    before = [sample.ids.tolist() for sample in folder.read(range(4))]
-    file, _, zeroed = file.partition(" ")
-    content = (folder.path / file).read_bytes()
-    half = len(content) // 2
-    damaged = content[:half] if file == "ids.bin" else content[:half] + b"x" + content[half + 1 :]
-    (folder.path / file).write_bytes(damaged.ljust(len(content), b"\0") if zeroed else damaged)
-    if zeroed:
-        with pytest.raises(RunError, match=r"sample \d is damaged"):
-            list(folder.read(range(4)))
-    folder.make(4)
-    assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
-
-
-@pytest.mark.parametrize("line", [0, 2, 4])
-def test_a_sample_without_its_fields_is_damaged(line, tmp_path, tokenizer, data):
-    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
-    folder.make(4)
-    before = [sample.ids.tolist() for sample in folder.read(range(4))]
-    journal = Journal(folder.path / "samples.jsonl")
+def _without(folder, line, field):
+    """Take a field out of a line whose checksum is right."""
+    journal = Journal(folder / "samples.jsonl")
     entries = journal.read_new()
-    del entries[line]["tokens" if line else "size"]
+    del entries[line][field]
     journal.replace(entries)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: os.truncate(folder / "ids.bin", 5000),
+        lambda folder: (folder / "ids.bin").write_bytes(bytes(20_000)),
+        lambda folder: os.truncate(folder / "samples.jsonl", 2000),
+        lambda folder: _without(folder, 0, "size"),
+        lambda folder: _without(folder, 2, "tokens"),
+        lambda folder: _without(folder, 4, "tail"),
+    ],
+)
+def test_damaged_samples_are_made_again(harm, tmp_path, tokenizer, data):
+    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
+    folder.make(4)
+    before = [sample.ids.tolist() for sample in folder.read(range(4))]
+    harm(folder.path)
     with pytest.raises(RunError, match=r"sample \d is damaged"):
         list(folder.read(range(4)))
     folder.make(4)

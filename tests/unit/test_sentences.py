@@ -32,8 +32,10 @@ save_punkt_params(trainer.get_params(), sys.argv[1])
 """
 _SPLIT = """
 import json, sys
-from data_prep.tasks.words import sentences_identity, split_as_ruler
+from data_prep.tasks.words import nltk_folders, sentences_identity, split_as_ruler
 print(json.dumps([sentences_identity(), split_as_ruler(sys.stdin.read())]))
+import nltk
+assert list(map(str, nltk_folders())) == nltk.data.path
 """
 
 

@@ -87,6 +87,11 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora does not run under",
         ["train.lora={}", "runtime.sharding=fsdp"],
     ),
+    "8 bits in DeepSpeed": (
+        ["train.optimizer=adamw_8bit", "runtime.sharding=deepspeed"],
+        "train.optimizer: adamw_8bit does not run under runtime.sharding = deepspeed",
+        ["train.optimizer=adamw_8bit", "runtime.sharding=fsdp"],
+    ),
     "budgets of one mask": (
         ["train.budgets=all"], "train.budgets: ", [*FRONT, "train.budgets=all"],
     ),
@@ -190,6 +195,11 @@ def test_a_section_is_refused_and_its_neighbour_is_taken(name: str, case: Case) 
     load_recipe(case.file, taken, env={})
 
 
+def test_moments_in_8_bits_need_torchao(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "train.optimizer: adamw_8bit needs torchao" in case.fault("train.optimizer=adamw_8bit")
+
+
 @pytest.mark.parametrize(
     ("runtime", "length", "processes", "said"),
     [
@@ -226,6 +236,7 @@ def test_a_batch_splits_over_processes_or_says_why(
         (1050, [900, 1050], {900: 9, 1050: 10}),
         (1050, [], {1050: 10}),
         (50, [], {50: 1}),
+        (1000, [1, 100, 101], {1: 1, 100: 1, 101: 2, 1000: 10}),
     ],
 )
 def test_steps_of_checkpoints(total: int, checkpoints: list[int], steps: dict[int, int]) -> None:

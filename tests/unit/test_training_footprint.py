@@ -12,20 +12,16 @@ from bosch.model.families import DecoderLayers
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
-from stages.train.footprint import exchanged_bytes, step_traffic, training_memory
-from stages.train.memory import (
+from stages.train.footprint import (
     chunk_tokens,
-    distillation_bytes,
-    distillation_chunk_tokens,
-    gathered_bytes,
-    kept_attention_bytes,
-    layer_input_bytes,
+    exchanged_bytes,
     liger_loss_bytes,
     load_host_bytes,
     loss_bytes,
     optimizer_bytes,
-    restart_disk_bytes,
-    restart_host_bytes,
+    restart_point_bytes,
+    step_traffic,
+    training_memory,
 )
 from stages.train.stage import TrainConfig
 
@@ -223,25 +219,18 @@ WORDS = 2**20  # of which 64 tokens are a chunk
     [
         (chunk_tokens(WORDS), 64),
         (chunk_tokens(2**27), 1),
-        (distillation_chunk_tokens(WORDS), 32),
-        (distillation_chunk_tokens(2**26), 1),
+        (chunk_tokens(WORDS, distilled=True), 32),
+        (chunk_tokens(2**26, distilled=True), 1),
         (loss_bytes(100, 3, WORDS, 2, True), 3 * 2**28 + 100 * 3 * 2 + WORDS * 3 * 6),
-        (loss_bytes(10, 3, WORDS, 4, False), 3 * 10 * WORDS * 4 + 120),
-        (distillation_bytes(100, 3, WORDS, 2, True), 6 * 2**27 + 3 * 600 + WORDS * 3 * 6),
-        (distillation_bytes(10, 3, WORDS, 4, False), 6 * 10 * WORDS * 4 + 3 * 120),
+        (loss_bytes(100, 3, WORDS, 2, True, True), 6 * 2**27 + 3 * 600 + WORDS * 3 * 6),
         # 1,000 words of 10 numbers: chunks of a hundredth, 25 tokens, and so 32.
         (liger_loss_bytes(2500, 10, 1000, 2, True), 32 * 1000 * 2 + 2500 * 20 + 10_000 * 10),
         (liger_loss_bytes(2500, 10, 1000, 4, True), 32 * 1000 * 4 + 2500 * 40 + 10_000 * 8),
         (liger_loss_bytes(30, 10, 10, 2, False), 30 * 10 * 2 + 30 * 20),
         (liger_loss_bytes(3200, 10, 1000, 2, False), 32 * 1000 * 2 + 3200 * 20),
-        (gathered_bytes(7, 3, 5, 2), 2 * (15 + 14)),
-        (layer_input_bytes(2, 3, 5, 4), 120),
-        (kept_attention_bytes(6, 40, 3, 2), 3 * (80 + 24)),
         (optimizer_bytes(512, 2, "adamw"), 2048),
         (optimizer_bytes(512, 2, "adamw_8bit"), 512 + 8),
-        (restart_disk_bytes(100, 10, "adamw"), 2 * (400 + 80)),
-        (restart_host_bytes(100, 10, "adamw", "none", 8, 4), 480),
-        (restart_host_bytes(100, 10, "adamw", "fsdp", 8, 4), 240),
+        (restart_point_bytes(100, 10, "adamw"), 400 + 80),
         (load_host_bytes(100, 2, 4, "none", 8, False), 3200),
         (load_host_bytes(100, 2, 4, "none", 8, True), 200),
         (load_host_bytes(100, 2, 4, "fsdp", 8, False), 200),

@@ -69,6 +69,16 @@ def test_value_and_gradients_are_the_models_own(
         torch.testing.assert_close(gradient / 3, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_the_loss_of_a_step_that_predicts_nothing_is_0() -> None:
+    model = small_model()
+    install_loss(model)
+    ids = tokens(2, 12)
+    for count in (0, None):
+        loss = model(ids, torch.full_like(ids, -100), num_items_in_batch=count)["loss"]
+        loss.backward()
+        assert loss.item() == 0 and not any(g.any() for g in gradients(model).values())
+
+
 def test_the_logits_matrix_is_never_there() -> None:
     head, states = torch.nn.Linear(8, 1000, bias=True), torch.randn(64, 8, requires_grad=True)
     labels = torch.randint(0, 1000, (64,))
@@ -196,23 +206,6 @@ def test_liger_leaves_scaled_logits_to_the_chunked_loss(
     install_loss(model, liger=True)
     assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-5)
     assert bool(calls) == fused
-
-
-def test_packed_documents_with_a_cache_are_refused() -> None:
-    """Whoever calls the decoder, as Liger's forward does, and without a word on a cache: none."""
-    model = materialize(small_model(), random_mask(), Window(WINDOW))
-    ids = tokens(2, 12)
-    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
-        model(input_ids=ids, position_ids=PACKED, use_cache=True)
-    with pytest.raises(ValueError, match="not kept apart in a pass with a cache"):
-        model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=True)
-    silent = model.get_decoder()(input_ids=ids, position_ids=PACKED)
-    assert model.config.use_cache and silent.past_key_values is None
-    whole = torch.arange(12).expand(2, -1)
-    model.get_decoder()(input_ids=ids, position_ids=whole, use_cache=True)
-    apart = model.get_decoder()(input_ids=ids, position_ids=PACKED, use_cache=False)
-    assert apart.past_key_values is None
-    assert torch.equal(silent.last_hidden_state, apart.last_hidden_state)
 
 
 def test_a_loss_of_the_router_is_refused() -> None:

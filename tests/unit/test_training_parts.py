@@ -47,7 +47,7 @@ from stages.train.model import (
 )
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import TrainConfig
-from stages.train.storage import RestartPoints, check_layout, disk_errors, restart_step
+from stages.train.storage import RestartPoints, disk_errors, restart_step
 from tests.hybrid_case import random_mask, small_model
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
@@ -231,8 +231,10 @@ def test_the_latest_two_restart_points_are_there_and_nothing_half_written(tmp_pa
     latest = points.latest()
     assert latest is not None and restart_step(latest) == 104
     assert (latest / "__0_0.distcp").read_text() == "state 104"
-    points.clean()
-    assert sorted(path.name for path in points.directory.iterdir()) == ["step-104", "step-16"]
+    there = {path.name for path in points.directory.iterdir()}
+    assert there == {"step-104", "step-16", "writing"}
+    points.make_room()
+    assert [path.name for path in points.directory.iterdir()] == ["step-104"]
 
 
 @pytest.mark.parametrize(
@@ -370,15 +372,16 @@ def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
-    point = save_point(points, 1)
+    points.check_layout({"sharding": "fsdp", "processes": 1, "fixed": True})  # of no point
+    save_point(points, 1, "fsdp")
+    save_point(points, 2)
     points.writing.mkdir()
-    points.publish(2, {"sharding": "none"})
-    assert points.newest() == point  # that says all of its layout
-    check_layout(point, {"sharding": "none", "processes": 1, "fixed": False})
+    points.publish(3, {"sharding": "none"})  # which does not say all of its layout
+    points.check_layout({"sharding": "none", "processes": 1, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.sharding = none.*fsdp"):
-        check_layout(point, {"sharding": "fsdp", "processes": 2, "fixed": False})
+        points.check_layout({"sharding": "fsdp", "processes": 2, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.processes = 2, this run has 1"):
-        check_layout(point, {"sharding": "none", "processes": 1, "fixed": True})
+        points.check_layout({"sharding": "none", "processes": 1, "fixed": True})
 
 
 @pytest.mark.parametrize("of_a_process", [False, True])

@@ -52,26 +52,9 @@ def test_batch_is_micro_times_accumulation_times_processes(
     assert planned.tokens == 3 * tokens
 
 
-@pytest.mark.parametrize(
-    ("fields", "world", "names"),
-    [
-        ({"batch_tokens": 130}, 1, ["train.batch_tokens: 130", "prepare.sequence_length = 32"]),
-        ({}, 3, ["train.batch_tokens", "runtime.processes", "4 sequences"]),
-        ({"total_tokens": 127}, 1, ["train.total_tokens: 127", "train.batch_tokens = 128"]),
-        ({"micro_batch_size": 3}, 1, ["batches of 3 (runtime.micro_batch_size)", "4 sequences"]),
-        (
-            {"micro_batch_size": 4},
-            2,
-            ["batches of 4 (runtime.micro_batch_size)", "on 2 process(es)"],
-        ),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused_by_name(
-    fields: dict[str, object], world: int, names: list[str]
-) -> None:
-    with pytest.raises(UserError) as error:
-        schedule(world, **fields)
-    assert all(name in str(error.value) for name in names)
+def test_a_batch_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train\.batch_tokens: 130 is no multiple of"):
+        schedule(batch_tokens=130)
 
 
 @given(steps=st.integers(1, 60), warmup=st.floats(0, 1), least=st.floats(0, 0.9))
@@ -101,13 +84,3 @@ def test_learning_rate_is_a_cosine_between_peak_and_least() -> None:
     planned = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
     assert planned.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2
     assert planned.learning_rate_factor(0) == 0.5
-
-
-def test_checkpoints_come_at_the_first_step_that_reaches_them() -> None:
-    planned = schedule(checkpoint_tokens=[1, 128, 129, 1280])
-    assert planned.checkpoint_steps == {1: 1, 128: 1, 129: 2, 1280: 10}
-
-
-def test_the_end_is_kept_though_not_asked_for() -> None:
-    assert schedule(checkpoint_tokens=[128]).checkpoint_steps == {128: 1, 1280: 10}
-    assert schedule(total_tokens=1300, checkpoint_tokens=[1290]).checkpoint_steps == {1290: 10}
