@@ -37,7 +37,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
-from bosch.search.gates import Gates, RunningWorth, largest, scaled
+from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
 from bosch.search.gradient_search import Move, Worth
 from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
@@ -45,8 +45,6 @@ from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)
 
-Bits = npt.NDArray[np.bool_]
-Values = npt.NDArray[np.float64]
 Units = npt.NDArray[np.int64]
 
 _STEPS = 8
@@ -126,10 +124,6 @@ class _Incumbent:
 
     mask: HeadMask
     evaluation: Evaluation
-
-    def beaten_by(self, score: float, log_likelihood: float) -> bool:
-        """Whether a mask of these values would be better."""
-        return (score, log_likelihood) > self.evaluation.rank
 
 
 class _Track:
@@ -360,7 +354,7 @@ class _Search:
         if bits.tobytes() in self._tried:
             return False
         self._tried.add(bits.tobytes())
-        mask, best = self._mask(bits), track.best
+        mask, best = self._mask(bits), track.best.evaluation
         self.left -= 1
         evaluation = self.evaluator.evaluate(mask, phase, subproblem, can_win=best.beaten_by)
         won = not evaluation.is_bound and best.beaten_by(*evaluation.rank)

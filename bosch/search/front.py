@@ -33,6 +33,7 @@ import numpy as np
 
 from bosch.analysis.intervals import share
 from bosch.front import Front, FrontPoint
+from bosch.heads import HeadMask
 from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
@@ -315,7 +316,7 @@ class FrontSearch(Moves):
         front = Front.of(
             [self._front_point(point) for point in points], self.menu, self.context, model=""
         )
-        mask = self._mask(result.choices)
+        mask = HeadMask.of_choices(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")
         mask = self.evaluator.units.head_mask(mask)
         chosen = [front.mask(index) for index in range(len(front.points))].index(mask)
@@ -324,7 +325,7 @@ class FrontSearch(Moves):
         )
 
     def _front_point(self, point: Point) -> FrontPoint:
-        mask, count = self._mask(point.choices), self.evaluator.held_out_examples
+        mask, count = HeadMask.of_choices(point.choices), self.evaluator.held_out_examples
         held_out = None
         if count:
             score = self.evaluator.evaluate_held_out(mask).score

@@ -18,7 +18,8 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import gate_gradients, incremental_forward, memory
+from bosch.objective import incremental_forward, memory
+from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.flops import sliding_pairs
@@ -461,66 +462,6 @@ def test_masks_of_several_windows_are_scored_by_definition(sinks):
     assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
 
 
-def test_gradients_by_windows_are_the_slopes_of_blended_attention():
-    """Against differences of the log-likelihood between blends, head by head and choice by choice.
-
-    One gradient foretells the order of all single changes.
-    """
-    model, calibration = searchable()
-    model.double()
-    windows = [Window(size) for size in (WINDOW, 2 * WINDOW, 3)]
-    objective = Objective(model, calibration, windows, batch_size=6)
-    generator = np.random.default_rng(3)
-    choices = generator.integers(0, 4, (LAYERS, KV_HEADS))
-    mask = HeadMask.of_choices(choices)
-    changes = torch.tensor(objective.window_gradient(mask).values, dtype=torch.float64)
-    assert changes.shape == (LAYERS, KV_HEADS, 4)
-    step = 2**-7  # gates and sums are float32
-    for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
-        ends = [
-            blended_likelihood(
-                objective, mask, (layer, head), {choice: share, choices[layer, head]: -share}
-            )
-            for share in (step, -step)
-            if choice != choices[layer, head]
-        ]
-        slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
-        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=5e-3, abs=2e-5)
-    own = changes.gather(2, torch.tensor(choices)[..., None])
-    assert not own.any()
-    # A menu of one is today's gradient.
-    single = Objective(model, calibration, Window(WINDOW), batch_size=6)
-    alone = HeadMask(choices == 0)
-    slopes = torch.tensor(single.gate_gradient(alone).values, dtype=torch.float64)
-    expected = torch.tensor(single.window_gradient(alone).values, dtype=torch.float64)
-    assert torch.equal(expected[..., 0][choices != 0], slopes[choices != 0])
-    assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
-
-
-def blended_likelihood(objective, mask, place, shares):
-    """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
-    blend, layers, likelihoods = gate_gradients.blended_attention, [], []
-
-    def moved(gates, layouts, attention):
-        layers.append(gates)
-        if (len(layers) - 1) % LAYERS == place[0]:
-            gates = gates.detach().clone()
-            for choice, share in shares.items():
-                if choice < gates.shape[1]:  # the narrowest has what the others leave
-                    gates[place[1], choice] += share
-        return blend(gates, layouts, attention)
-
-    def recorded(likelihood, gates):
-        likelihoods.append(float(likelihood.detach()))
-        return (torch.zeros_like(gates),)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate_gradients, "blended_attention", moved)
-        patch.setattr(torch.autograd, "grad", recorded)
-        objective.window_gradient(mask)
-    return sum(likelihoods) / len(objective.calibration)
-
-
 @pytest.mark.parametrize("is_full", [True, False])
 def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory(is_full):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
@@ -571,7 +512,7 @@ def test_a_search_finds_the_same_mask_with_reuse_for_less():
     assert cheap.costs()["full_forward_equivalents"] < 0.6 * naive
 
 
-def test_logits_that_are_not_finite_end_the_search():
+def test_numbers_that_are_not_finite_end_the_search():
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW))
     objective.evaluate(FULL)
@@ -579,6 +520,8 @@ def test_logits_that_are_not_finite_end_the_search():
         model.get_decoder().norm.weight[0] = float("nan")
     with pytest.raises(RunError, match=r"not finite .* model\.norm\.weight of the model holds"):
         objective.evaluate(FULL)
+    with pytest.raises(RunError, match="gradients are not finite"):
+        objective.gate_gradient(FULL)
     with torch.no_grad():
         model.get_decoder().norm.weight[0] = 3e38
     with pytest.raises(RunError, match=r"not finite .* even in float32"):
@@ -616,11 +559,11 @@ def test_a_soft_cap_is_honoured():
     assert evaluation.log_likelihood < plain.log_likelihood
 
 
-@pytest.mark.parametrize(("record", "word"), [(([1, 2, 3], 1), "window_size"), (None, "token 999")])
-def test_a_calibration_set_that_does_not_fit_is_refused(record, word):
-    records = [record or ([4] * 40 + [999], 1)]
-    with pytest.raises(UserError, match=word):
-        Objective(small_model(), CalibrationSet.from_records(records), Window(WINDOW))
+def test_a_calibration_set_of_other_tokens_is_refused():
+    for highest in (small_model().config.vocab_size, 999):
+        examples = CalibrationSet.from_records([([4] * 40 + [highest], 1)])
+        with pytest.raises(UserError, match=f"token {highest}"):
+            Objective(small_model(), examples, Window(WINDOW))
 
 
 def test_the_fingerprint_follows_weights_and_types():
@@ -683,3 +626,34 @@ def test_results_of_each_example_have_the_evaluations_means() -> None:
         alone = Objective(model, CalibrationSet((calibration.examples[place],)), Window(WINDOW))
         own = alone.evaluate(mask)
         assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)
+
+
+def test_the_least_recently_used_activations_make_room() -> None:
+    """Of two inputs that no late pass used, the one stays that was looked up last."""
+    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 12)
+    for layer in (1, 2, 3):
+        cache.begin(mask, 0)
+        cache.add(mask, layer, 0, torch.zeros(1))
+    assert cache.bytes == 12
+    cache.begin(mask, 0)
+    assert cache.get(mask, 1, 0) is not None and cache.get(mask, 5, 0) is None
+    for _ in range(3):
+        cache.begin(mask, 0)
+    cache.add(mask, 4, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [3, 1, 4] and cache.bytes == 12
+
+
+def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room() -> None:
+    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 8)
+    cache.begin(mask, 0)
+    for layer in (1, 2, 3):
+        cache.add(mask, layer, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [1, 2]
+    cache.begin(mask, 4)  # passes to come start at layer 4
+    assert cache.is_pinned(4) and not cache.is_pinned(1)
+    cache.add(mask, 4, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [2, 4]
+    cache.add(mask, 4, 1, torch.zeros(2))  # more than there is without dropping what is pinned
+    assert [(layer, batch) for layer, _, batch in cache.entries] == [(4, 0)] and cache.bytes == 4
+    cache.add(mask, 5, 0, torch.zeros(3))  # more than all that may be kept
+    assert cache.bytes == 4 and cache.peak_bytes == 8
