@@ -14,7 +14,8 @@ from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_model, tokens
 
 WINDOW = 8
@@ -83,6 +84,12 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
     ]
     (calibration / "calibration.jsonl").write_text("\n".join(lines) + "\n")
     return folder / "base", folder / "prepare"
+
+
+def config_of(base: Path, section: SearchConfig, **runtime: Any) -> StageConfig:
+    """Of a search of a saved model, in batches of two unless said otherwise."""
+    model = ModelConfig(path=str(base), dtype="float32")
+    return StageConfig(section, model, 5, Runtime(**{"eval_batch_size": 2, **runtime}))
 
 
 def order(
