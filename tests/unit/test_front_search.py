@@ -18,7 +18,6 @@ from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import (
     Evaluation,
-    EvaluationContext,
     EvaluationLog,
     GateGradient,
 )
@@ -35,9 +34,8 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.benchmarks.window_landscapes import TOKENS, Values, WindowLandscape
-from tests.search_case import WINDOW, searchable
+from tests.search_case import WINDOW, evaluator_of, searchable
 
-CONTEXT = EvaluationContext("data", "model", [64, 16], 0)
 BUDGETS = (1500, 2500, 4000, 6000)
 
 
@@ -77,15 +75,20 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # all of an exact budget
 
 
+def _moves(drawn: npt.NDArray[np.float64]) -> Any:
+    """Moves of 3 x 4 units and two windows; a unit for which less than a half is drawn stays."""
+    moves: Any = object.__new__(Moves)
+    moves.shape, moves.kinds, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
+    moves._rng = SimpleNamespace(random=lambda shape: drawn)
+    return moves
+
+
 def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
     """Where a bonus for what is there leaves so few changes, as a scan of bonuses says."""
     rng = np.random.default_rng(4)
     tried = 0
     for _ in range(60):
-        moves = object.__new__(Moves)
-        moves.shape, moves.costs = (3, 4), np.array([20.0, 7.0, 3.0])
-        moves.kinds = len(moves.costs)
-        moves._rng = SimpleNamespace(random=np.ones)  # every unit may grow
+        moves = _moves(np.ones((3, 4)))
         choices = rng.integers(0, 3, moves.shape)
         worth = rng.normal(size=(*moves.shape, 3))
         budget, most = int(moves.costs[choices].sum()), int(rng.integers(1, 6))
@@ -109,9 +112,8 @@ def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
     """Of those that could, half, drawn at random; full units have nowhere to grow."""
     rng = np.random.default_rng(7)
     for _ in range(20):
-        moves, drawn = object.__new__(Moves), rng.random((3, 4))
-        moves.shape, moves.costs, moves.kinds = (3, 4), np.array([20.0, 7.0, 3.0]), 3
-        moves._rng = SimpleNamespace(random=lambda shape, drawn=drawn: drawn)
+        drawn = rng.random((3, 4))
+        moves = _moves(drawn)
         choices, worth = rng.integers(0, 3, moves.shape), rng.normal(size=(3, 4, 3))
         stepped = moves._stepped(choices, worth, int(moves.costs[choices].sum()), 12)
         stays = (choices > 0) & (drawn < 0.5)
@@ -160,10 +162,11 @@ def test_layouts_of_one_order_are_known() -> None:
 
 
 def search(
-    scorer: Any, kappa: int = 40, log: EvaluationLog | None = None, **budgets: Any
+    scorer: Any, kappa: int = 40, path: Path | None = None, **budgets: Any
 ) -> tuple[SearchResult, Evaluator]:
-    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT) if log is None else log)
-    evaluator.slot_budgets = SlotBudgets(TOKENS, **{"slots": BUDGETS, "chosen": 4000, **budgets})
+    evaluator = evaluator_of(scorer, path)
+    defaults = {"context": TOKENS, "slots": BUDGETS, "chosen": 4000}
+    evaluator.slot_budgets = SlotBudgets(**{**defaults, **budgets})
     return find_mask("front", evaluator, SearchSettings(0.5, budget_per_layer=kappa)), evaluator
 
 
@@ -236,11 +239,11 @@ def test_larger_budgets_grow_from_a_layout_that_is_stuck() -> None:
 def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
     scorer = WindowLandscape("chains", (2, 4), (16, 64), 3)
-    whole, _ = search(scorer, log=EvaluationLog(path, CONTEXT))
+    whole, _ = search(scorer, path=path)
     lines = path.read_text().splitlines(keepends=True)
     for count in (4, len(lines) // 2, len(lines) - 1):
         path.write_text("".join(lines[:count]) + lines[count][:20])
-        again, _ = search(scorer, log=EvaluationLog(path, CONTEXT))
+        again, _ = search(scorer, path=path)
         assert again == whole
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
@@ -270,7 +273,7 @@ def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str)
 def test_what_single_changes_cost_is_what_choices_are_worth(kappa: int, parts: int) -> None:
     """A window is worth the share of full attention that all units have with it."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    evaluator = Evaluator(WithoutGradients(scorer), EvaluationLog(None, CONTEXT))
+    evaluator = evaluator_of(WithoutGradients(scorer))
     evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, 4000)
     evaluator.anchors(0.5, 2)
     search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
@@ -299,7 +302,7 @@ def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
 def _at_start(chosen: int | None = None) -> FrontSearch:
     """A search that has measured the anchors alone."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT))
+    evaluator = evaluator_of(scorer)
     evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, chosen)
     evaluator.anchors(0.5, 2)
     return FrontSearch(evaluator, SearchSettings(0.5))
@@ -362,19 +365,19 @@ def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
     assert search.points[0].passes == (search.all_passes - 1.0 if takes else 0.0)
 
 
-def test_a_budget_below_the_smallest_windows_is_refused() -> None:
-    scorer = WindowLandscape("additive", (2, 4), (16, 64))
-    with pytest.raises(UserError, match=r"100 KV slots at 1,024 tokens are too few.*needs 120"):
-        search(scorer, chosen=100)
-
-
-def test_a_window_that_holds_all_of_the_context_is_refused() -> None:
-    evaluator = Evaluator(
-        WindowLandscape("additive", (2, 4), (16, 64)), EvaluationLog(None, CONTEXT)
-    )
-    evaluator.slot_budgets = SlotBudgets(40)
-    with pytest.raises(UserError, match="at 40 tokens each window must hold fewer"):
-        find_mask("front", evaluator, SearchSettings(0.5))
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ({"chosen": 119}, "119 KV slots at 1,024 tokens are too few.*needs 120"),
+        ({"slots": (119, 4000)}, "119 KV slots at 1,024 tokens are too few.*needs 120"),
+        ({"context": 63}, "at 63 tokens each window must hold fewer"),
+    ],
+)
+def test_budgets_below_the_smallest_window_and_windows_of_all_tokens_are_refused(
+    budgets: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        search(WindowLandscape("additive", (2, 4), (16, 64)), **budgets)
 
 
 def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) -> None:
