@@ -74,6 +74,39 @@ def test_an_interval_of_a_difference_knows_that_what_is_won_is_not_lost() -> Non
         assert abs(end - 0.1) == pytest.approx(reach)
 
 
+@pytest.mark.parametrize(("first", "second"), [(0.3, 0.8), (0.8, 0.3), (0.6, 0.6)])
+def test_a_ratio_ends_where_the_first_less_so_much_of_the_second_may_be_none(
+    first: float, second: float
+) -> None:
+    """Fieller (1954) by the MOVER; difference and baseline vary against each other."""
+    rng = np.random.default_rng(2)
+    hard = [rng.random(60) for _ in range(2)]
+    scores = [[(h < p).astype(float) for h in hard] for p in (first, second)]
+    scores[0] = [np.where(rng.random(60) < 0.05, 1.0, one) for one in scores[0]]
+    result, base = compare(*scores), mean_score([one.mean() for one in scores[1]], [60, 60])
+    centred = [
+        np.concatenate([one - one.mean() for one in values])
+        for values in ([a - b for a, b in zip(*scores, strict=True)], scores[1])
+    ]
+    correlation, difference = np.corrcoef(centred)[0, 1], result.difference
+    assert result.ratio is not None and correlation < -0.05
+    for side, at, end in (
+        (-1, result.ratio.low, difference.low), (1, result.ratio.high, difference.high)
+    ):  # fmt: skip
+        factor = 1 - at
+        own = end - difference.mean
+        other = factor * ((base.high if side * factor > 0 else base.low) - base.mean)
+        joint = -2 * correlation * abs(own * other) if factor < 0 else 0.0
+        reach = side * np.sqrt(own**2 + other**2 + joint)
+        assert difference.mean + factor * base.mean + reach == pytest.approx(0, abs=1e-9)
+
+
+def test_a_ratio_that_the_samples_do_not_bound_is_none() -> None:
+    bounded = compare([[1.0] * 200], [[1.0] + [0.0] * 199]).ratio
+    assert bounded is not None and bounded.high == pytest.approx(7900, rel=0.01)
+    assert compare([[1.0] * 200], [[0.9] + [0.0] * 199]).ratio is None
+
+
 @pytest.mark.parametrize("kind", coverage.LOSSES)
 @pytest.mark.parametrize("count", [5, 12, 30])
 def test_losses_of_few_documents_cover(kind: str, count: int) -> None:
@@ -129,32 +162,16 @@ def test_models_that_agree_everywhere_are_not_said_to_be_equal() -> None:
             compare(scores, scores)
 
 
-def test_visible_loss_is_seen_in_four_cases_of_five() -> None:
-    rng = np.random.default_rng(0)
-    for count in (12, 48, 200):
-        loss = visible_loss(count)
-        assert loss is not None
-        seen = [
-            compare([(rng.random(count) >= loss).astype(float)], [np.ones(count)], draw).p_value
-            < 0.05
-            for draw in range(150)
-        ]
-        assert np.mean(seen) == pytest.approx(0.8, abs=0.09)
-    assert visible_loss(200, gains=0.1) > visible_loss(200)
-
-
-def test_visible_loss_where_the_model_wins_some_samples_too() -> None:
-    """A tenth of the samples is won, which hides the loss of others."""
-    rng, count, gains = np.random.default_rng(1), 200, 0.1
-    loss = visible_loss(count, gains)
+@pytest.mark.parametrize(("count", "gains"), [(12, 0.0), (48, 0.0), (200, 0.0), (200, 0.1)])
+def test_visible_loss_is_seen_in_four_cases_of_five(count: int, gains: float) -> None:
+    """Also where a tenth of the samples is won, which hides the loss of others."""
+    rng, seen, loss = np.random.default_rng(1), [], visible_loss(count, gains)
     assert loss is not None
-    seen = []
     for draw in range(150):
         sample = rng.random(count)
-        difference = np.where(sample < gains, 1.0, np.where(sample < 2 * gains + loss, -1.0, 0.0))
-        first, second = (difference > 0).astype(float), (difference < 0).astype(float)
+        first, second = sample < gains, (sample >= gains) & (sample < 2 * gains + loss)
         seen.append(compare([first], [second], draw).p_value < 0.05)
-    assert np.mean(seen) == pytest.approx(0.8, abs=0.1)
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.09)
 
 
 def test_five_samples_are_too_few() -> None:
