@@ -21,6 +21,7 @@ from bosch.objective.evaluation_log import (
     GateGradient,
 )
 from bosch.objective.objective import Objective
+from bosch.search import solvers
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import CanWin, Evaluator
 from bosch.search.methods import FINDING, METHODS, MethodName
@@ -230,13 +231,34 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str, settin
     assert (result, first.trace) == (other_result, second.trace)
 
 
-def test_settings_that_bosch_lists_change_its_search() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bosch", METHODS["bosch"].settings),
+        ("b_multi", {"max_group_variables"}),
+        ("one_plus_one", {"seed"}),
+        ("annealing", {"seed"}),
+        ("single_ablation", {"strict"}),  # all scores tie
+        ("rand", {"seed"}),
+    ],
+)
+def test_settings_that_a_method_lists_change_its_search(name: str, settings: set[str]) -> None:
     options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0)
-    first, _ = search_with("bosch", RandomScores(12, 5, 3), options)
-    for setting in METHODS["bosch"].settings:
+    first, _ = search_with(name, RandomScores(12, 5, 3), options)
+    for setting in settings:
         other = replace(options, **{setting: OTHER[setting]})
-        second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
+        second, _ = search_with(name, RandomScores(12, 5, 3), other)
         assert first.trace != second.trace, setting
+
+
+@pytest.mark.parametrize("name", ["one_plus_one", "annealing"])
+def test_a_search_of_the_whole_mask_is_by_its_own_solver(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solver, called = getattr(solvers, name), []
+    monkeypatch.setattr(solvers, name, lambda *given: called.append(name) or solver(*given))
+    search_with(name, RandomScores(12, 5, 3), SearchSettings(0.45, budget_per_layer=5))
+    assert called == [name]
 
 
 def test_the_table_agrees_with_its_neighbours() -> None:
@@ -308,6 +330,39 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
     _, result = search_with(name, scorer, options)
     assert result.mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
+
+
+@pytest.mark.parametrize(
+    ("name", "sliding"),
+    [
+        ("layer_ablation", [[0, 1, 2], [0], [0, 1, 2], []]),
+        ("layer_restoration", [[0, 1, 2], [2], [0, 1, 2], []]),
+    ],
+)
+def test_what_is_left_of_a_budget_goes_to_the_units_of_lower_index(
+    name: str, sliding: list[list[int]]
+) -> None:
+    """Of 7 sliding units one is left for a third layer, of 5 full ones two for a second."""
+    _, result = search_with(name, Planted(0), SearchSettings(7 / 12))
+    assert result.mask.swa_kv_heads == sliding
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("one_gradient", [(0, 1)]), ("learned_gates", [(n % 8, 8) for n in range(12)])],
+)
+def test_gradients_are_over_all_examples_or_their_shares_in_turn(
+    name: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, gate_gradient = [], Planted.gate_gradient
+
+    def taking(self: Planted, mask: HeadMask, *share: int) -> GateGradient:
+        taken.append(share)
+        return gate_gradient(self, mask, *share)
+
+    monkeypatch.setattr(Planted, "gate_gradient", taking)
+    search_with(name, Planted(0), SearchSettings(0.5, budget_per_layer=40))
+    assert taken[:12] == expected
 
 
 @pytest.mark.parametrize("seed", range(3))

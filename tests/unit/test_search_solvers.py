@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import CanWin
 from bosch.search.loss import Anchors, Loss
-from bosch.search.solvers import Problem, brute_force, nomad, one_plus_one, solve
+from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
 from bosch.search.solvers.nomad import completed
 from bosch.search.solvers.problem import BudgetSpent, Value
 
 LOSS = Loss(Anchors(0.0, 1.0))
-SOLVERS = ("nomad", "nomad_penalty", "one_plus_one")
+SOLVERS = ("nomad", "nomad_penalty", "one_plus_one", "annealing")
 
 
 class Additive:
@@ -50,7 +50,7 @@ def test_budget_is_spent_exactly_and_no_candidate_measured_twice(solver, size, q
     best = solve(task, solver, seed=3)
     assert best.bits.sum() == quota
     assert len(measure.calls) == len(set(measure.calls)) == task.spent <= budget
-    if solver != "nomad_penalty":
+    if solver in ("nomad", "one_plus_one"):
         assert task.spent == budget
 
 
@@ -77,7 +77,7 @@ def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, s
 
 def test_searches_beat_as_many_random_candidates():
     rng = np.random.default_rng(0)
-    for solver in (nomad, one_plus_one):
+    for solver in (nomad, one_plus_one, annealing):
         better = 0
         for seed in range(5):
             measure = Additive(32, seed)
