@@ -63,13 +63,16 @@ def answered_records(model: Any, examples: int = 6, seed: int = 0) -> list[dict[
     return records
 
 
+def answered(model: Any, examples: int = 6, seed: int = 0) -> CalibrationSet:
+    """The records as a calibration set."""
+    records = answered_records(model, examples, seed)
+    return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+
+
 def searchable(seed: int = 0, examples: int = 6) -> tuple[Any, CalibrationSet]:
     """A model of 3 layers x 4 KV heads that scores 1 with full attention."""
     model = small_model("qwen3", seed)
-    records = answered_records(model, examples, seed)
-    return model, CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in records
-    )
+    return model, answered(model, examples, seed)
 
 
 def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, Path]:

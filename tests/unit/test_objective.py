@@ -40,13 +40,9 @@ from tests.hybrid_case import (
     small_model,
 )
 from tests.peak_memory import PeakMemory
-from tests.search_case import WINDOW, answered_records, searchable
+from tests.search_case import WINDOW, answered, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
-
-
-def plain_score(model, calibration, mask, sinks):
-    return plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
 
 
 def plain_score_of(model, calibration, mask, windows):
@@ -76,7 +72,7 @@ def test_score_and_log_likelihood_by_definition(batch_size, sinks):
     for seed in range(4):
         mask = random_mask(seed)
         measured = objective.evaluate(mask)
-        score, log_likelihood = plain_score(model, calibration, mask, sinks)
+        score, log_likelihood = plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
         assert measured.score == score
         assert measured.log_likelihood == pytest.approx(log_likelihood, abs=1e-3)
         visible.add(measured.log_likelihood)
@@ -186,10 +182,7 @@ def test_operations_are_counted_as_torch_counts_them(family):
     model, sinks = small_model(family), 2 * (family == "qwen3")
     layers = mask_shape(model.config)[0]
     full = HeadMask.all_full(layers, KV_HEADS)
-    records = answered_records(model, examples=2)
-    calibration = CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in records
-    )
+    calibration = answered(model, examples=2)
     ours = Objective(model, calibration, Window(WINDOW, sinks))
     whole = Objective(model, calibration, Window(WINDOW, sinks), reuse_bytes=0, answers_only=False)
     other = full.with_layer(1, [True, False] * 2)
@@ -227,9 +220,7 @@ def test_operations_are_counted_as_torch_counts_them(family):
 )
 def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, changes, room):
     model = small_model(family, **changes)
-    calibration = CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in answered_records(model, 5)
-    )
+    calibration = answered(model, examples=5)
     objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2, reuse_bytes=room)
     mask = mask_of(model.config)
     full = HeadMask.all_full(*mask.choices.shape)
@@ -246,8 +237,7 @@ def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, 
 
 def searchable_with(family, reuse_bytes=0, **changes):
     model = small_model(family, **changes)
-    records = answered_records(model, 2)
-    calibration = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+    calibration = answered(model, examples=2)
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=reuse_bytes)
     return objective, calibration
 
@@ -528,16 +518,20 @@ def test_numbers_that_are_not_finite_end_the_search():
         objective.evaluate(FULL)
 
 
-def test_a_head_with_a_hidden_transformation_is_refused():
-    model, calibration = searchable()
+def change_logits(model, change):
     forward = model.forward
 
-    def scaled(*args, **kwargs):
+    def changed(*args, **kwargs):
         output = forward(*args, **kwargs)
-        output.logits = output.logits * 0.5
+        output.logits = change(output.logits)
         return output
 
-    model.forward = scaled
+    model.forward = changed
+
+
+def test_a_head_with_a_hidden_transformation_is_refused():
+    model, calibration = searchable()
+    change_logits(model, lambda logits: logits * 0.5)
     with pytest.raises(UserError, match="after the output head"):
         Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
 
@@ -545,14 +539,7 @@ def test_a_head_with_a_hidden_transformation_is_refused():
 def test_a_soft_cap_is_honoured():
     model, calibration = searchable()
     plain = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
-    forward = model.forward
-
-    def capped(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.logits = torch.tanh(output.logits / 2.0) * 2.0
-        return output
-
-    model.forward = capped
+    change_logits(model, lambda logits: torch.tanh(logits / 2.0) * 2.0)
     model.config.final_logit_softcapping = 2.0
     evaluation = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
     assert evaluation.score == 1.0

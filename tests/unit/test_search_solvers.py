@@ -88,6 +88,14 @@ def test_searches_beat_as_many_random_candidates():
         assert better >= 4
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_goes_to_better_candidates_as_it_cools(seed):
+    measure = Additive(32, seed)
+    annealing(problem(32, 16, 400, measure), seed)
+    scores = [1 - measure.weights[np.frombuffer(bits, dtype=bool)].sum() for bits in measure.calls]
+    assert np.mean(scores[200:]) > np.mean(scores[:200]) + 0.05
+
+
 @pytest.mark.parametrize(("solver", "most"), [("nomad", 4), ("nomad_penalty", 10)])
 def test_nomad_does_not_circle_for_long(solver, most, monkeypatch):
     """Where every candidate scores the same it asks for few points per evaluation.
