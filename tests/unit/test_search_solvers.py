@@ -14,7 +14,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import CanWin
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
-from bosch.search.solvers.nomad import completed
+from bosch.search.solvers.nomad import _Run, completed
 from bosch.search.solvers.problem import BudgetSpent, Value
 
 LOSS = Loss(Anchors(0.0, 1.0))
@@ -91,7 +91,9 @@ def test_searches_beat_as_many_random_candidates():
 @pytest.mark.parametrize("seed", range(3))
 def test_annealing_goes_to_better_candidates_as_it_cools(seed):
     measure = Additive(32, seed)
-    annealing(problem(32, 16, 400, measure), seed)
+    task = problem(32, 16, 400, measure)
+    annealing(task, seed)
+    assert task.spent > 300  # all, unless it finds nothing new for long
     scores = [1 - measure.weights[np.frombuffer(bits, dtype=bool)].sum() for bits in measure.calls]
     assert np.mean(scores[200:]) > np.mean(scores[:200]) + 0.05
 
@@ -162,6 +164,19 @@ def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
             for bits in measure.calls
             if np.frombuffer(bits, dtype=bool).sum() == 16
         )
+
+
+def test_nomad_starts_again_from_the_best_candidate(monkeypatch):
+    task, optimise, from_best = problem(32, 16, 100, Additive(32)), _Run.optimise, []
+
+    def recorded(self, start, seed):
+        if task.spent:
+            from_best.append((start == task.result().bits).all())
+        optimise(self, start, seed)
+
+    monkeypatch.setattr(_Run, "optimise", recorded)
+    nomad(task, 0)
+    assert len(from_best) >= 2 and all(from_best)
 
 
 def test_an_error_of_the_model_leaves_nomad():
