@@ -167,7 +167,7 @@ def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
 
 
 def test_nomad_starts_again_from_the_best_candidate(monkeypatch):
-    task, optimise, from_best = problem(32, 16, 100, Additive(32)), _Run.optimise, []
+    task, optimise, from_best = problem(32, 16, 500, Additive(32)), _Run.optimise, []
 
     def recorded(self, start, seed):
         if task.spent:
