@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch.objective.evaluation_log import Evaluation
+from bosch.search import solvers
 from bosch.search.evaluator import CanWin
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
@@ -73,6 +74,27 @@ def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, s
     lowest = min(sum(measure.weights[list(c)]) for c in combinations(range(size), quota))
     assert best.evaluation.score == pytest.approx(1.0 - lowest)
     assert task.spent == math.comb(size, quota)
+
+
+@pytest.mark.parametrize(
+    ("solver", "size", "used"),
+    [
+        ("nomad", 50, "nomad"), ("nomad_penalty", 50, "nomad"), ("nomad", 51, "one_plus_one"),
+        ("one_plus_one", 50, "one_plus_one"), ("annealing", 51, "annealing"),
+        ("annealing", 4, "brute_force"),
+    ],
+)  # fmt: skip
+def test_the_solver_of_a_sub_problem(solver, size, used, monkeypatch):
+    called = []
+    for name in ("nomad", "one_plus_one", "annealing", "brute_force"):
+
+        def recorded(*given, name=name, function=getattr(solvers, name), **options):
+            called.append(name)
+            function(*given, **options)
+
+        monkeypatch.setattr(solvers, name, recorded)
+    solve(problem(size, 2, 6, Additive(size)), solver, 0)
+    assert called == [used]
 
 
 def test_searches_beat_as_many_random_candidates():
@@ -207,6 +229,11 @@ def test_off_budget_candidates_that_might_win_are_measured():
     task.value(np.arange(8) < 3)
     assert task.spent == 2
     assert task.result().bits.sum() == 4
+    # One that is as good at best is not.
+    task = Problem(8, 4, 10, lambda bits: Evaluation(1.0, 0.0), Loss(Anchors(0.0, 1.0), alpha=0.0))
+    task.value(np.arange(8) < 4)
+    task.value(np.arange(8) < 3)
+    assert (task.spent, task.bounded) == (1, 1)
 
 
 def test_a_spent_budget_answers_known_candidates_only():
