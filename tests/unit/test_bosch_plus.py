@@ -24,6 +24,7 @@ from bosch.objective.objective import Objective
 from bosch.search.bosch import bosch
 from bosch.search.bosch_plus import bosch_plus
 from bosch.search.evaluator import SHARES, Evaluator
+from bosch.search.gates import RunningWorth, scaled
 from bosch.search.gradient_search import Move, Worth
 from bosch.search.methods import plus_budget
 from bosch.search.runs import find_mask
@@ -440,3 +441,17 @@ def test_a_move_promises_its_wins_per_pass() -> None:
     assert Move("new", list).promise == 0.5
     assert Move("won", list, wins=2, passes=1.0).promise == 1.0
     assert Move("lost", list, passes=6.0).promise == 0.125
+
+
+def test_a_running_mean_starts_again_where_a_gradient_disagrees() -> None:
+    """By more than half of the larger one."""
+    running = RunningWorth(3)
+    gradients = ([4.0, 4.0, 0.0], [2.0, 1.9, 0.0], [6.0, 1.5, 0.0], [4.0, 1.1, 1.0])
+    means = [running.add(np.array(gradient)).tolist() for gradient in gradients]
+    assert means[:2] == [[4.0, 4.0, 0.0], [3.0, 1.9, 0.0]]
+    assert np.allclose(means[2:], [[4.0, 1.7, 0.0], [4.0, 1.5, 1.0]])
+
+
+def test_a_gradient_is_scaled_by_its_largest_entry() -> None:
+    assert scaled(np.array([1.0, -4.0])).tolist() == [0.25, -1.0]
+    assert scaled(np.zeros(2)).tolist() == [0.0, 0.0]

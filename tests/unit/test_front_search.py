@@ -351,8 +351,10 @@ def test_budgets_of_the_points(
 
 def test_a_layout_is_kept_wherever_it_is_better() -> None:
     """At a larger budget by its score alone, and never at the one of a ratio, which is exact."""
-    search, choices = _at_start(slots=(1129, 2138, 3147, 4156)), _full(0)
-    score, likelihood = search.evaluator.scorer.evaluate(HeadMask.of_choices(choices)).rank
+    search = _at_start(slots=(1129, 2138, 3147, 4156))
+    ranks = [search.evaluator.scorer.evaluate(HeadMask.of_choices(_full(k))).rank for k in range(8)]
+    best, worst = ranks.index(max(ranks)), ranks.index(min(ranks))
+    choices, (score, likelihood) = _full(best), ranks[best]
     rows = [  # budget, score and log-likelihood before, whether the layout is better
         (1128, 0.0, -1.0, False), (1129, score, likelihood - 0.1, True),
         (2138, score, likelihood - 0.1, False), (3147, score - 0.01, likelihood + 0.1, True),
@@ -360,14 +362,14 @@ def test_a_layout_is_kept_wherever_it_is_better() -> None:
     ]  # fmt: skip
     for number, (budget, *rank, _) in enumerate(rows):
         before = Evaluation(*rank)
-        search.points[number] = Point(budget, _full(7), before, 0.0, np.ones((2, 4)), 3, 2)
-    tries = [(1, choices, True), (1, choices, False), (0, choices, False), (1, _full(), False)]
+        search.points[number] = Point(budget, _full(), before, 0.0, np.ones((2, 4)), 3, 2)
+    tries = [(1, choices, True), (1, choices, False), (0, choices, False), (1, _full(worst), False)]
     for number, tried, is_best in tries:
         assert search._measure(number, tried, "move") == is_best
     # The second one is known, the third no evaluation, the last one ended early.
     assert (search.evaluations, search.left) == (2, search.all_passes - 2)
     for point, (*_, is_better) in zip(search.points.values(), rows, strict=True):
-        assert (point.choices == (choices if is_better else _full(7))).all()
+        assert (point.choices == (choices if is_better else _full())).all()
         assert (point.failures, point.without_win) == ((0, 0) if is_better else (3, 2))
         assert (point.failed.any(), point.passes) == (not is_better, float(is_better))
 

@@ -21,7 +21,7 @@ from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.objective.flops import sliding_pairs
 from bosch.objective.incremental_forward import answer_attention
 from bosch.objective.objective import Objective
@@ -155,6 +155,18 @@ def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
+def test_a_losing_mask_is_first_measured_where_masks_before_it_were_worst():
+    """By running means, of which the latest mask counts half."""
+    model, calibration = searchable(examples=4)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
+    for means in ((0.0, -8.0, 0.0, None), (-1.0, 0.0, 0.0, 0.0)):
+        objective.observe(Evaluation(0.0, 0.0, round_likelihoods=means))
+    bound = objective.evaluate(FULL, can_win=lambda *bounds: False)
+    assert [mean is None for mean in bound.round_likelihoods] == [True, False, True, True]
+    assert bound.is_bound and bound.score == 1.0
+    assert not objective.evaluate(FULL, can_win=lambda *bounds: True).is_bound
+
+
 def test_attention_of_both_kinds_is_computed_once(monkeypatch):
     """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
     model, calibration = searchable()
@@ -271,9 +283,9 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
     assert peak.peak <= needed
     objective.cache.max_bytes = needed
     assert objective.gate_gradient(mask).full_forward_equivalents == kept.full_forward_equivalents
-    objective.cache.max_bytes = needed - 1
-    recomputed = objective.gate_gradient(mask)
-    assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
+    for objective.cache.max_bytes, objective.cache.bytes in ((needed - 1, 0), (needed, 1)):
+        recomputed = objective.gate_gradient(mask)
+        assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
 
 
 def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):

@@ -111,9 +111,9 @@ def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
 def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
     costs = random_costs(3, 4, 5, exponent=2)
     scorer = Additive(costs, lambda mask: 0.8 - 0.5 * costs[~mask.is_full].sum())
-    # Three units of each layer are one too many, which the hardest layer gets back.
+    # Three units of each layer are two too many, which the two hardest layers get back.
     evaluator = evaluator_of(scorer)
-    result = b_single(evaluator, SearchSettings(0.6, budget_per_layer=6))
+    result = b_single(evaluator, SearchSettings(0.55, budget_per_layer=6))
     cheapest = np.sort(costs, axis=1)[:, :3].sum(axis=1)
     lost, drops = np.cumsum(cheapest[::-1])[::-1], 0.5 * cheapest / 0.8
     expected = {
@@ -122,7 +122,7 @@ def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
         "best_log_likelihood": -lost,
         "drop": drops,
         "weight": layer_weights(drops),
-        "ratio": np.where(drops == drops.max(), 0.5, 0.75),
+        "ratio": np.where(drops > drops.min(), 0.5, 0.75),
     }
     for name, values in expected.items():
         assert [row[name] for row in result.layers] == pytest.approx(list(values)), name

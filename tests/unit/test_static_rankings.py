@@ -267,6 +267,7 @@ def test_equal_scores_go_by_index_and_are_counted():
     assert ranked.mask.swa_kv_heads == [[1], [0]]
     assert ranked.tied == 3
     assert rank_units(scores, 2, 0.75, "largest").tied == 0
+    assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
 
 
 def test_scores_that_are_not_finite_are_refused():
