@@ -1,6 +1,6 @@
-"""The intervals hold the truth as often as they say, and say where the samples are too few.
+"""Intervals against their definitions, and where the samples are too few for one.
 
-tests/benchmarks/test_coverage.py simulates many more cases.
+tests/benchmarks/test_coverage.py simulates how often they hold the truth.
 """
 
 from __future__ import annotations
@@ -29,25 +29,12 @@ from tests.benchmarks import coverage
 LEAST = 0.91  # 0.93 less the noise of these few draws
 
 
-@pytest.mark.parametrize("kind", coverage.SCORES)
-@pytest.mark.parametrize(("mean", "count"), [(0.02, 12), (0.98, 48), (0.9, 5), (0.5, 500)])
-def test_shares_cover(kind: str, mean: float, count: int) -> None:
-    assert coverage.of_shares([mean], [count], kind, 400) >= LEAST
-
-
 def test_share_of_known_counts() -> None:
     """8 of 10, as in Newcombe (1998), and none of 48."""
     assert share(0.8, 10) == pytest.approx((0.8, 0.4439, 0.9748), abs=1e-4)
     assert share(0.0, 48) == pytest.approx((0.0, 0.0, 1 - 0.025 ** (1 / 48)))
-    assert share(1.0, 48) == pytest.approx((1.0, 0.025 ** (1 / 48), 1.0))
-
-
-@pytest.mark.parametrize("truths", [[0.99, 0.6, 0.9], [1.0, 1.0, 0.95], [0.5] * 6])
-@pytest.mark.parametrize("counts", [[12] * 6, [5, 500] * 3, [100, 300] * 3])
-def test_averages_cover(truths: list[float], counts: list[int]) -> None:
-    counts = counts[: len(truths)]
-    assert coverage.of_shares(truths, counts, "right or wrong", 400) >= LEAST
     assert mean_score([0.5], [20]) == share(0.5, 20)
+    assert share(1.0, 48) == pytest.approx((1.0, 0.025 ** (1 / 48), 1.0))
 
 
 @pytest.mark.parametrize("counts", [(99, 300), (100, 200), (100, 201), (500, 900)])
@@ -107,12 +94,6 @@ def test_a_ratio_that_the_samples_do_not_bound_is_none() -> None:
     assert compare([[1.0] * 200], [[0.9] + [0.0] * 199]).ratio is None
 
 
-@pytest.mark.parametrize("kind", coverage.LOSSES)
-@pytest.mark.parametrize("count", [5, 12, 30])
-def test_losses_of_few_documents_cover(kind: str, count: int) -> None:
-    assert coverage.of_documents(kind, count, 2000) >= 0.93
-
-
 def test_four_documents_have_no_interval() -> None:
     """Of two kinds that are as frequent, four are of one in an eighth of the cases."""
     assert student([2.5]) == (2.5, None, None)
@@ -134,17 +115,6 @@ def test_few_values_get_a_higher_level(
         values = np.arange(float(count))
         expected = stats.t.interval(level / 100, count - 1, values.mean(), stats.sem(values))
         assert interval(values)[1:] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("scores", [(0.9, 0.8), (0.97, 0.97), (0.1, 0.05), (0.2, 0.9)])
-@pytest.mark.parametrize(("subtasks", "count"), [(4, 12), (1, 200)])
-def test_paired_intervals_cover(scores: tuple[float, float], subtasks: int, count: int) -> None:
-    """Correlated answers: what is hard for one model is hard for the other."""
-    results = coverage.comparisons(scores, 0.2, subtasks, count, 250)
-    difference, ratio, told = coverage.of_comparisons(results, scores)
-    assert difference >= LEAST
-    assert ratio is None or ratio >= LEAST
-    assert told <= 0.08 if scores[0] == scores[1] else told > 0
 
 
 def test_models_that_agree_everywhere_are_not_said_to_be_equal() -> None:
