@@ -188,6 +188,18 @@ def test_attention_of_both_kinds_is_computed_once(monkeypatch):
         assert len(calls) == 2 * len({batch for _, _, batch in objective.cache.entries}) > 0
 
 
+@pytest.mark.parametrize(("shared", "kept"), [(1, [True, True]), (0, [False, True])])
+def test_a_higher_layers_attention_is_kept_where_passes_start_there(shared, kept):
+    """At once where the search says that they will, else at the second one."""
+    torch.set_num_threads(1)
+    objective = Objective(*searchable(), Window(WINDOW))
+    objective.evaluate(FULL)
+    for row, is_kept in zip(([False] * 4, [True, False] * 2), kept, strict=True):
+        mask = FULL.with_layer(1, row)
+        objective.evaluate(mask, shared)
+        assert bool(objective.cache.get(mask, 1, 0).outputs) == is_kept
+
+
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
 def test_operations_are_counted_as_torch_counts_them(family):
     """Also the last layer's answers and the reuse of attention outputs, in every family."""
@@ -618,7 +630,7 @@ def test_results_of_each_example_have_the_evaluations_means() -> None:
     mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
     results = objective.example_results(mask)
     evaluation = objective.evaluate(mask)
-    assert results.shape == (len(calibration), 2)
+    assert results.shape == (len(calibration), 2) and objective.quantum == 1 / len(calibration)
     assert results[:, 0].mean().item() == pytest.approx(evaluation.score)
     assert results[:, 1].mean().item() == pytest.approx(evaluation.log_likelihood)
     for place in range(len(calibration)):
