@@ -659,6 +659,8 @@ def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room(
     cache.begin(mask, 0)
     for layer in (1, 2, 3):
         cache.add(mask, layer, 0, torch.zeros(1))
+    cache.begin(mask, 0)
+    cache.add(mask, 3, 0, torch.zeros(1))
     assert [layer for layer, *_ in cache.entries] == [1, 2]
     cache.begin(mask, 4)  # passes to come start at layer 4
     assert cache.is_pinned(4) and not cache.is_pinned(1)
