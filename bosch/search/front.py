@@ -255,10 +255,12 @@ class FrontSearch(Moves):
         """Give points outside the chain of the chosen one a nested mask of no lower score."""
         if not self.points:
             return
-        points = [self.points[number] for number in sorted(self.points)]
-        nearest = min(points, key=lambda point: abs(point.budget - self.chosen))
-        chain = self._chain(nearest.choices, [p for p in points if p is not nearest])
-        for number, point in enumerate(points):
+        numbers = sorted(self.points)
+        nearest = min(numbers, key=lambda number: abs(self.points[number].budget - self.chosen))
+        others = (number for number in numbers if number != nearest)
+        chain = self._chain(self.points[nearest].choices, others)
+        for number in numbers:
+            point = self.points[number]
             if share_order([*chain, point.choices]):
                 continue
             choices = self._nested(number, chain)

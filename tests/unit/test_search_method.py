@@ -253,6 +253,15 @@ def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
     assert any("every layer gets the same ratio" in note for note in evaluator.notes)
 
 
+def test_the_best_mask_on_budget_is_by_score_then_by_log_likelihood():
+    evaluator = evaluator_of(Additive([[0.1, 0.2, 0.3]], lambda mask: 0.5))
+    evaluator.anchors(0.3)
+    for unit in (1, 0, 2):
+        row = np.arange(3) != unit
+        evaluator.evaluate(HeadMask(row[None]), "swaps", "swap")
+    assert evaluator.best_on_budget[0].swa_kv_heads == [[0]]
+
+
 def test_a_better_mask_of_an_earlier_stage_is_returned():
     """Only the mask of Algorithm 1 scores, and the ratios of Algorithm 2 exclude it."""
     costs = np.array([[0.0, 0.1], [0.0, 0.2]])
