@@ -207,6 +207,12 @@ def test_a_front_is_nearly_exact_where_units_add_up() -> None:
             assert found >= values[slots <= budget].max() - 0.04
 
 
+def test_every_move_has_its_turn() -> None:
+    _, evaluator = search(WindowLandscape("redundant", (2, 4), (16, 64)), kappa=200)
+    moves = {point.subproblem for point in evaluator.trace if point.phase == "swaps"}
+    assert moves == {"exchange", "swap", "grown", "shrunk", "kick", "other start", "nested"}
+
+
 class Saturated(WindowLandscape):
     """Two units answer all; gradients at layouts that have both promise the others instead."""
 
