@@ -206,18 +206,6 @@ def test_holm_of_known_p_values() -> None:
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_equal_methods_are_seldom_told_apart_in_a_family_of_ten(seeds: int) -> None:
-    rng, errors = np.random.default_rng(0), 0
-    for draw in range(40):
-        hardness = rng.random(60)
-        own = np.where(rng.random((11, seeds, 60)) < 0.3, rng.random((11, seeds, 60)), hardness)
-        best, *others = (own < 0.7).astype(float)
-        p_values = [crossed_test(one, best, seed=draw).p_value for one in others]
-        errors += min(holm(p_values)) < 0.05
-    assert errors <= 5  # 2 expected
-
-
 def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
     mean, difference, told = coverage.of_methods((0.9, 0.7), 3, 120, 0.02, 100)
     assert min(mean, difference) >= LEAST and told > 0.5

@@ -185,15 +185,6 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
         assert HeadMask.from_key(key).is_full[:lowest].all()
 
 
-def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
-    costs = np.full((4, 4), 0.001)
-    costs[1, :3] = 0.3
-    result = bosch(evaluator_of(Additive(costs)), SearchSettings(0.75, budget_per_layer=25))
-    assert result.evaluation.score > 0.98
-    rule = Additive(costs).evaluate(layer_rules.intr(4, 4, 0.75))
-    assert rule.score < 0.9
-
-
 def test_tied_layers_are_ranked_by_log_likelihood():
     """Only layer 4 lowers the score; of the tied ones layer 1 matters to the log-likelihood."""
     hidden = np.full((5, 8), 1e-3)
@@ -278,18 +269,6 @@ def test_a_better_mask_of_an_earlier_stage_is_returned():
     assert any("the latter is returned" in note for note in evaluator.notes)
 
 
-def test_budgets_are_counted_per_layer():
-    oracle = Additive(random_costs(6, 8, 0, exponent=2))
-    evaluator = evaluator_of(oracle)
-    bosch(evaluator, SearchSettings(0.5, budget_per_layer=25))
-    phases = [point.phase for point in evaluator.trace]
-    assert phases.count("anchors") == 2
-    assert phases.count("layer_importance") == 6 * 25
-    assert phases.count("head_selection") <= 6 * 25
-    assert len(oracle.calls) == len(set(oracle.calls)) == evaluator.costs()["evaluations"]
-    assert [point.step for point in evaluator.trace] == list(range(1, len(phases) + 1))
-
-
 def test_loss_by_hand():
     loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
     assert loss.score_range == pytest.approx(0.9)
@@ -311,16 +290,6 @@ def test_b_multi_searches_groups_of_layers_jointly_top_first():
     assert not any("too many" in note for note in evaluator.notes)
 
 
-def test_b_multi_of_single_layers_is_b_single():
-    options = SearchSettings(0.6, budget_per_layer=6, max_group_variables=4)
-    results = [
-        method(evaluator_of(Additive(random_costs(4, 4, 3))), options)
-        for method in (b_multi, b_single)
-    ]
-    assert results[0].mask == results[1].mask
-    assert results[0].layers == results[1].layers
-
-
 def test_b_multi_spreads_what_a_group_cost_over_its_layers():
     costs = random_costs(4, 2, 7)
     evaluator = evaluator_of(Additive(costs))
@@ -328,17 +297,6 @@ def test_b_multi_spreads_what_a_group_cost_over_its_layers():
     drops = [row["drop"] for row in result.layers]
     assert drops[0] == drops[1] and drops[2] == drops[3]
     assert sum(drops) == pytest.approx(1.0 - result.evaluation.score)
-
-
-def test_b_layer_enumerates_the_layers_where_that_fits():
-    costs = random_costs(6, 4, 2)
-    scorer = Additive(costs)
-    evaluator = evaluator_of(scorer)
-    result = b_layer(evaluator, SearchSettings(0.5, budget_per_layer=4))
-    cheapest = sorted(np.argsort(costs.sum(axis=1))[:3].tolist())
-    assert [i for i, heads in enumerate(result.mask.swa_kv_heads) if heads] == cheapest
-    assert result.mask.swa_ratio == 0.5
-    assert len(scorer.calls) == 2 + 20  # the anchors and C(6, 3)
 
 
 @pytest.mark.parametrize("solver", ["nomad", "one_plus_one"])
