@@ -83,7 +83,8 @@ class Objective:
         self.model, self.calibration = model, calibration
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
         self.ranks = ranks or Ranks()
-        rounds = batches_by_round(calibration, batch_size, _vocabulary(model))
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        rounds = batches_by_round(calibration, batch_size, vocabulary)
         self.rounds = len(rounds)
         self._batches = [batch for batches in rounds for batch in batches]
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
@@ -420,10 +421,6 @@ class Objective:
                 f"model.path: {type(self.model).__name__} changes its logits after the output head "
                 "in a way this search does not know"
             )
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def remedy(model: Any) -> str:

@@ -101,21 +101,15 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
     """Say where other budgets per layer would be the same budget."""
-    layers, kappa = evaluator.shape[0], settings.budget_per_layer
-    larger = replace(settings, budget_per_layer=kappa + 1)
-    if plus_budget(settings, layers) == plus_budget(larger, layers) == LEAST_PLUS_BUDGET:
+    layers = evaluator.shape[0]
+    highest = kappa = settings.budget_per_layer
+    while plus_budget(replace(settings, budget_per_layer=highest + 1), layers) == LEAST_PLUS_BUDGET:
+        highest += 1
+    if highest > kappa:
         evaluator.note(
             f"search.budget_per_layer: {kappa} with {layers} layers is the least budget of "
-            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to "
-            f"{_highest_of_least_budget(settings, layers)}"
+            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to {highest}"
         )
-
-
-def _highest_of_least_budget(settings: SearchSettings, layers: int) -> int:
-    kappa = settings.budget_per_layer
-    while plus_budget(replace(settings, budget_per_layer=kappa + 1), layers) == LEAST_PLUS_BUDGET:
-        kappa += 1
-    return kappa
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class State:
 
     def __init__(self, evaluator: Evaluator, settings: SearchSettings) -> None:
         self.evaluator, self.shape = evaluator, evaluator.shape
-        budgets = evaluator.slot_budgets or SlotBudgets(_context(evaluator))
+        # A scorer that is no model has one token.
+        longest = int(getattr(getattr(evaluator.scorer, "calibration", None), "max_length", 1))
+        budgets = evaluator.slot_budgets or SlotBudgets(longest)
         self.context, self.menu = budgets.context, evaluator.windows
         held = [window.held(self.context) for window in self.menu]
         if not all(a > b for a, b in zip([self.context, *held], held, strict=False)):
@@ -296,9 +298,3 @@ class State:
                 name, f"{point.budget:,}", *evaluation.rank, self.left,
             )  # fmt: skip
         return won
-
-
-def _context(evaluator: Evaluator) -> int:
-    """Tokens of the longest calibration example; a scorer that is no model has one token."""
-    calibration = getattr(evaluator.scorer, "calibration", None)
-    return 1 if calibration is None else int(calibration.max_length)

@@ -150,7 +150,9 @@ def test_five_samples_are_too_few() -> None:
     assert result.p_value > 0.05 and result.visible_loss is None
     assert result.difference.high == 0 and result.ratio.high == 1
     result = compare([[0.0] * 6], [[1.0] * 6])
-    assert result.p_value < 0.05 and result.visible_loss is not None
+    assert result.p_value < 0.05 and result.visible_loss == visible_loss(6)
+    won = compare([[1.0] * 2 + [0.0] * 18, [1.0] * 40], [[0.0] * 2 + [1.0] * 18, [1.0] * 40])
+    assert won.visible_loss == visible_loss(40, gains=0.05)
     assert result.difference.high < 0
 
 
