@@ -14,7 +14,8 @@ from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
-from stages.context import StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_model, tokens
 
 WINDOW = 8
@@ -62,13 +63,16 @@ def answered_records(model: Any, examples: int = 6, seed: int = 0) -> list[dict[
     return records
 
 
+def answered(model: Any, examples: int = 6, seed: int = 0) -> CalibrationSet:
+    """The records as a calibration set."""
+    records = answered_records(model, examples, seed)
+    return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+
+
 def searchable(seed: int = 0, examples: int = 6) -> tuple[Any, CalibrationSet]:
     """A model of 3 layers x 4 KV heads that scores 1 with full attention."""
     model = small_model("qwen3", seed)
-    records = answered_records(model, examples, seed)
-    return model, CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in records
-    )
+    return model, answered(model, examples, seed)
 
 
 def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, Path]:
@@ -83,6 +87,12 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
     ]
     (calibration / "calibration.jsonl").write_text("\n".join(lines) + "\n")
     return folder / "base", folder / "prepare"
+
+
+def config_of(base: Path, section: SearchConfig, **runtime: Any) -> StageConfig:
+    """Of a search of a saved model, in batches of two unless said otherwise."""
+    model = ModelConfig(path=str(base), dtype="float32")
+    return StageConfig(section, model, 5, Runtime(**{"eval_batch_size": 2, **runtime}))
 
 
 def order(

@@ -68,7 +68,7 @@ def families(
     """On each of two processes: what the sharded model of each family gives; rank 0 tells."""
     torch.set_num_threads(1)
     results = {}
-    with join_process_group("tensor") as ranks:
+    with join_process_group("tensor", timeout_minutes=30) as ranks:
         for family in FAMILIES:
             model = load_sharded(inputs[family], ranks, dtype="float32")
             result = measured(model, ranks)

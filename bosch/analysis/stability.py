@@ -35,11 +35,8 @@ class Stability:
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Spearman's rho with ties: Pearson's correlation of the average ranks.
 
-    None where one side is constant and has no order. Raises ValueError for sequences of different
-    length or fewer than two values.
+    None where one side is constant and has no order.
     """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"{len(first)} and {len(second)} values: need as many, and two at least")
     if min(first) == max(first) or min(second) == max(second):
         return None
     return float(stats.spearmanr(first, second).statistic)

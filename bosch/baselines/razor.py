@@ -22,19 +22,17 @@ def razor(
     calibration: CalibrationSet,
     window_size: int,
     *,
-    block_length: int | None = None,
     induction_offset: int = 1,
     seed: int = 0,
 ) -> Scores:
     """Scores [L, HQ]; the most local head has the smallest. They do not depend on the window.
 
-    The probe is a block of `block_length` random tokens, four times over (K; a quarter of the
-    longest calibration example by default). Induction looks at key m - K + `induction_offset`: 1
-    is the token after the earlier occurrence, -1 the index as printed in Eq. 20.
+    The probe is a block of K random tokens four times over, K a quarter of the longest calibration
+    example. Induction looks at key m - K + `induction_offset`: 1 is the token after the earlier
+    occurrence, -1 the index as printed in Eq. 20.
     """
     layers, _ = mask_shape(model.config)
-    length = calibration.max_length // _REPEATS if block_length is None else block_length
-    length = max(2, length)
+    length = max(2, calibration.max_length // _REPEATS)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(vocabulary, (length,), generator=generator)

@@ -44,6 +44,10 @@ class Evaluation:
         """Order of masks: by score, then by log-likelihood."""
         return self.score, self.log_likelihood
 
+    def beaten_by(self, score: float, log_likelihood: float) -> bool:
+        """Whether a mask of these values would be better."""
+        return (score, log_likelihood) > self.rank
+
 
 @dataclass(frozen=True)
 class GateGradient:

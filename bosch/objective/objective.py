@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class Objective:
         self.model, self.calibration = model, calibration
         self.num_layers, self.num_key_value_heads = mask_shape(model.config)
         self.ranks = ranks or Ranks()
-        rounds = batches_by_round(calibration, batch_size, _vocabulary(model))
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        rounds = batches_by_round(calibration, batch_size, vocabulary)
         self.rounds = len(rounds)
         self._batches = [batch for batches in rounds for batch in batches]
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
@@ -137,8 +139,7 @@ class Objective:
         """What `evaluate_held_out` costs at most, in full-forward equivalents."""
         if self._held_out is None:
             return 0.0
-        full = HeadMask.all_full(self.num_layers, self.num_key_value_heads)
-        return self._held_out.whole_pass_operations(full) / self.whole_pass_operations(full)
+        return self._held_out.full_pass_operations / self.full_pass_operations
 
     @property
     def context(self) -> EvaluationContext:
@@ -186,12 +187,11 @@ class Objective:
                 f"the model's logits are not finite under head mask {mask.key}: "
                 + remedy(self.model)
             )
-        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
         evaluation = Evaluation(
             score=score,
             log_likelihood=likelihood,
             seconds=seconds,
-            full_forward_equivalents=float(operations.sum()) / all_full,
+            full_forward_equivalents=float(operations.sum()) / self.full_pass_operations,
             whole_pass_equivalents=self.mask_passes(mask),
             is_bound=len(measured) < len(self._batches),
             round_likelihoods=self._round_means(results, measured),
@@ -229,8 +229,7 @@ class Objective:
         """
         flops, indices = self._forward.flops, self._batches_of_share(share, shares)
         operations = sum(flops.gradient(self._batches[index]) for index in indices)
-        all_full = HeadMask.all_full(self.num_layers, self.num_key_value_heads)
-        return float(operations) / self.whole_pass_operations(all_full)
+        return float(operations) / self.full_pass_operations
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Derivative of the mean log-likelihood by each KV head's gate, at `mask`.
@@ -278,8 +277,7 @@ class Objective:
                 f"the model's gradients are not finite under head mask {mask.key}: "
                 + remedy(self.model)
             )
-        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
-        return values, seconds, float(operations.sum()) / all_full
+        return values, seconds, float(operations.sum()) / self.full_pass_operations
 
     def _keeps_activations(self, index: int) -> bool:
         """Whether what a backward pass of this batch needs fits beside what reuse has cached."""
@@ -302,10 +300,14 @@ class Objective:
         flops = self._forward.flops
         return sum(flops.whole_pass(mask, batch) for batch in self._batches)
 
+    @cached_property
+    def full_pass_operations(self) -> int:
+        """Operations of a pass with every head full that reuses nothing: a full pass."""
+        return self.whole_pass_operations(HeadMask.all_full(*self.shape))
+
     def mask_passes(self, mask: HeadMask) -> float:
         """What a whole evaluation of `mask` costs without any saving, in full passes."""
-        all_full = self.whole_pass_operations(HeadMask.all_full(*mask.is_full.shape))
-        return self.whole_pass_operations(mask) / all_full
+        return self.whole_pass_operations(mask) / self.full_pass_operations
 
     def memory(self) -> dict[str, int]:
         """Memory of cached activations on this rank: the limit and the highest use."""
@@ -419,10 +421,6 @@ class Objective:
                 f"model.path: {type(self.model).__name__} changes its logits after the output head "
                 "in a way this search does not know"
             )
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def remedy(model: Any) -> str:

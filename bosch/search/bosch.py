@@ -75,19 +75,17 @@ def final_result(
     assert sliding == budget, f"{sliding} units sliding on a budget of {budget}"
     evaluation = evaluator.evaluate(mask, "final", "final mask")
     mask = evaluator.units.head_mask(mask)
-    best_mask, best = mask, evaluation
-    if evaluator.best_on_budget is not None:
-        best_mask, best = evaluator.best_on_budget
-    if best.rank <= evaluation.rank:
-        return SearchResult(mask, evaluation, anchors, evaluation, layers or [])
-    evaluator.note(
-        f"the last phase's mask scores {_worth(evaluation)}, the best mask on budget that was "
-        f"measured {_worth(best)}: "
-        + ("search.strict returns the former" if settings.strict else "the latter is returned")
-    )
-    if settings.strict:
-        return SearchResult(mask, evaluation, anchors, evaluation, layers or [])
-    return SearchResult(best_mask, best, anchors, evaluation, layers or [])
+    assert evaluator.best_on_budget is not None
+    best_mask, best = evaluator.best_on_budget
+    if best.rank > evaluation.rank:
+        evaluator.note(
+            f"the last phase's mask scores {_worth(evaluation)}, the best mask on budget that was "
+            f"measured {_worth(best)}: "
+            + ("search.strict returns the former" if settings.strict else "the latter is returned")
+        )
+        if not settings.strict:
+            return SearchResult(best_mask, best, anchors, evaluation, layers or [])
+    return SearchResult(mask, evaluation, anchors, evaluation, layers or [])
 
 
 def _worth(evaluation: Evaluation) -> str:

@@ -37,7 +37,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
-from bosch.search.gates import Gates, RunningWorth, largest, scaled
+from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
 from bosch.search.gradient_search import Move, Worth
 from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
 from bosch.search.settings import SearchSettings
@@ -45,8 +45,6 @@ from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)
 
-Bits = npt.NDArray[np.bool_]
-Values = npt.NDArray[np.float64]
 Units = npt.NDArray[np.int64]
 
 _STEPS = 8
@@ -103,21 +101,15 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
     """Say where other budgets per layer would be the same budget."""
-    layers, kappa = evaluator.shape[0], settings.budget_per_layer
-    larger = replace(settings, budget_per_layer=kappa + 1)
-    if plus_budget(settings, layers) == plus_budget(larger, layers) == LEAST_PLUS_BUDGET:
+    layers = evaluator.shape[0]
+    highest = kappa = settings.budget_per_layer
+    while plus_budget(replace(settings, budget_per_layer=highest + 1), layers) == LEAST_PLUS_BUDGET:
+        highest += 1
+    if highest > kappa:
         evaluator.note(
             f"search.budget_per_layer: {kappa} with {layers} layers is the least budget of "
-            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to "
-            f"{_highest_of_least_budget(settings, layers)}"
+            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to {highest}"
         )
-
-
-def _highest_of_least_budget(settings: SearchSettings, layers: int) -> int:
-    kappa = settings.budget_per_layer
-    while plus_budget(replace(settings, budget_per_layer=kappa + 1), layers) == LEAST_PLUS_BUDGET:
-        kappa += 1
-    return kappa
 
 
 @dataclass(frozen=True)
@@ -126,10 +118,6 @@ class _Incumbent:
 
     mask: HeadMask
     evaluation: Evaluation
-
-    def beaten_by(self, score: float, log_likelihood: float) -> bool:
-        """Whether a mask of these values would be better."""
-        return (score, log_likelihood) > self.evaluation.rank
 
 
 class _Track:
@@ -360,7 +348,7 @@ class _Search:
         if bits.tobytes() in self._tried:
             return False
         self._tried.add(bits.tobytes())
-        mask, best = self._mask(bits), track.best
+        mask, best = self._mask(bits), track.best.evaluation
         self.left -= 1
         evaluation = self.evaluator.evaluate(mask, phase, subproblem, can_win=best.beaten_by)
         won = not evaluation.is_bound and best.beaten_by(*evaluation.rank)

@@ -33,6 +33,7 @@ import numpy as np
 
 from bosch.analysis.intervals import share
 from bosch.front import Front, FrontPoint
+from bosch.heads import HeadMask
 from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
@@ -254,10 +255,12 @@ class FrontSearch(Moves):
         """Give points outside the chain of the chosen one a nested mask of no lower score."""
         if not self.points:
             return
-        points = [self.points[number] for number in sorted(self.points)]
-        nearest = min(points, key=lambda point: abs(point.budget - self.chosen))
-        chain = self._chain(nearest.choices, [p for p in points if p is not nearest])
-        for number, point in enumerate(points):
+        numbers = sorted(self.points)
+        nearest = min(numbers, key=lambda number: abs(self.points[number].budget - self.chosen))
+        others = (number for number in numbers if number != nearest)
+        chain = self._chain(self.points[nearest].choices, others)
+        for number in numbers:
+            point = self.points[number]
             if share_order([*chain, point.choices]):
                 continue
             choices = self._nested(number, chain)
@@ -315,7 +318,7 @@ class FrontSearch(Moves):
         front = Front.of(
             [self._front_point(point) for point in points], self.menu, self.context, model=""
         )
-        mask = self._mask(result.choices)
+        mask = HeadMask.of_choices(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")
         mask = self.evaluator.units.head_mask(mask)
         chosen = [front.mask(index) for index in range(len(front.points))].index(mask)
@@ -324,7 +327,7 @@ class FrontSearch(Moves):
         )
 
     def _front_point(self, point: Point) -> FrontPoint:
-        mask, count = self._mask(point.choices), self.evaluator.held_out_examples
+        mask, count = HeadMask.of_choices(point.choices), self.evaluator.held_out_examples
         held_out = None
         if count:
             score = self.evaluator.evaluate_held_out(mask).score

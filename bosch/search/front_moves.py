@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
-from bosch.search.front_state import Point, State
+from bosch.search.front_state import State
 from bosch.search.gradient_search import Move
 
 # Masks in a row that bring a budget nothing before another one has its turn.
@@ -179,30 +181,23 @@ class Moves(State):
 
     def _wider(self, number: int, worth: Values) -> Choices:
         """The layout of the next scarcer budget, wider by `worth`, in one order with it."""
-        below, budget = self.points[number - 1], self.budgets[number]
-        order = order_of(
-            self._chain(below.choices, [self.points[one] for one in range(number - 1)]), worth
-        )
-        return allotted(worth, self.costs, budget, order=order, narrowest=below.choices)
+        below = self.points[number - 1].choices
+        order = order_of(self._chain(below, range(number - 1)), worth)
+        return allotted(worth, self.costs, self.budgets[number], order=order, narrowest=below)
 
     def _shrunk_move(self, number: int) -> Choices | None:
         """The layout of the next larger budget, narrower by its gradients, in one order with it."""
         if number + 1 == len(self.points):
             return None
-        above = self.points[number + 1]
-        worth, budget = self.worth.at(above.choices), self.budgets[number]
-        order = order_of(
-            self._chain(
-                above.choices, [self.points[one] for one in range(number + 2, len(self.points))]
-            ),
-            worth,
-        )
-        return allotted(worth, self.costs, budget, order=order, widest=above.choices)
+        above = self.points[number + 1].choices
+        worth = self.worth.at(above)
+        order = order_of(self._chain(above, range(number + 2, len(self.points))), worth)
+        return allotted(worth, self.costs, self.budgets[number], order=order, widest=above)
 
-    def _chain(self, choices: Choices, others: list[Point]) -> list[Choices]:
+    def _chain(self, choices: Choices, others: Iterable[int]) -> list[Choices]:
         """A layout and those of other points that have one order with it and each other."""
         chain = [choices]
-        for point in others:
-            if share_order([*chain, point.choices]):
-                chain.append(point.choices)
+        for number in others:
+            if share_order([*chain, self.points[number].choices]):
+                chain.append(self.points[number].choices)
         return chain

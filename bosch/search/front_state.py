@@ -37,17 +37,15 @@ class Point:
     failures: int = 0
     without_win: int = 0
 
-    def beaten_by(self, score: float, log_likelihood: float) -> bool:
-        """Whether a mask of these values would be better."""
-        return (score, log_likelihood) > self.evaluation.rank
-
 
 class State:
     """The points of one search, what may still be spent, and what gradients said."""
 
     def __init__(self, evaluator: Evaluator, settings: SearchSettings) -> None:
         self.evaluator, self.shape = evaluator, evaluator.shape
-        budgets = evaluator.slot_budgets or SlotBudgets(_context(evaluator))
+        # A scorer that is no model has one token.
+        longest = int(getattr(getattr(evaluator.scorer, "calibration", None), "max_length", 1))
+        budgets = evaluator.slot_budgets or SlotBudgets(longest)
         self.context, self.menu = budgets.context, evaluator.windows
         held = [window.held(self.context) for window in self.menu]
         if not all(a > b for a, b in zip([self.context, *held], held, strict=False)):
@@ -149,7 +147,7 @@ class State:
         """Passes for a layout, without the held-out examples."""
         key = choices.tobytes()
         if key not in self._cost_of:
-            self._cost_of[key] = self.evaluator.cost_of_mask(self._mask(choices))
+            self._cost_of[key] = self.evaluator.cost_of_mask(HeadMask.of_choices(choices))
         return self._cost_of[key]
 
     @property
@@ -196,7 +194,7 @@ class State:
 
     def _end(self, choices: Choices) -> Evaluation:
         """The anchor's evaluation: every unit with one choice."""
-        mask = self.evaluator.units.head_mask(self._mask(choices))
+        mask = self.evaluator.units.head_mask(HeadMask.of_choices(choices))
         evaluation = self.evaluator.log.get(mask)
         assert evaluation is not None
         return evaluation
@@ -222,7 +220,7 @@ class State:
     def _gradient(self, choices: Choices, share: int) -> Values:
         """A gradient at a layout: the values of all choices there."""
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
-        return self.evaluator.window_values(self._mask(choices), share, SHARES)
+        return self.evaluator.window_values(HeadMask.of_choices(choices), share, SHARES)
 
     def _pays(self, choices: Choices) -> bool:
         """Whether one more mask can be paid, and the gradient at a layout that proposes it."""
@@ -233,9 +231,6 @@ class State:
     def _spent(self) -> float:
         return self.all_passes - self.left
 
-    def _mask(self, choices: Choices) -> HeadMask:
-        return HeadMask.of_choices(choices)
-
     def _spend(
         self,
         choices: Choices,
@@ -243,7 +238,7 @@ class State:
         name: str,
         can_win: Callable[[float, float], bool] | None = None,
     ) -> Evaluation:
-        mask = self._mask(choices)
+        mask = HeadMask.of_choices(choices)
         evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
         self.left -= evaluation.whole_pass_equivalents
         self.evaluations += 1
@@ -281,7 +276,7 @@ class State:
                 for other in self.points.values()
                 if slots <= other.budget
                 and (
-                    other.beaten_by(score, log_likelihood)
+                    other.evaluation.beaten_by(score, log_likelihood)
                     if other is point
                     else score > other.evaluation.score and other.budget != self.exact
                 )
@@ -303,9 +298,3 @@ class State:
                 name, f"{point.budget:,}", *evaluation.rank, self.left,
             )  # fmt: skip
         return won
-
-
-def _context(evaluator: Evaluator) -> int:
-    """Tokens of the longest calibration example; a scorer that is no model has one token."""
-    calibration = getattr(evaluator.scorer, "calibration", None)
-    return 1 if calibration is None else int(calibration.max_length)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bosch.search.evaluator import SHARES, Evaluator
+from bosch.search.evaluator import SHARES, Evaluator, Values
 
-Values = npt.NDArray[np.float64]
 Layout = npt.NDArray[Any]
 
 

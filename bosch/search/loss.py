@@ -46,17 +46,10 @@ class Loss:
         """b - a of Eq. 2, b = (1 + gamma) S(all full)."""
         return (1.0 + self.gamma) * self.anchors.all_full - self.anchors.all_sliding
 
-    def normalised(self, score: float) -> float:
-        """S^(z) of Eq. 2."""
-        return (score - self.anchors.all_sliding) / self.score_range  # Eq. 2
-
-    def penalty(self, sliding: int, quota: int, size: int) -> float:
-        """Second term of Eq. 5 for `sliding` of `size` units sliding on a budget of `quota`."""
-        return self.alpha * ((sliding - quota) / size) ** 2
-
     def value(self, score: float, sliding: int, quota: int, size: int) -> float:
-        """Eq. 5."""
-        return -self.normalised(score) + self.penalty(sliding, quota, size)
+        """Eq. 5 for `sliding` of `size` units sliding on a budget of `quota`."""
+        normalised = (score - self.anchors.all_sliding) / self.score_range  # Eq. 2
+        return -normalised + self.alpha * ((sliding - quota) / size) ** 2
 
     def lower_bound(self, sliding: int, quota: int, size: int) -> float:
         """Lower bound of Eq. 5 for any model, from S(z) <= 1."""

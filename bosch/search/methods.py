@@ -125,17 +125,13 @@ def _front(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
     return ANCHORS + front_budget(settings, num_layers)
 
 
-def _b_single(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    return _layer_importance_mask(settings, num_layers, num_heads, 1)
-
-
 def _b_multi(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
     per_group = max_layers_per_group(num_heads, settings.max_group_variables)
     return _layer_importance_mask(settings, num_layers, num_heads, per_group)
 
 
 def _layer_importance_mask(
-    settings: SearchSettings, num_layers: int, num_heads: int, per_group: int
+    settings: SearchSettings, num_layers: int, num_heads: int, per_group: int = 1
 ) -> int:
     evaluations, quotas = _layer_importance(settings, num_layers, num_heads, per_group)
     # To restore one surplus unit, every sliding unit of one layer is tried.
@@ -220,7 +216,7 @@ METHODS: dict[str, Method] = {
     ),
     "b_single": Method(
         "B-single", "ablation", "bosch.search.ablations:b_single",
-        "Algorithm 1's own mask, layer by layer", _SOLVER_FIELDS, _b_single,
+        "Algorithm 1's own mask, layer by layer", _SOLVER_FIELDS, _layer_importance_mask,
     ),
     "b_multi": Method(
         "B-multi", "ablation", "bosch.search.ablations:b_multi",

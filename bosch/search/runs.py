@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,20 +51,16 @@ def run_method(
     scorer: Scorer,
     settings: SearchSettings,
     *,
-    swa_ratio: float | None = None,
     log: EvaluationLog | None = None,
     slot_budgets: SlotBudgets | None = None,
 ) -> MethodRun:
     """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
 
-    `swa_ratio` replaces that of `settings`. Evaluations that `log` knows cost nothing;
-    without one the run remembers its own only. Raises UserError when the name is unknown, when a
-    static ranking gets a scorer that is no model or learned gates one without gradients, or when
-    the calibration set tells no mask from another. With `slot_budgets` methods of several windows
-    meet their chosen one in place of the ratio.
+    Evaluations that `log` knows cost nothing; without one the run remembers its own only. With
+    `slot_budgets` methods of several windows meet their chosen one in place of the ratio. Raises
+    UserError when the name is unknown, when a static ranking gets a scorer that is no model or
+    learned gates one without gradients, or when the calibration set tells no mask from another.
     """
-    if swa_ratio is not None:
-        settings = replace(settings, swa_ratio=swa_ratio)
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
         log = EvaluationLog(None, context)

@@ -97,9 +97,8 @@ def restore_units(
         result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)
         return settings.rank(*result.rank)
 
-    order = list(layers)
     while surplus > 0:
-        for layer in order:
+        for layer in layers:
             sliding = mask.swa_kv_heads[layer]
             if surplus == 0 or not sliding:
                 continue

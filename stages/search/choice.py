@@ -33,14 +33,15 @@ def chosen_point(front: Front, price: Price) -> int:
     """
     if price.budget.keep is not None:
         return _kept(front, price.budget.keep)
-    sizes = [_bytes(front, index, price) for index in range(len(front.points))]
+    masks = [front.mask(index) for index in range(len(front.points))]
+    sizes = [price.of(mask.heads_per_layer(front.windows)) for mask in masks]
     fitting = [
         index
-        for index in range(len(front.points))
+        for index, mask in enumerate(masks)
         if (
             sizes[index] <= price.most
             if price.budget.ratio is None
-            else front.mask(index).swa_ratio >= price.budget.ratio * (1 - 1e-12)
+            else mask.swa_ratio >= price.budget.ratio * (1 - 1e-12)
         )
     ]
     if not fitting:
@@ -50,10 +51,6 @@ def chosen_point(front: Front, price: Price) -> int:
         )
     points = front.points
     return max(fitting, key=lambda i: (points[i].score, points[i].log_likelihood, -i))
-
-
-def _bytes(front: Front, index: int, price: Price) -> int:
-    return price.of(front.mask(index).heads_per_layer(front.windows))
 
 
 def _kept(front: Front, keep: float) -> int:
@@ -75,14 +72,10 @@ def _kept(front: Front, keep: float) -> int:
         return smallest
     best = max(range(len(lows)), key=lambda index: (lows[index], -index))
     point = front.points[best]
+    kept = int(1000 * (lows[best] / original)) / 1000  # rounded up it would be refused again
     raise UserError(
         f"search.budget.keep: no layout is known to keep {keep:g} of the original's held-out score "
         f"of {original:.3g}: the best, of {point.kv_slots:,} KV slots, scores "
         f"{point.held_out_score:.3g}, at least {lows[best]:.3g} by its one-sided limit; choose "
-        f"{_floor(lows[best] / original)} or less, or take more prepare.calibration.examples"
+        f"{kept:g} or less, or take more prepare.calibration.examples"
     )
-
-
-def _floor(share: float) -> str:
-    """A share rounded down, so that it is kept."""
-    return f"{int(1000 * share) / 1000:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from bosch.errors import RunError
 from bosch.files import remove
@@ -16,6 +16,7 @@ from stages.published import TENSORBOARD
 from stages.search.stage import SearchConfig
 
 BEST = "best_so_far.json"
+SinkBias: TypeAlias = Sequence[Sequence[float]]
 _PHASES = get_args(Phase)
 
 
@@ -23,7 +24,7 @@ def mask_file(
     config: StageConfig[SearchConfig],
     mask: HeadMask,
     score: float,
-    sink_bias: Sequence[Sequence[float]] | None = None,
+    sink_bias: SinkBias | None = None,
 ) -> HeadMaskFile:
     """`mask` as a file, with the search that it comes from."""
     section = config.section
@@ -54,7 +55,7 @@ class LiveView:
         self,
         work_dir: Path,
         config: StageConfig[SearchConfig],
-        sink_bias: Sequence[Sequence[float]] | None = None,
+        sink_bias: SinkBias | None = None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -45,9 +45,7 @@ def numerics(
 
 
 @contextmanager
-def join_process_group(
-    parallel: str = "data", timeout_minutes: float = Runtime().timeout_minutes
-) -> Iterator[Ranks]:
+def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]:
     """Join the process group that torchrun's variables describe, if they do; leave it at the end.
 
     With `parallel` "tensor" the processes hold the shards of one model, with "context" those of

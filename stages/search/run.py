@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 
@@ -38,13 +38,12 @@ from stages.prepare.stage import CALIBRATION
 from stages.search.budget import HELD_OUT_EVERY, Price
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
-from stages.search.live import BEST, LiveView, mask_file
+from stages.search.live import BEST, LiveView, SinkBias, mask_file
 from stages.search.processes import join_process_group, numerics, reuse_bytes
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
 
-SinkBias: TypeAlias = Sequence[Sequence[float]]
 _SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search, which resumes with the same
 
 

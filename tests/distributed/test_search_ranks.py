@@ -1,110 +1,166 @@
-"""The search on two processes, as the pipeline starts it: one is killed, then it resumes."""
+"""The search on two processes, which share examples, one model or each sequence, and a kill."""
 
 from __future__ import annotations
 
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 
-from bosch.heads import HeadMaskFile
+from bosch.errors import RunError, UserError
+from bosch.model import tensor_parallel as sharding
+from bosch.ranks import Ranks
 from pipeline.run.failures import LOST_RANK_STATUS
-from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search import run as search
 from stages.search.stage import SearchConfig
+from tests.hybrid_case import KV_HEADS, small_model
 from tests.rank_processes import run_order
-from tests.search_case import WINDOW, order, write_inputs
+from tests.search_case import WINDOW, config_of, order, write_inputs
+from tests.sharded_case import FAMILIES, alone
 
 SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
+PLUS = SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW)
 FRONT = SearchConfig(
     method="front", windows=[4, WINDOW], budget={"ratio": 0.5, "context": 40}, budget_per_layer=30
 )
 _KILLED_AT = 9
 
 
-@pytest.fixture
-def one_thread():
-    """As many threads as each of the two processes has: rounding may depend on it."""
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Here and in the processes that are started: rounding, and what is reused, depend on it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_two_ranks_find_what_one_finds_also_after_a_kill(tmp_path, one_thread):
+@pytest.fixture
+def case(tmp_path):
+    """A saved model, the inputs of a search, and folders for one process and for two."""
     base, prepared = write_inputs(tmp_path)
-    config = StageConfig(
-        section=SEARCH,
-        model=ModelConfig(path=str(base), dtype="float32"),
-        seed=5,
-        runtime=Runtime(eval_batch_size=2),
-    )
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    for folder in (alone, shared):
+    folders = [tmp_path / "alone", tmp_path / "two"]
+    for folder in folders:
         folder.mkdir()
-    inputs = {"prepare": prepared}
-    search.run(config, inputs, alone)
+    return base, {"prepare": prepared}, folders
 
-    two = order(config, inputs, shared, "tests.rank_stages:search")
+
+def read(folders, name):
+    return [json.loads((folder / name).read_text()) for folder in folders]
+
+
+def test_two_ranks_find_what_one_finds_also_after_a_kill(case):
+    base, inputs, folders = case
+    config = config_of(base, SEARCH)
+    search.run(config, inputs, folders[0])
+    two = order(config, inputs, folders[1], "tests.rank_stages:search")
     assert run_order(two, 2, {"KILL_AT": str(_KILLED_AT)}) in (-signal.SIGKILL, LOST_RANK_STATUS)
-    log = shared / "evaluations.jsonl"
+    log = folders[1] / "evaluations.jsonl"
     assert len(log.read_text().splitlines()) in (_KILLED_AT - 1, _KILLED_AT)
-    assert not (shared / "head_mask.json").exists()
+    assert not (folders[1] / "head_mask.json").exists()
     with log.open("a") as file:
         file.write('{"mask": "3x4')
 
     assert run_order(two, 2) == 0
-    assert "resuming from" in (shared / "stage.log").read_text()
-    masks = [HeadMaskFile.load(folder / "head_mask.json") for folder in (alone, shared)]
+    assert "resuming from" in (folders[1] / "stage.log").read_text()
+    masks, summaries = read(folders, "head_mask.json"), read(folders, "summary.json")
     assert masks[0] == masks[1]
-    summaries = [json.loads((f / "summary.json").read_text()) for f in (alone, shared)]
     for name in ("trace", "notes", "best_log_likelihood", "evaluations", "reused_evaluations"):
         assert summaries[0][name] == summaries[1][name]
-    keys = [json.loads(line)["mask"] for line in (shared / "evaluations.jsonl").open()]
+    keys = [json.loads(line)["mask"] for line in log.open()]
     assert len(keys) == len(set(keys)) == summaries[0]["evaluations"]
 
 
 @pytest.mark.parametrize(
-    ("section", "result"),
+    ("section", "parallel", "numerics"),
     [
-        (SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW), "head_mask.json"),
-        (FRONT, "front.json"),
+        (PLUS, "data", ""), (FRONT, "data", ""),
+        (SEARCH, "tensor", "2 shards"), (PLUS, "context", "2 parts"),
     ],
-    ids=["bosch_plus", "front"],
-)
-def test_a_search_by_gradients_on_two_ranks_finds_what_one_finds(
-    section, result, tmp_path, one_thread, monkeypatch
-):
-    """Gradients, swaps, the ends of evaluations that lose, and examples held out."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    base, prepared = write_inputs(tmp_path)
-    config = StageConfig(
-        section=section,
-        model=ModelConfig(path=str(base), dtype="float32"),
-        seed=5,
-        runtime=Runtime(eval_batch_size=2),
-    )
-    folders = [tmp_path / "alone", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    inputs = {"prepare": prepared}
-    search.run(config, inputs, folders[0])
-    assert run_order(order(config, inputs, folders[1], "stages.search.run:run"), 2) == 0
-    results = [json.loads((folder / result).read_text()) for folder in folders]
+)  # fmt: skip
+def test_two_processes_find_what_one_finds(section, parallel, numerics, case):
+    """Gradients, swaps, the ends of evaluations that lose, and examples held out.
+
+    To the bit where each process measures examples of its own.
+    """
+    base, inputs, folders = case
+    search.run(config_of(base, section), inputs, folders[0])
+    two = config_of(base, section, search_parallel=parallel)
+    assert run_order(order(two, inputs, folders[1], "stages.search.run:run"), 2) == 0
+    results = read(folders, "front.json" if section is FRONT else "head_mask.json")
     assert results[0] == results[1]
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    for name in ("trace", "notes", "best_score", "best_log_likelihood", "evaluations", "gradients"):
+    summaries = read(folders, "summary.json")
+    exact = ("trace", "notes", "best_log_likelihood", "evaluations") if parallel == "data" else ()
+    for name in (*exact, "best_score", "gradients"):
         assert summaries[0][name] == summaries[1][name]
-    assert summaries[0]["gradients"] >= 3
-    if section.method == "bosch_plus":
+    likelihoods = [summary["best_log_likelihood"] for summary in summaries]
+    assert likelihoods[0] == pytest.approx(likelihoods[1], abs=1e-4)
+    assert (summaries[0]["gradients"] >= 3) == (section is not SEARCH)
+    if section is PLUS:
         assert any(point["is_bound"] for point in summaries[0]["trace"])
     logs = [
         [json.loads(line) for line in (folder / "evaluations.jsonl").open()] for folder in folders
     ]
+    assert all(numerics in line["numerics"] for line in logs[1])
+    if parallel != "data":
+        return
     for one, two in zip(*logs, strict=True):
         for entry in (one, two):
             values = entry.get("gradient") or entry.get("held_out") or entry
             # Each process compares a saving with a plain pass when it uses it first.
             del values["seconds"], values["full_forward_equivalents"], entry["crc32"]
         assert one == two
+
+
+def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_path):
+    inputs = {family: tmp_path / family for family in FAMILIES}
+    for family, folder in inputs.items():
+        small_model(family).save_pretrained(folder)
+    work = tmp_path / "work"
+    work.mkdir()
+    families = order(
+        config_of(inputs["qwen3"], SEARCH), inputs, work, "tests.sharded_case:families"
+    )
+    assert run_order(families, 2) == 0
+    results = json.loads((work / "found.json").read_text())
+    for family, folder in inputs.items():
+        result, expected = results[family], alone(folder)
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        assert result["agree"]
+        assert result["scores"] == expected["scores"]
+        assert result["fingerprint"] == expected["fingerprint"]
+        if result["reuse"]:  # where queries are gathered, reuse may not be exact and then stays off
+            np.testing.assert_allclose(result["work"], expected["work"])
+        assert result["reuse"] or family not in ("qwen3", "qwen3_moe")
+        np.testing.assert_allclose(result["log_likelihoods"], expected["log_likelihoods"], **close)
+        assert len(set(np.round(expected["log_likelihoods"], 4))) > 4
+        np.testing.assert_allclose(result["gradient"], expected["gradient"], **close)
+        for name, scores in expected["rankings"].items():
+            np.testing.assert_allclose(result["rankings"][name], scores, err_msg=name, **close)
+        rows, columns = result["whole"]
+        heads = KV_HEADS if family in ("olmo2", "phi3") else KV_HEADS // 2
+        assert result["held"] == [[[rows // 2, columns], heads]] * 2
+
+
+def test_what_cannot_be_sharded_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    small_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="4 KV heads cannot be divided among 3 processes"):
+        sharding.load_sharded(tmp_path, Ranks(shards=3), dtype="float32")
+    read = sharding.load_config
+
+    def without_plan(*args, **options):
+        config = read(*args, **options)
+        config.base_model_tp_plan = None
+        return config
+
+    monkeypatch.setattr(sharding, "load_config", without_plan)
+    with pytest.raises(UserError, match="no tensor-parallel plan for models of type 'qwen3'"):
+        sharding.load_sharded(tmp_path, Ranks(shards=2), dtype="float32")
+
+
+def test_a_model_that_is_not_really_sharded_is_found(tmp_path):
+    with pytest.raises(RunError, match="instead of 1 in 2"):
+        sharding.check_shards(small_model("qwen3"), 2)

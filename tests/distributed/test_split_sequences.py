@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bosch.heads import HeadMaskFile
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.stage import EvaluateConfig
-from stages.search.stage import SearchConfig
 from tests.rank_processes import run_module, run_order
-from tests.search_case import WINDOW, order, write_inputs
+from tests.search_case import order
 from tests.tiny_data import save_tiny_model
 
 
@@ -23,34 +21,6 @@ def test_split_sequences_give_what_one_process_gives(module: str) -> None:
     done = run_module(module, ["qwen3", "gemma2"], 2)
     assert done.returncode == 0, done.stdout
     assert all(f"rank {rank} agrees" in done.stdout for rank in range(2))
-
-
-def test_a_search_of_split_examples_ends_with_the_mask_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    base, prepared = write_inputs(tmp_path)
-    summaries, masks = [], []
-    for parallel, ranks in (("data", 1), ("context", 2)):
-        config = StageConfig(
-            SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW),
-            ModelConfig(path=str(base), dtype="float32"),
-            seed=5,
-            runtime=Runtime(eval_batch_size=2, search_parallel=parallel),
-        )
-        work = tmp_path / parallel
-        work.mkdir()
-        stage = order(config, {"prepare": prepared}, work, "stages.search.run:run")
-        assert run_order(stage, ranks) == 0
-        masks.append(HeadMaskFile.load(work / "head_mask.json"))
-        summaries.append(json.loads((work / "summary.json").read_text()))
-        lines = [json.loads(line) for line in (work / "evaluations.jsonl").open()]
-        assert all(("2 parts" in line["numerics"]) == (ranks == 2) for line in lines)
-    assert masks[0] == masks[1]
-    one, two = summaries
-    assert one["best_score"] == two["best_score"]
-    assert one["best_log_likelihood"] == pytest.approx(two["best_log_likelihood"], abs=1e-6)
-    assert one["gradients"] == two["gradients"] > 0
 
 
 def test_an_evaluation_of_split_prompts_gives_the_answers_of_one_process(tmp_path: Path) -> None:

@@ -190,39 +190,21 @@ def test_a_stage_measures_the_hybrid_beside_its_original(tmp_path: Path) -> None
     assert not list((tmp_path / "work").glob("*.partial.jsonl"))
 
 
+_MENU = ["search.method=front", "search.windows=[32,64]"]
+
+
 @pytest.mark.parametrize(
-    ("section", "sentence"),
+    ("search", "lengths", "sentence"),
     [
-        ({"lengths": [16, 512]}, "measure.lengths: 16 is less than search.window_size = 32"),
-        ({"lengths": [512, 4096]}, "measure.lengths: 4,096 is more than the model's 1,024 pos"),
-        ({"lengths": [512, 256]}, "measure.lengths: the values must rise and not repeat"),
+        ([], [16, 512], "measure.lengths: 16 is less than search.window_size = 32"),
+        ([], [512, 4096], "measure.lengths: 4,096 is more than the model's 1,024 pos"),
+        ([], [512, 256], "measure.lengths: the values must rise and not repeat"),
+        (_MENU, [48], "measure.lengths: 48 is less than search.windows = 64"),
     ],
 )
 def test_a_section_that_does_not_fit_is_refused(
-    tmp_path: Path, section: dict[str, object], sentence: str
+    tmp_path: Path, search: list[str], lengths: list[int], sentence: str
 ) -> None:
     case = Case(tmp_path)
-    case.content["measure"] = section
-    case.save()
-    assert sentence in case.fault()
-
-
-def test_a_section_is_checked_beside_a_menu_of_windows(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    case.content["measure"] = {"lengths": [64, 512]}
-    case.content["search"] = {"method": "front", "windows": [32, 64], "swa_ratio": 0.5}
-    case.save()
-    load_recipe(case.file, env={})
-    case.content["measure"]["lengths"] = [48]
-    case.save()
-    assert "measure.lengths: 48 is less than search.windows = 64" in case.fault()
-
-
-@pytest.mark.parametrize("search", [{"sinks": 10**15}, {"windows": [10**14, 10**15]}])
-def test_windows_beyond_what_engines_count_are_refused(
-    tmp_path: Path, search: dict[str, Any]
-) -> None:
-    case = Case(tmp_path)
-    case.content["search"] = {"swa_ratio": 0.5, "method": "front", **search}
-    case.save()
-    assert "fewer than 2^31 in all" in case.fault()
+    load_recipe(case.file, [*search, "measure.lengths=[64,512]"], env={})
+    assert sentence in case.fault(*search, f"measure.lengths={lengths}")

@@ -18,7 +18,6 @@ from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import (
     Evaluation,
-    EvaluationContext,
     EvaluationLog,
     GateGradient,
 )
@@ -35,9 +34,8 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.benchmarks.window_landscapes import TOKENS, Values, WindowLandscape
-from tests.search_case import WINDOW, searchable
+from tests.search_case import WINDOW, evaluator_of, searchable
 
-CONTEXT = EvaluationContext("data", "model", [64, 16], 0)
 BUDGETS = (1500, 2500, 4000, 6000)
 
 
@@ -77,22 +75,27 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # all of an exact budget
 
 
+def _moves(drawn: npt.NDArray[np.float64]) -> Any:
+    """Moves of 3 x 4 units and two windows; a unit for which less than a half is drawn stays."""
+    moves: Any = object.__new__(Moves)
+    moves.shape, moves.kinds, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
+    moves._rng = SimpleNamespace(random=lambda shape: drawn)
+    return moves
+
+
 def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
     """Where a bonus for what is there leaves so few changes, as a scan of bonuses says."""
     rng = np.random.default_rng(4)
     tried = 0
-    for _ in range(60):
-        moves = object.__new__(Moves)
-        moves.shape, moves.costs = (3, 4), np.array([20.0, 7.0, 3.0])
-        moves.kinds = len(moves.costs)
-        moves._rng = SimpleNamespace(random=np.ones)  # every unit may grow
+    for _ in range(40):
+        moves = _moves(np.ones((3, 4)))
         choices = rng.integers(0, 3, moves.shape)
         worth = rng.normal(size=(*moves.shape, 3))
         budget, most = int(moves.costs[choices].sum()), int(rng.integers(1, 6))
         own = np.arange(3) == choices[..., None]
         scan = [
             int((allotted(worth + bonus * own, moves.costs, budget) != choices).sum())
-            for bonus in np.linspace(0, 2 * np.abs(worth).max(), 200)
+            for bonus in np.linspace(0, 2 * np.abs(worth).max(), 60)
         ]
         if not any(0 < count <= most for count in scan):
             continue
@@ -102,16 +105,15 @@ def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
         assert 0 < (stepped != choices).sum() <= most
         if scan[0] <= most:
             assert (stepped == allotted(worth, moves.costs, budget)).all()
-    assert tried > 40
+    assert tried > 25
 
 
 def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
     """Of those that could, half, drawn at random; full units have nowhere to grow."""
     rng = np.random.default_rng(7)
     for _ in range(20):
-        moves, drawn = object.__new__(Moves), rng.random((3, 4))
-        moves.shape, moves.costs, moves.kinds = (3, 4), np.array([20.0, 7.0, 3.0]), 3
-        moves._rng = SimpleNamespace(random=lambda shape, drawn=drawn: drawn)
+        drawn = rng.random((3, 4))
+        moves = _moves(drawn)
         choices, worth = rng.integers(0, 3, moves.shape), rng.normal(size=(3, 4, 3))
         stepped = moves._stepped(choices, worth, int(moves.costs[choices].sum()), 12)
         stays = (choices > 0) & (drawn < 0.5)
@@ -154,16 +156,17 @@ def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gate
 def test_layouts_of_one_order_are_known() -> None:
     one, other = np.array([[0, 1, 2]]), np.array([[0, 0, 1]])
     assert share_order([one, other]) and not share_order([one, other[:, ::-1]])
-    values = np.array([[[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]]])
+    values = np.array([[[1.0, 0.0], [3.0, 0.0], [4.0, 2.0]]])
     assert order_of([], values).tolist() == [[1, 2, 0]]
     assert order_of([one], values).tolist() == [[0, 1, 2]]
 
 
 def search(
-    scorer: Any, kappa: int = 40, log: EvaluationLog | None = None, **budgets: Any
+    scorer: Any, kappa: int = 40, path: Path | None = None, **budgets: Any
 ) -> tuple[SearchResult, Evaluator]:
-    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT) if log is None else log)
-    evaluator.slot_budgets = SlotBudgets(TOKENS, **{"slots": BUDGETS, "chosen": 4000, **budgets})
+    evaluator = evaluator_of(scorer, path)
+    defaults = {"context": TOKENS, "slots": BUDGETS, "chosen": 4000}
+    evaluator.slot_budgets = SlotBudgets(**{**defaults, **budgets})
     return find_mask("front", evaluator, SearchSettings(0.5, budget_per_layer=kappa)), evaluator
 
 
@@ -183,7 +186,7 @@ def test_points_are_within_their_budgets_and_passes_within_the_bound(name: str) 
     for index, point in enumerate(front.points):
         evaluation = evaluator.log.get(front.mask(index))
         assert evaluation is not None and evaluation.rank == (point.score, point.log_likelihood)
-    assert front.chosen is not None and front.nested[front.chosen]
+    assert front.chosen is not None and all(front.nested)
     assert front.mask(front.chosen) == result.mask
     assert front.points[front.chosen].kv_slots <= 4000
 
@@ -202,6 +205,12 @@ def test_a_front_is_nearly_exact_where_units_add_up() -> None:
                 if point.kv_slots <= budget
             )
             assert found >= values[slots <= budget].max() - 0.04
+
+
+def test_every_move_has_its_turn() -> None:
+    _, evaluator = search(WindowLandscape("redundant", (2, 4), (16, 64)), kappa=200)
+    moves = {point.subproblem for point in evaluator.trace if point.phase == "swaps"}
+    assert moves == {"exchange", "swap", "grown", "shrunk", "kick", "other start", "nested"}
 
 
 class Saturated(WindowLandscape):
@@ -236,11 +245,11 @@ def test_larger_budgets_grow_from_a_layout_that_is_stuck() -> None:
 def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
     scorer = WindowLandscape("chains", (2, 4), (16, 64), 3)
-    whole, _ = search(scorer, log=EvaluationLog(path, CONTEXT))
+    whole, _ = search(scorer, path=path)
     lines = path.read_text().splitlines(keepends=True)
     for count in (4, len(lines) // 2, len(lines) - 1):
         path.write_text("".join(lines[:count]) + lines[count][:20])
-        again, _ = search(scorer, log=EvaluationLog(path, CONTEXT))
+        again, _ = search(scorer, path=path)
         assert again == whole
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
@@ -270,7 +279,7 @@ def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str)
 def test_what_single_changes_cost_is_what_choices_are_worth(kappa: int, parts: int) -> None:
     """A window is worth the share of full attention that all units have with it."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    evaluator = Evaluator(WithoutGradients(scorer), EvaluationLog(None, CONTEXT))
+    evaluator = evaluator_of(WithoutGradients(scorer))
     evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, 4000)
     evaluator.anchors(0.5, 2)
     search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
@@ -296,13 +305,15 @@ def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
     assert front is not None and front.points[-1].score == 1.0
 
 
-def _at_start(chosen: int | None = None) -> FrontSearch:
+def _at_start(
+    chosen: int | None = None, slots: tuple[int, ...] = BUDGETS, kappa: int = 100
+) -> FrontSearch:
     """A search that has measured the anchors alone."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    evaluator = Evaluator(scorer, EvaluationLog(None, CONTEXT))
-    evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, chosen)
+    evaluator = evaluator_of(scorer)
+    evaluator.slot_budgets = SlotBudgets(TOKENS, slots, chosen)
     evaluator.anchors(0.5, 2)
-    return FrontSearch(evaluator, SearchSettings(0.5))
+    return FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
 
 
 def _full(*units: int) -> npt.NDArray[np.int64]:
@@ -311,6 +322,63 @@ def _full(*units: int) -> npt.NDArray[np.int64]:
 
 def _slots(full_units: int) -> int:
     return full_units * TOKENS + (8 - full_units) * 15
+
+
+# Eight units of 1,024 slots when full, 63 or 15 when not: 120 for all of the narrowest window, and
+# 168 where one has the next wider one; of the ratio four are full.
+_SPACED = [1290, 1625, 2048, 2580, 3251, 4156, 5161, 6502]
+_MANY = tuple(range(1000, 8000, 1000))
+
+
+@pytest.mark.parametrize(
+    ("slots", "chosen", "kappa", "budgets", "aim"),
+    [
+        ((), None, 100, _SPACED, 4156),  # in place of 4,096, the nearest
+        ((), 8192, 100, [*_SPACED[:5], 4096, *_SPACED[6:]], 8192),
+        ((), 167, 100, [*_SPACED[:5], 4096, *_SPACED[6:]], 167),
+        ((), 168, 100, [168, *_SPACED[1:5], 4096, *_SPACED[6:]], 168),
+        ((130, 167, 168, 4000, 8191, 8192, 9000), 9000, 100, [168, 4000, 8191], 8192),
+        ((4000, 4000), 2000, 100, [2000, 4000], 2000),
+        # 9, 8 and 6 passes, of which two gradients take 1.125.
+        (_MANY, 3000, 30, [*_MANY], 3000),
+        (_MANY, 3000, 25, [1000, 2000, 3000, 4000, 6000, 7000], 3000),
+        (_MANY, 3000, 10, [1000, 3000, 4000, 7000], 3000),
+    ],
+)
+def test_budgets_of_the_points(
+    slots: tuple[int, ...], chosen: int | None, kappa: int, budgets: list[int], aim: int
+) -> None:
+    search = _at_start(chosen, slots, kappa)
+    assert (search.budgets, search.chosen) == (budgets, aim)
+    assert search.exact == (aim if chosen is None else None)
+    said = [f"pay for {len(budgets)} of 7 points" in note for note in search.evaluator.notes]
+    assert said == [True] * (kappa < 30)
+
+
+def test_a_layout_is_kept_wherever_it_is_better() -> None:
+    """At a larger budget by its score alone, and never at the one of a ratio, which is exact."""
+    search = _at_start(slots=(1129, 2138, 3147, 4156))
+    ranks = [search.evaluator.scorer.evaluate(HeadMask.of_choices(_full(k))).rank for k in range(8)]
+    best, worst = ranks.index(max(ranks)), ranks.index(min(ranks))
+    choices, (score, likelihood) = _full(best), ranks[best]
+    rows = [  # budget, score and log-likelihood before, whether the layout is better
+        (1128, 0.0, -1.0, False), (1129, score, likelihood - 0.1, True),
+        (2138, score, likelihood - 0.1, False), (3147, score - 0.01, likelihood + 0.1, True),
+        (4156, 0.0, -1.0, False),
+    ]  # fmt: skip
+    for number, (budget, *rank, _) in enumerate(rows):
+        before = Evaluation(*rank)
+        search.points[number] = Point(budget, _full(), before, 0.0, np.ones((2, 4)), 3, 2)
+    tries = [(1, choices, True), (1, choices, False), (0, choices, False), (1, _full(worst), False)]
+    for number, tried, is_best in tries:
+        assert search._measure(number, tried, "move") == is_best
+    # The second one is known, the third no evaluation, the last one ended early.
+    assert (search.evaluations, search.left) == (2, search.all_passes - 2)
+    assert not search.worth.at(choices)[..., -1].any()  # beside the narrowest window
+    for point, (*_, is_better) in zip(search.points.values(), rows, strict=True):
+        assert (point.choices == (choices if is_better else _full())).all()
+        assert (point.failures, point.without_win) == ((0, 0) if is_better else (3, 2))
+        assert (point.failed.any(), point.passes) == (not is_better, float(is_better))
 
 
 @pytest.mark.parametrize(
@@ -362,19 +430,19 @@ def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
     assert search.points[0].passes == (search.all_passes - 1.0 if takes else 0.0)
 
 
-def test_a_budget_below_the_smallest_windows_is_refused() -> None:
-    scorer = WindowLandscape("additive", (2, 4), (16, 64))
-    with pytest.raises(UserError, match=r"100 KV slots at 1,024 tokens are too few.*needs 120"):
-        search(scorer, chosen=100)
-
-
-def test_a_window_that_holds_all_of_the_context_is_refused() -> None:
-    evaluator = Evaluator(
-        WindowLandscape("additive", (2, 4), (16, 64)), EvaluationLog(None, CONTEXT)
-    )
-    evaluator.slot_budgets = SlotBudgets(40)
-    with pytest.raises(UserError, match="at 40 tokens each window must hold fewer"):
-        find_mask("front", evaluator, SearchSettings(0.5))
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ({"chosen": 119}, "119 KV slots at 1,024 tokens are too few.*needs 120"),
+        ({"slots": (119, 4000)}, "119 KV slots at 1,024 tokens are too few.*needs 120"),
+        ({"context": 63}, "at 63 tokens each window must hold fewer"),
+    ],
+)
+def test_budgets_below_the_smallest_window_and_windows_of_all_tokens_are_refused(
+    budgets: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        search(WindowLandscape("additive", (2, 4), (16, 64)), **budgets)
 
 
 def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) -> None:
@@ -406,7 +474,9 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
     masks = [HeadMask.from_key(point.mask) for point in evaluator.trace]
     whole = sum(map(objective.mask_passes, masks)) + evaluator.gradient_passes
     for index in range(len(fronts[0].points)):
-        whole += objective.evaluate_held_out(fronts[0].mask(index)).whole_pass_equivalents
+        held = objective.evaluate_held_out(fronts[0].mask(index))
+        assert 0 < held.full_forward_equivalents <= held.whole_pass_equivalents
+        whole += held.whole_pass_equivalents
     assert costs["naive_full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))
     assert full.score == 1.0 and fronts[0].points[-1].held_out_low == pytest.approx(0.05**0.5)

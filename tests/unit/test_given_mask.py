@@ -13,9 +13,7 @@ import pytest
 from bosch.budget import heads_of_mask_file
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.objective import Objective
-from bosch.search.evaluator import Evaluator
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
@@ -25,7 +23,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.store import Store
 from tests.pipeline_case import Case
-from tests.search_case import WINDOW, searchable
+from tests.search_case import WINDOW, evaluator_of, searchable
 
 
 def _saved(path: Path, mask: HeadMask, window: int = WINDOW) -> str:
@@ -48,8 +46,7 @@ def objective() -> Objective:
 
 
 def _find(objective: Any, **settings: Any) -> Any:
-    log = EvaluationLog(None, EvaluationContext("data", "model", 16, 0))
-    return find_mask("given", Evaluator(objective, log), SearchSettings(**settings))
+    return find_mask("given", evaluator_of(objective), SearchSettings(**settings))
 
 
 def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) -> None:
@@ -62,20 +59,27 @@ def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) ->
 
 
 @pytest.mark.parametrize(
-    ("layers", "sliding", "window", "sentence"),
+    ("layers", "sliding", "window", "granularity", "sentence"),
     [
-        (1, 5, WINDOW, "KV heads, the model has"),
-        (0, 4, WINDOW, r"search\.swa_ratio: .* set it to"),
-        (0, 5, WINDOW + 1, r"search\.window_size: the window is"),
+        (1, 6, WINDOW, 1, "KV heads, the model has"),
+        (0, 4, WINDOW, 1, r"search\.swa_ratio: .* set it to"),
+        (0, 6, WINDOW + 1, 1, r"search\.window_size: the window is"),
+        (0, 6, WINDOW, 2, r"search\.head_granularity: layer 0 of .* has 3 full KV heads, no mul"),
     ],
 )
 def test_a_mask_for_something_else_is_refused(
-    tmp_path: Path, objective: Objective, layers: int, sliding: int, window: int, sentence: str
+    tmp_path: Path,
+    objective: Objective,
+    layers: int,
+    sliding: int,
+    window: int,
+    granularity: int,
+    sentence: str,
 ) -> None:
     shape = objective.num_layers, objective.num_key_value_heads
     path = _saved(tmp_path / "mask.json", _mask((shape[0] + layers, shape[1]), sliding), window)
     with pytest.raises(UserError, match=sentence):
-        _find(objective, swa_ratio=5 / (shape[0] * shape[1]), mask=path)
+        _find(objective, swa_ratio=0.5, mask=path, head_granularity=granularity)
 
 
 def _keys(case: Case) -> dict[str, str | None]:
@@ -86,11 +90,7 @@ def _keys(case: Case) -> dict[str, str | None]:
 
 def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    case.content["search"]["method"] = "given"
-    case.save()
-    with pytest.raises(UserError, match=r"search\.mask: method given takes"):
-        load_recipe(case.file, env={})
-    case.content["search"]["mask"] = str(tmp_path / "mask.json")
+    case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
     case.save()
     with pytest.raises(UserError, match=r"search\.mask: there is no file"):
         load_recipe(case.file, env={})

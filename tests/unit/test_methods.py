@@ -1,9 +1,11 @@
-"""The table of methods: names, settings, and bounds that no search exceeds."""
+"""The table of methods: names, settings, bounds that no search exceeds, and what is refused."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bosch.budget import swa_budget
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
@@ -20,14 +22,16 @@ from bosch.objective.evaluation_log import (
     GateGradient,
 )
 from bosch.objective.objective import Objective
+from bosch.search import solvers
+from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import CanWin, Evaluator
 from bosch.search.methods import FINDING, METHODS, MethodName
-from bosch.search.runs import find_mask
+from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
 from tests.benchmarks.landscapes import RATIO, landscape
-from tests.search_case import WINDOW, searchable
+from tests.search_case import CONTEXT, WINDOW, Additive, evaluator_of, searchable
 
 SEARCHED = [
     name
@@ -37,11 +41,11 @@ SEARCHED = [
 
 
 class RandomScores:
-    """Scores that depend on the mask alone, in steps of 1/16, with gradients that cost nothing."""
+    """Scores that depend on the mask alone, in steps of 1/16, with gradients of so many passes."""
 
-    def __init__(self, num_layers: int, num_heads: int, seed: int) -> None:
+    def __init__(self, num_layers: int, num_heads: int, seed: int, passes: float = 0.0) -> None:
         self.num_layers, self.num_key_value_heads = num_layers, num_heads
-        self.quantum = 1 / 16
+        self.quantum, self.passes = 1 / 16, passes
         costs = np.random.default_rng(seed).exponential(size=(num_layers, num_heads)) ** 2
         self.costs = costs / costs.sum()
 
@@ -54,15 +58,19 @@ class RandomScores:
         return Evaluation(score, log_likelihood, is_bound=loses)
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        return GateGradient(self.costs.tolist(), 0.0, 0.0)
+        return GateGradient(self.costs.tolist(), 0.0, self.passes)
 
     def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        return 0.0
+        return self.passes
 
 
-def search_with(name: str, scorer: Any, options: SearchSettings) -> tuple[Evaluator, HeadMask]:
-    evaluator = Evaluator(scorer, EvaluationLog(None, EvaluationContext("data", "model", 16, 0)))
-    return evaluator, find_mask(name, evaluator, options).mask
+def search_with(name: str, scorer: Any, options: SearchSettings) -> tuple[Evaluator, SearchResult]:
+    evaluator = evaluator_of(scorer)
+    return evaluator, find_mask(name, evaluator, options)
+
+
+def _rising(values: list[float]) -> tuple[float, ...]:
+    return tuple(sorted(values))
 
 
 @st.composite
@@ -73,6 +81,7 @@ def any_settings(draw: st.DrawFn) -> SearchSettings:
         solver=draw(st.sampled_from(["nomad", "nomad_penalty", "one_plus_one", "annealing"])),
         budget_per_layer=draw(st.integers(1, 12)),
         alpha=draw(st.sampled_from([0.01, 100.0])),
+        buckets=draw(st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(_rising)),
         max_group_variables=draw(st.integers(1, 20)),
         strict=draw(st.booleans()),
         race=draw(st.booleans()),
@@ -82,68 +91,55 @@ def any_settings(draw: st.DrawFn) -> SearchSettings:
 
 @pytest.mark.parametrize("name", SEARCHED)
 @given(
-    layers=st.integers(1, 7),
-    heads=st.integers(1, 5),
+    layers=st.integers(1, 9),
+    units=st.integers(1, 5),
+    granularity=st.integers(1, 4),
     options=any_settings(),
     costs=st.integers(0, 50),
+    passes=st.sampled_from([0.0, 1.0]),
 )
-@settings(max_examples=25, deadline=None)
-def test_no_search_exceeds_its_bound(
-    name: str, layers: int, heads: int, options: SearchSettings, costs: int
+@settings(max_examples=40, deadline=None)
+def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
+    name: str,
+    layers: int,
+    units: int,
+    granularity: int,
+    options: SearchSettings,
+    costs: int,
+    passes: float,
 ) -> None:
-    evaluator, _ = search_with(name, RandomScores(layers, heads, costs), options)
-    most = METHODS[name].most_evaluations(options, layers, heads)
-    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
-
-
-@pytest.mark.parametrize("name", FINDING)
-def test_no_search_of_a_model_exceeds_its_bound(name: str) -> None:
-    model, calibration = searchable()
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
-    options = SearchSettings(0.3, budget_per_layer=5)
-    evaluator, _ = search_with(name, objective, options)
-    shape = objective.num_layers, objective.num_key_value_heads
-    most = METHODS[name].most_evaluations(options, *shape)
-    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
-
-
-@pytest.mark.parametrize("name", SEARCHED)
-@given(
-    layers=st.integers(1, 6),
-    units=st.integers(1, 4),
-    granularity=st.integers(2, 4),
-    options=any_settings(),
-    costs=st.integers(0, 50),
-)
-@settings(max_examples=15, deadline=None)
-def test_full_counts_are_multiples_of_the_granularity(
-    name: str, layers: int, units: int, granularity: int, options: SearchSettings, costs: int
-) -> None:
+    """Also where heads are chosen by groups: no method chooses a part of one."""
     heads = units * granularity
     sliding = swa_budget(layers * units, options.swa_ratio) * granularity
-    options = replace(options, swa_ratio=sliding / (layers * heads), head_granularity=granularity)
-    evaluator, mask = search_with(name, RandomScores(layers, heads, costs), options)
-    assert not any(count % granularity for count in mask.full_kv_heads_per_layer)
-    assert (~mask.is_full).sum() == sliding
+    if granularity > 1:
+        ratio = sliding / (layers * heads)
+        options = replace(options, swa_ratio=ratio, head_granularity=granularity)
+    evaluator, result = search_with(name, RandomScores(layers, heads, costs, passes), options)
+    assert result.mask.num_sliding == sliding
+    assert not any(count % granularity for count in result.mask.full_kv_heads_per_layer)
+    assert result.evaluation == evaluator.log.get(result.mask)
     assert evaluator.best_on_budget is not None
     assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
     most = METHODS[name].most_evaluations(options, layers, heads)
-    assert len(evaluator.trace) <= most
+    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
 
 
+@pytest.mark.parametrize(("ratio", "budget", "granularity"), [(0.3, 5, 1), (0.5, 10, 2)])
 @pytest.mark.parametrize("name", FINDING)
-def test_full_counts_of_a_model_are_multiples_of_the_granularity(name: str) -> None:
+def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
+    name: str, ratio: float, budget: int, granularity: int
+) -> None:
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
-    layers, heads = objective.num_layers, objective.num_key_value_heads
-    options = SearchSettings(0.5, budget_per_layer=10, head_granularity=2)
-    evaluator, mask = search_with(name, objective, options)
-    assert not any(count % 2 for count in mask.full_kv_heads_per_layer)
-    assert (~mask.is_full).sum() == layers * heads // 2
-    passes = sum(not point.is_bound for point in evaluator.trace) + evaluator.gradient_passes
+    options = SearchSettings(ratio, budget_per_layer=budget, head_granularity=granularity)
+    evaluator, result = search_with(name, objective, options)
+    assert not any(count % granularity for count in result.mask.full_kv_heads_per_layer)
+    assert result.mask.num_sliding == swa_budget(objective.num_layers * 4, ratio)
+    most = METHODS[name].most_evaluations(options, *objective.shape)
+    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].gradients:
+        passes = sum(not point.is_bound for point in evaluator.trace) + evaluator.gradient_passes
         # The gradient that forms the units counts too; the last one may exceed what is left.
-        most = METHODS[name].most_evaluations(options, layers, heads)
         assert passes <= most + evaluator.gradient_passes / evaluator.costs()["gradients"]
 
 
@@ -156,8 +152,8 @@ def test_units_are_heads_of_similar_worth_where_gradients_tell_it(
     """Else they are neighbours."""
     scorer = RandomScores(1, 4, 0)
     scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
-    _, mask = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
-    assert mask.swa_kv_heads == sliding
+    _, result = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
+    assert result.mask.swa_kv_heads == sliding
 
 
 @pytest.mark.parametrize("name", FINDING)
@@ -231,18 +227,39 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str, settin
         return
     options = SearchSettings(0.45, budget_per_layer=5)
     other = replace(options, **{setting: OTHER[setting]})
-    first, mask = search_with(name, RandomScores(6, 5, 3), options)
-    second, other_mask = search_with(name, RandomScores(6, 5, 3), other)
-    assert (mask, first.trace) == (other_mask, second.trace)
+    first, result = search_with(name, RandomScores(6, 5, 3), options)
+    second, other_result = search_with(name, RandomScores(6, 5, 3), other)
+    assert (result, first.trace) == (other_result, second.trace)
 
 
-def test_settings_that_bosch_lists_change_its_search() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bosch", METHODS["bosch"].settings),
+        ("b_multi", {"max_group_variables"}),
+        ("one_plus_one", {"seed"}),
+        ("annealing", {"seed"}),
+        ("single_ablation", {"strict"}),  # all scores tie
+        ("rand", {"seed"}),
+    ],
+)
+def test_settings_that_a_method_lists_change_its_search(name: str, settings: set[str]) -> None:
     options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0)
-    first, _ = search_with("bosch", RandomScores(12, 5, 3), options)
-    for setting in METHODS["bosch"].settings:
+    first, _ = search_with(name, RandomScores(12, 5, 3), options)
+    for setting in settings:
         other = replace(options, **{setting: OTHER[setting]})
-        second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
+        second, _ = search_with(name, RandomScores(12, 5, 3), other)
         assert first.trace != second.trace, setting
+
+
+@pytest.mark.parametrize("name", ["one_plus_one", "annealing"])
+def test_a_search_of_the_whole_mask_is_by_its_own_solver(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solver = Mock(wraps=getattr(solvers, name))
+    monkeypatch.setattr(solvers, name, solver)
+    search_with(name, RandomScores(12, 5, 3), SearchSettings(0.45, budget_per_layer=5))
+    solver.assert_called_once()
 
 
 def test_the_table_agrees_with_its_neighbours() -> None:
@@ -312,8 +329,41 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     scorer = Planted(seed)
     layers_at_once, sliding, ratio = PLANTED[name]
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
-    _, mask = search_with(name, scorer, options)
-    assert mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
+    _, result = search_with(name, scorer, options)
+    assert result.mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
+
+
+@pytest.mark.parametrize(
+    ("name", "sliding"),
+    [
+        ("layer_ablation", [[0, 1, 2], [0], [0, 1, 2], []]),
+        ("layer_restoration", [[0, 1, 2], [2], [0, 1, 2], []]),
+    ],
+)
+def test_what_is_left_of_a_budget_goes_to_the_units_of_lower_index(
+    name: str, sliding: list[list[int]]
+) -> None:
+    """Of 7 sliding units one is left for a third layer, of 5 full ones two for a second."""
+    _, result = search_with(name, Planted(0), SearchSettings(7 / 12))
+    assert result.mask.swa_kv_heads == sliding
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("one_gradient", [(0, 1)]), ("learned_gates", [(n % 8, 8) for n in range(12)])],
+)
+def test_gradients_are_over_all_examples_or_their_shares_in_turn(
+    name: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, gate_gradient = [], Planted.gate_gradient
+
+    def taking(self: Planted, mask: HeadMask, *share: int) -> GateGradient:
+        taken.append(share)
+        return gate_gradient(self, mask, *share)
+
+    monkeypatch.setattr(Planted, "gate_gradient", taking)
+    search_with(name, Planted(0), SearchSettings(0.5, budget_per_layer=40))
+    assert taken[:12] == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -321,5 +371,89 @@ def test_gates_learn_pairs_of_which_a_start_sees_neither(seed: int) -> None:
     """Both units of a pair are needed; only masks drawn with noise show the worth of a pair."""
     scorer = landscape("pairs", 48, seed)
     options = SearchSettings(RATIO, budget_per_layer=40, seed=seed)
-    _, mask = search_with("learned_gates", scorer, options)
-    assert scorer.regret(mask) < 0.1
+    _, result = search_with("learned_gates", scorer, options)
+    assert scorer.regret(result.mask) < 0.1
+
+
+class Fixed:
+    """2 layers of 4 units with one score for each of: all full, all sliding, anything between."""
+
+    num_layers, num_key_value_heads, quantum = 2, 4, 0.5
+
+    def __init__(self, full: float, sliding: float, between: float = 0.5) -> None:
+        self.full, self.sliding, self.between = full, sliding, between
+        self.calls = 0
+
+    def evaluate(
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
+    ) -> Evaluation:
+        self.calls += 1
+        score = {0: self.full, 8: self.sliding}.get(mask.num_sliding, self.between)
+        return Evaluation(score, score - 1.0)
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        assert self.between != 0.5, "no gradient before the anchors are checked"
+        return GateGradient([[1.0] * 4] * 2)
+
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "between", "said"),
+    [
+        (0.0, 0.0, 0.5, "answers none of the calibration examples"),
+        (0.5, 0.5, 0.5, "no lower than with full attention .* there is nothing to search for"),
+        (0.5, 0.6, 0.5, "no lower than with full attention .* there is nothing to search for"),
+        (1.0, 0.0, float("nan"), "not finite"),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.searches])
+def test_a_search_of_scores_that_say_nothing_is_refused(
+    name: str, full: float, sliding: float, between: float, said: str
+) -> None:
+    """After the anchors, or after the first score that is no number."""
+    scorer, is_finite = Fixed(full, sliding, between), between == 0.5
+    with pytest.raises(UserError if is_finite else RunError, match=said):
+        search_with(name, scorer, SearchSettings(0.5, budget_per_layer=2))
+    assert scorer.calls == (2 if is_finite else 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        *(({"swa_ratio": ratio}, "swa_ratio is") for ratio in (-0.1, 1.01, float("nan"))),
+        *(({"budget_per_layer": n}, "budget_per_layer is .* at least one") for n in (0, -3)),
+        ({"head_granularity": 0}, "head_granularity is 0"),
+    ],
+)
+def test_settings_that_no_search_has_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=rf"search\.{said}"):
+        SearchSettings(**{"swa_ratio": 0.5, **values})
+
+
+@pytest.mark.parametrize("name", ["one_gradient", "learned_gates"])
+def test_a_scorer_without_gradients_is_refused_where_nothing_else_tells(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} needs a scorer with gradients"):
+        search_with(name, Additive(np.ones((2, 4))), SearchSettings(0.5))
+
+
+def test_a_method_that_does_not_exist() -> None:
+    with pytest.raises(UserError, match="method 'bsoch' is unknown: choose one of bosch"):
+        run_method("bsoch", Fixed(1.0, 0.0), SearchSettings(0.5))
+
+
+@pytest.mark.parametrize("other", ["model", "calibration"])
+def test_a_log_of_another_model_or_data_set_is_not_used(
+    other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, mask = tmp_path / "evaluations.jsonl", HeadMask.all_full(2, 4)
+    stranger = {"calibration": "data", "model": "model", other: "another"}
+    log = EvaluationLog(path, EvaluationContext(**stranger, window_size=16, sinks=0))
+    log.append(mask, Evaluation(1.0, -0.5), "anchors")
+    log.append_gradient(mask, "0/4", GateGradient([[1.0]]))
+    log.append_held_out(mask, Evaluation(1.0, -0.5))
+    ours = EvaluationLog(path, CONTEXT)
+    assert len(ours) == 0 and ours.gradient(mask, "0/4") is ours.held_out(mask) is None
+    (said,) = [record.message for record in caplog.records]
+    assert "3 evaluations are of another model, calibration set or window: not used" in said

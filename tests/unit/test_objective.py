@@ -18,9 +18,10 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import gate_gradients, incremental_forward, memory
+from bosch.objective import incremental_forward, memory
+from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.objective.flops import sliding_pairs
 from bosch.objective.incremental_forward import answer_attention
 from bosch.objective.objective import Objective
@@ -39,13 +40,9 @@ from tests.hybrid_case import (
     small_model,
 )
 from tests.peak_memory import PeakMemory
-from tests.search_case import WINDOW, answered_records, searchable
+from tests.search_case import WINDOW, answered, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
-
-
-def plain_score(model, calibration, mask, sinks):
-    return plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
 
 
 def plain_score_of(model, calibration, mask, windows):
@@ -75,7 +72,7 @@ def test_score_and_log_likelihood_by_definition(batch_size, sinks):
     for seed in range(4):
         mask = random_mask(seed)
         measured = objective.evaluate(mask)
-        score, log_likelihood = plain_score(model, calibration, mask, sinks)
+        score, log_likelihood = plain_score_of(model, calibration, mask, Window(WINDOW, sinks))
         assert measured.score == score
         assert measured.log_likelihood == pytest.approx(log_likelihood, abs=1e-3)
         visible.add(measured.log_likelihood)
@@ -158,6 +155,18 @@ def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
+def test_a_losing_mask_is_first_measured_where_masks_before_it_were_worst():
+    """By running means, of which the latest mask counts half."""
+    model, calibration = searchable(examples=4)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
+    for means in ((0.0, -8.0, 0.0, None), (-1.0, 0.0, 0.0, 0.0)):
+        objective.observe(Evaluation(0.0, 0.0, round_likelihoods=means))
+    bound = objective.evaluate(FULL, can_win=lambda *bounds: False)
+    assert [mean is None for mean in bound.round_likelihoods] == [True, False, True, True]
+    assert bound.is_bound and bound.score == 1.0
+    assert not objective.evaluate(FULL, can_win=lambda *bounds: True).is_bound
+
+
 def test_attention_of_both_kinds_is_computed_once(monkeypatch):
     """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
     model, calibration = searchable()
@@ -179,16 +188,25 @@ def test_attention_of_both_kinds_is_computed_once(monkeypatch):
         assert len(calls) == 2 * len({batch for _, _, batch in objective.cache.entries}) > 0
 
 
+@pytest.mark.parametrize(("shared", "kept"), [(1, [True, True]), (0, [False, True])])
+def test_a_higher_layers_attention_is_kept_where_passes_start_there(shared, kept):
+    """At once where the search says that they will, else at the second one."""
+    torch.set_num_threads(1)
+    objective = Objective(*searchable(), Window(WINDOW))
+    objective.evaluate(FULL)
+    for row, is_kept in zip(([False] * 4, [True, False] * 2), kept, strict=True):
+        mask = FULL.with_layer(1, row)
+        objective.evaluate(mask, shared)
+        assert bool(objective.cache.get(mask, 1, 0).outputs) == is_kept
+
+
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
 def test_operations_are_counted_as_torch_counts_them(family):
     """Also the last layer's answers and the reuse of attention outputs, in every family."""
     model, sinks = small_model(family), 2 * (family == "qwen3")
     layers = mask_shape(model.config)[0]
     full = HeadMask.all_full(layers, KV_HEADS)
-    records = answered_records(model, examples=2)
-    calibration = CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in records
-    )
+    calibration = answered(model, examples=2)
     ours = Objective(model, calibration, Window(WINDOW, sinks))
     whole = Objective(model, calibration, Window(WINDOW, sinks), reuse_bytes=0, answers_only=False)
     other = full.with_layer(1, [True, False] * 2)
@@ -226,9 +244,7 @@ def test_operations_are_counted_as_torch_counts_them(family):
 )
 def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, changes, room):
     model = small_model(family, **changes)
-    calibration = CalibrationSet.from_records(
-        (record["input_ids"], record["answer_length"]) for record in answered_records(model, 5)
-    )
+    calibration = answered(model, examples=5)
     objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2, reuse_bytes=room)
     mask = mask_of(model.config)
     full = HeadMask.all_full(*mask.choices.shape)
@@ -245,8 +261,7 @@ def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, 
 
 def searchable_with(family, reuse_bytes=0, **changes):
     model = small_model(family, **changes)
-    records = answered_records(model, 2)
-    calibration = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+    calibration = answered(model, examples=2)
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=reuse_bytes)
     return objective, calibration
 
@@ -280,9 +295,9 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
     assert peak.peak <= needed
     objective.cache.max_bytes = needed
     assert objective.gate_gradient(mask).full_forward_equivalents == kept.full_forward_equivalents
-    objective.cache.max_bytes = needed - 1
-    recomputed = objective.gate_gradient(mask)
-    assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
+    for objective.cache.max_bytes, objective.cache.bytes in ((needed - 1, 0), (needed, 1)):
+        recomputed = objective.gate_gradient(mask)
+        assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
 
 
 def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):
@@ -461,66 +476,6 @@ def test_masks_of_several_windows_are_scored_by_definition(sinks):
     assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
 
 
-def test_gradients_by_windows_are_the_slopes_of_blended_attention():
-    """Against differences of the log-likelihood between blends, head by head and choice by choice.
-
-    One gradient foretells the order of all single changes.
-    """
-    model, calibration = searchable()
-    model.double()
-    windows = [Window(size) for size in (WINDOW, 2 * WINDOW, 3)]
-    objective = Objective(model, calibration, windows, batch_size=6)
-    generator = np.random.default_rng(3)
-    choices = generator.integers(0, 4, (LAYERS, KV_HEADS))
-    mask = HeadMask.of_choices(choices)
-    changes = torch.tensor(objective.window_gradient(mask).values, dtype=torch.float64)
-    assert changes.shape == (LAYERS, KV_HEADS, 4)
-    step = 2**-7  # gates and sums are float32
-    for layer, head, choice in [(0, 1, 0), (1, 2, 1), (2, 0, 3), (2, 3, 2), (0, 0, 3)]:
-        ends = [
-            blended_likelihood(
-                objective, mask, (layer, head), {choice: share, choices[layer, head]: -share}
-            )
-            for share in (step, -step)
-            if choice != choices[layer, head]
-        ]
-        slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
-        assert float(changes[layer, head, choice]) == pytest.approx(slope, rel=5e-3, abs=2e-5)
-    own = changes.gather(2, torch.tensor(choices)[..., None])
-    assert not own.any()
-    # A menu of one is today's gradient.
-    single = Objective(model, calibration, Window(WINDOW), batch_size=6)
-    alone = HeadMask(choices == 0)
-    slopes = torch.tensor(single.gate_gradient(alone).values, dtype=torch.float64)
-    expected = torch.tensor(single.window_gradient(alone).values, dtype=torch.float64)
-    assert torch.equal(expected[..., 0][choices != 0], slopes[choices != 0])
-    assert torch.equal(expected[..., 1][choices == 0], -slopes[choices == 0])
-
-
-def blended_likelihood(objective, mask, place, shares):
-    """Mean log-likelihood with shares of one head's choices moved away from those of `mask`."""
-    blend, layers, likelihoods = gate_gradients.blended_attention, [], []
-
-    def moved(gates, layouts, attention):
-        layers.append(gates)
-        if (len(layers) - 1) % LAYERS == place[0]:
-            gates = gates.detach().clone()
-            for choice, share in shares.items():
-                if choice < gates.shape[1]:  # the narrowest has what the others leave
-                    gates[place[1], choice] += share
-        return blend(gates, layouts, attention)
-
-    def recorded(likelihood, gates):
-        likelihoods.append(float(likelihood.detach()))
-        return (torch.zeros_like(gates),)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate_gradients, "blended_attention", moved)
-        patch.setattr(torch.autograd, "grad", recorded)
-        objective.window_gradient(mask)
-    return sum(likelihoods) / len(objective.calibration)
-
-
 @pytest.mark.parametrize("is_full", [True, False])
 def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory(is_full):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
@@ -571,7 +526,7 @@ def test_a_search_finds_the_same_mask_with_reuse_for_less():
     assert cheap.costs()["full_forward_equivalents"] < 0.6 * naive
 
 
-def test_logits_that_are_not_finite_end_the_search():
+def test_numbers_that_are_not_finite_end_the_search():
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW))
     objective.evaluate(FULL)
@@ -579,22 +534,28 @@ def test_logits_that_are_not_finite_end_the_search():
         model.get_decoder().norm.weight[0] = float("nan")
     with pytest.raises(RunError, match=r"not finite .* model\.norm\.weight of the model holds"):
         objective.evaluate(FULL)
+    with pytest.raises(RunError, match="gradients are not finite"):
+        objective.gate_gradient(FULL)
     with torch.no_grad():
         model.get_decoder().norm.weight[0] = 3e38
     with pytest.raises(RunError, match=r"not finite .* even in float32"):
         objective.evaluate(FULL)
 
 
-def test_a_head_with_a_hidden_transformation_is_refused():
-    model, calibration = searchable()
+def change_logits(model, change):
     forward = model.forward
 
-    def scaled(*args, **kwargs):
+    def changed(*args, **kwargs):
         output = forward(*args, **kwargs)
-        output.logits = output.logits * 0.5
+        output.logits = change(output.logits)
         return output
 
-    model.forward = scaled
+    model.forward = changed
+
+
+def test_a_head_with_a_hidden_transformation_is_refused():
+    model, calibration = searchable()
+    change_logits(model, lambda logits: logits * 0.5)
     with pytest.raises(UserError, match="after the output head"):
         Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
 
@@ -602,25 +563,18 @@ def test_a_head_with_a_hidden_transformation_is_refused():
 def test_a_soft_cap_is_honoured():
     model, calibration = searchable()
     plain = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
-    forward = model.forward
-
-    def capped(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.logits = torch.tanh(output.logits / 2.0) * 2.0
-        return output
-
-    model.forward = capped
+    change_logits(model, lambda logits: torch.tanh(logits / 2.0) * 2.0)
     model.config.final_logit_softcapping = 2.0
     evaluation = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
     assert evaluation.score == 1.0
     assert evaluation.log_likelihood < plain.log_likelihood
 
 
-@pytest.mark.parametrize(("record", "word"), [(([1, 2, 3], 1), "window_size"), (None, "token 999")])
-def test_a_calibration_set_that_does_not_fit_is_refused(record, word):
-    records = [record or ([4] * 40 + [999], 1)]
-    with pytest.raises(UserError, match=word):
-        Objective(small_model(), CalibrationSet.from_records(records), Window(WINDOW))
+def test_a_calibration_set_of_other_tokens_is_refused():
+    for highest in (small_model().config.vocab_size, 999):
+        examples = CalibrationSet.from_records([([4] * 40 + [highest], 1)])
+        with pytest.raises(UserError, match=f"token {highest}"):
+            Objective(small_model(), examples, Window(WINDOW))
 
 
 def test_the_fingerprint_follows_weights_and_types():
@@ -676,10 +630,43 @@ def test_results_of_each_example_have_the_evaluations_means() -> None:
     mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
     results = objective.example_results(mask)
     evaluation = objective.evaluate(mask)
-    assert results.shape == (len(calibration), 2)
+    assert results.shape == (len(calibration), 2) and objective.quantum == 1 / len(calibration)
     assert results[:, 0].mean().item() == pytest.approx(evaluation.score)
     assert results[:, 1].mean().item() == pytest.approx(evaluation.log_likelihood)
     for place in range(len(calibration)):
         alone = Objective(model, CalibrationSet((calibration.examples[place],)), Window(WINDOW))
         own = alone.evaluate(mask)
         assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)
+
+
+def test_the_least_recently_used_activations_make_room() -> None:
+    """Of two inputs that no late pass used, the one stays that was looked up last."""
+    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 12)
+    for layer in (1, 2, 3):
+        cache.begin(mask, 0)
+        cache.add(mask, layer, 0, torch.zeros(1))
+    assert cache.bytes == 12
+    cache.begin(mask, 0)
+    assert cache.get(mask, 1, 0) is not None and cache.get(mask, 5, 0) is None
+    for _ in range(3):
+        cache.begin(mask, 0)
+    cache.add(mask, 4, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [3, 1, 4] and cache.bytes == 12
+
+
+def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room() -> None:
+    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 8)
+    cache.begin(mask, 0)
+    for layer in (1, 2, 3):
+        cache.add(mask, layer, 0, torch.zeros(1))
+    cache.begin(mask, 0)
+    cache.add(mask, 3, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [1, 2]
+    cache.begin(mask, 4)  # passes to come start at layer 4
+    assert cache.is_pinned(4) and not cache.is_pinned(1)
+    cache.add(mask, 4, 0, torch.zeros(1))
+    assert [layer for layer, *_ in cache.entries] == [2, 4]
+    cache.add(mask, 4, 1, torch.zeros(2))  # more than there is without dropping what is pinned
+    assert [(layer, batch) for layer, _, batch in cache.entries] == [(4, 0)] and cache.bytes == 4
+    cache.add(mask, 5, 0, torch.zeros(3))  # more than all that may be kept
+    assert cache.bytes == 4 and cache.peak_bytes == 8

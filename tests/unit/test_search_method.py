@@ -1,4 +1,4 @@
-"""Algorithms 1 to 3 on synthetic scores: budgets, order, reuse, ties, anchors."""
+"""Algorithms 1 to 3 and the ablations on synthetic scores: budgets, order, reuse, ties."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from bosch.baselines import layer_rules
 from bosch.budget import swa_budget
-from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.objective.evaluation_log import Evaluation
 from bosch.search.ablations import b_layer, b_multi, b_single
 from bosch.search.bosch import (
     assign_ratios,
@@ -25,43 +24,10 @@ from bosch.search.bosch import (
     layer_weights,
     ratio_groups,
 )
-from bosch.search.groups import max_layers_per_group
+from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
 from bosch.search.loss import Anchors, Loss
 from bosch.search.settings import SearchSettings
-from tests.search_case import CONTEXT, Additive, evaluator_of, random_costs
-
-
-@given(
-    layers=st.integers(1, 6),
-    heads=st.integers(1, 5),
-    ratio=st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1)),
-    buckets=st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(sorted),
-    seed=st.integers(0, 50),
-    method=st.sampled_from([bosch, b_single, b_multi, b_layer]),
-    solver=st.sampled_from(["nomad", "nomad_penalty", "one_plus_one"]),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_mask_meets_the_budget(layers, heads, ratio, buckets, seed, method, solver):
-    evaluator = evaluator_of(Additive(random_costs(layers, heads, seed, exponent=2)))
-    options = SearchSettings(ratio, solver, budget_per_layer=4, buckets=tuple(buckets), seed=seed)
-    result = method(evaluator, options)
-    assert (~result.mask.is_full).sum() == swa_budget(layers * heads, ratio)
-    assert result.evaluation == evaluator.log.get(result.mask)
-
-
-@given(
-    layers=st.integers(1, 48),
-    heads=st.integers(1, 16),
-    ratio=st.floats(0, 1),
-    rule=st.sampled_from(["rand", "bme", "intr"]),
-)
-@settings(max_examples=200, deadline=None)
-def test_layer_rules_meet_the_budget(layers, heads, ratio, rule):
-    extra = {"seed": 3} if rule == "rand" else {}
-    mask = getattr(layer_rules, rule)(layers, heads, ratio, **extra)
-    assert (~mask.is_full).sum() == swa_budget(layers * heads, ratio)
-    mixed = sum(0 < n < heads for n in mask.full_kv_heads_per_layer)
-    assert mixed <= 1
+from tests.search_case import Additive, evaluator_of, random_costs
 
 
 def full_layers(mask):
@@ -96,30 +62,24 @@ def test_ratios_meet_the_budget_for_any_scores(scores, heads, ratio, buckets):
     assert all(0 <= weight <= 1 for weight in result.weights)
 
 
-def test_ratios_by_hand():
-    """Layer 2 (of 5) hurts most, then 0; at rho = 0.5 the start is on budget and stays."""
-    drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
-    result = assign_ratios(drops, 8, 20, (0.0, 0.25, 0.5, 0.75, 1.0))
-    assert result.hardest_first == [2, 0, 4, 3, 1]
-    assert result.quotas == [2, 8, 0, 6, 4]
-
-
-def test_ratios_are_raised_for_the_easiest_first():
-    """Start 0+2+4+6+8 = 20 of 40; rho = 0.6 wants 24: the easiest layers rise one bucket each."""
-    drops = np.array([0.2, 0.0, 0.6, 0.05, 0.1])
-    result = assign_ratios(drops, 8, 24, (0.0, 0.25, 0.5, 0.75, 1.0))
-    assert result.quotas == [2, 8, 0, 8, 6]
+FIVE = (0.0, 0.25, 0.5, 0.75, 1.0)
+DROPS = [0.2, 0.0, 0.6, 0.05, 0.1]  # of five layers of 8 units, of which layer 2 hurts most
 
 
 @pytest.mark.parametrize(
-    ("buckets", "budget", "quotas"),
-    [((0.0, 1.0), 11, [1, 2, 8]), ((0.5, 1.0), 14, [3, 3, 8])],
-    ids=["given to the easiest", "taken from the hardest"],
+    ("drops", "buckets", "budget", "hardest_first", "quotas"),
+    [
+        (DROPS, FIVE, 20, [2, 0, 4, 3, 1], [2, 8, 0, 6, 4]),  # the start is on budget
+        (DROPS, FIVE, 24, [2, 0, 4, 3, 1], [2, 8, 0, 8, 6]),  # the easiest rise one bucket each
+        (DROPS, FIVE, 16, [2, 0, 4, 3, 1], [0, 8, 0, 6, 2]),  # the hardest fall
+        # What no bucket step fits goes unit by unit: to the easiest, or from the hardest.
+        ([0.3, 0.2, 0.1], (0.0, 1.0), 11, [0, 1, 2], [1, 2, 8]),
+        ([0.3, 0.2, 0.1], (0.5, 1.0), 14, [0, 1, 2], [3, 3, 8]),
+    ],
 )
-def test_what_no_bucket_step_fits_goes_unit_by_unit(buckets, budget, quotas):
-    result = assign_ratios(np.array([0.3, 0.2, 0.1]), 8, budget, buckets)
-    assert result.hardest_first == [0, 1, 2]
-    assert result.quotas == quotas
+def test_ratios_by_hand(drops, buckets, budget, hardest_first, quotas):
+    result = assign_ratios(np.array(drops), 8, budget, buckets)
+    assert (result.hardest_first, result.quotas) == (hardest_first, quotas)
 
 
 def test_the_published_sign_would_localise_the_hardest_layers_most():
@@ -151,9 +111,9 @@ def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
 def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
     costs = random_costs(3, 4, 5, exponent=2)
     scorer = Additive(costs, lambda mask: 0.8 - 0.5 * costs[~mask.is_full].sum())
-    # Three units of each layer are one too many, which the hardest layer gets back.
+    # Three units of each layer are two too many, which the two hardest layers get back.
     evaluator = evaluator_of(scorer)
-    result = b_single(evaluator, SearchSettings(0.6, budget_per_layer=6))
+    result = b_single(evaluator, SearchSettings(0.55, budget_per_layer=6))
     cheapest = np.sort(costs, axis=1)[:, :3].sum(axis=1)
     lost, drops = np.cumsum(cheapest[::-1])[::-1], 0.5 * cheapest / 0.8
     expected = {
@@ -162,7 +122,7 @@ def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
         "best_log_likelihood": -lost,
         "drop": drops,
         "weight": layer_weights(drops),
-        "ratio": np.where(drops == drops.max(), 0.5, 0.75),
+        "ratio": np.where(drops > drops.min(), 0.5, 0.75),
     }
     for name, values in expected.items():
         assert [row[name] for row in result.layers] == pytest.approx(list(values)), name
@@ -203,6 +163,8 @@ def test_algorithm_three_searches_groups_jointly_from_all_full():
 def test_groups_are_split_as_the_paper_does():
     assert max_layers_per_group(8, 50) == 4
     assert max_layers_per_group(4, 50) == 8
+    assert layer_groups(28, 4) == [list(range(i, i + 4)) for i in range(0, 28, 4)]
+    assert [len(group) for group in layer_groups(9, 4)] == [3, 3, 3]
     groups = ratio_groups([4] * 6 + [8] * 9 + [0, 2], 8, 50)
     assert [(len(layers), quota) for layers, quota in groups] == [(9, 8), (3, 4), (3, 4), (1, 2)]
     assert [quota for _, quota in groups] == sorted((q for _, q in groups), reverse=True)
@@ -221,15 +183,6 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
     assert set(shared) == {subgroup[0] for subgroup in subgroups}
     for key, lowest in oracle.calls:
         assert HeadMask.from_key(key).is_full[:lowest].all()
-
-
-def test_the_result_beats_the_layer_rules_on_a_score_with_few_costly_heads():
-    costs = np.full((4, 4), 0.001)
-    costs[1, :3] = 0.3
-    result = bosch(evaluator_of(Additive(costs)), SearchSettings(0.75, budget_per_layer=25))
-    assert result.evaluation.score > 0.98
-    rule = Additive(costs).evaluate(layer_rules.intr(4, 4, 0.75))
-    assert rule.score < 0.9
 
 
 def test_tied_layers_are_ranked_by_log_likelihood():
@@ -291,6 +244,15 @@ def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
     assert any("every layer gets the same ratio" in note for note in evaluator.notes)
 
 
+def test_the_best_mask_on_budget_is_by_score_then_by_log_likelihood():
+    evaluator = evaluator_of(Additive([[0.1, 0.2, 0.3]], lambda mask: 0.5))
+    evaluator.anchors(0.3)
+    for unit in (1, 0, 2):
+        row = np.arange(3) != unit
+        evaluator.evaluate(HeadMask(row[None]), "swaps", "swap")
+    assert evaluator.best_on_budget[0].swa_kv_heads == [[0]]
+
+
 def test_a_better_mask_of_an_earlier_stage_is_returned():
     """Only the mask of Algorithm 1 scores, and the ratios of Algorithm 2 exclude it."""
     costs = np.array([[0.0, 0.1], [0.0, 0.2]])
@@ -307,62 +269,73 @@ def test_a_better_mask_of_an_earlier_stage_is_returned():
     assert any("the latter is returned" in note for note in evaluator.notes)
 
 
-def test_a_killed_search_replays_to_the_same_mask_without_a_second_evaluation(tmp_path):
-    costs = random_costs(4, 8, 2, exponent=2)
-    options = SearchSettings(0.5, budget_per_layer=12, seed=1)
-    undisturbed = Additive(costs)
-    whole = evaluator_of(undisturbed)
-    whole_result = bosch(whole, options)
-
-    class Killed(Exception):
-        pass
-
-    path = tmp_path / "evaluations.jsonl"
-    calls: list[str] = []
-    stop_after = 17
-    for _ in range(20):
-        oracle = Additive(costs)
-
-        def evaluate(mask, shared_layers=0, oracle=oracle):
-            if len(oracle.calls) == stop_after:
-                raise Killed
-            return Additive.evaluate(oracle, mask, shared_layers)
-
-        oracle.evaluate = evaluate
-        evaluator = evaluator_of(oracle, path)
-        try:
-            result = bosch(evaluator, options)
-        except Killed:
-            continue
-        finally:
-            calls += [key for key, _ in oracle.calls]
-        break
-    assert result.mask == whole_result.mask
-    assert evaluator.trace == whole.trace
-    assert evaluator.costs() == whole.costs()
-    assert len(calls) == len(set(calls))
-    assert calls == [key for key, _ in undisturbed.calls]
-
-
-def test_budgets_are_counted_per_layer():
-    oracle = Additive(random_costs(6, 8, 0, exponent=2))
-    evaluator = evaluator_of(oracle)
-    bosch(evaluator, SearchSettings(0.5, budget_per_layer=25))
-    phases = [point.phase for point in evaluator.trace]
-    assert phases.count("anchors") == 2
-    assert phases.count("layer_importance") == 6 * 25
-    assert phases.count("head_selection") <= 6 * 25
-    assert len(oracle.calls) == len(set(oracle.calls)) == evaluator.costs()["evaluations"]
-    assert [point.step for point in evaluator.trace] == list(range(1, len(phases) + 1))
-
-
-def test_a_log_that_cannot_be_read_is_said_in_a_sentence(tmp_path):
-    with pytest.raises(RunError, match="cannot be read"):
-        EvaluationLog(tmp_path, CONTEXT)
-
-
 def test_loss_by_hand():
     loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
     assert loss.score_range == pytest.approx(0.9)
     assert loss.value(0.55, 5, 4, 8) == pytest.approx(-0.5 + 100 / 64)
     assert loss.lower_bound(4, 4, 8) == pytest.approx(-1.0)
+
+
+def test_b_multi_searches_groups_of_layers_jointly_top_first():
+    costs = np.full((5, 3), 0.05)
+    costs[4, 1] = costs[2, 0] = costs[2, 2] = costs[0, 1] = costs[1, 2] = 0.01
+    evaluator = evaluator_of(Additive(costs))
+    # 8 variables hold two layers of three heads: groups of 1, 2 and 2 layers from the top.
+    result = b_multi(evaluator, SearchSettings(1 / 3, budget_per_layer=10, max_group_variables=8))
+    assert result.mask.swa_kv_heads == [[1], [2], [0, 2], [], [1]]
+    probes = [point for point in evaluator.trace if point.phase == "layer_importance"]
+    assert [point.subproblem for point in probes] == ["layer 4"] * 3 + ["layers 2 to 3"] * 15 + [
+        "layers 0 to 1"
+    ] * 15
+    assert not any("too many" in note for note in evaluator.notes)
+
+
+def test_b_multi_spreads_what_a_group_cost_over_its_layers():
+    costs = random_costs(4, 2, 7)
+    evaluator = evaluator_of(Additive(costs))
+    result = b_multi(evaluator, SearchSettings(0.5, budget_per_layer=9, max_group_variables=4))
+    drops = [row["drop"] for row in result.layers]
+    assert drops[0] == drops[1] and drops[2] == drops[3]
+    assert sum(drops) == pytest.approx(1.0 - result.evaluation.score)
+
+
+@pytest.mark.parametrize("solver", ["nomad", "one_plus_one"])
+def test_b_layer_is_one_run_of_kappa_evaluations_per_layer(solver):
+    scorer = Additive(random_costs(16, 2, 5))
+    evaluator = evaluator_of(scorer)
+    result = b_layer(evaluator, SearchSettings(0.5, solver, budget_per_layer=3))
+    probes = [point for point in evaluator.trace if point.phase == "layer_importance"]
+    assert 16 < len(probes) <= 48
+    assert {point.subproblem for point in probes} == {"layers 0 to 15"}
+    assert set(result.mask.full_kv_heads_per_layer) == {0, 2}
+    assert result.evaluation.score == max(point.score for point in probes)
+
+
+def test_b_layer_turns_a_surplus_back_in_the_one_layer_where_it_helps_most():
+    costs = np.full((4, 4), 0.01)
+    costs[2] = [0.02, 0.05, 0.03, 0.02]
+    evaluator = evaluator_of(Additive(costs))
+    # 14 of 16 units: four whole layers hold two units too many.
+    result = b_layer(evaluator, SearchSettings(0.875, budget_per_layer=4))
+    assert result.mask.swa_kv_heads == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
+    assert any("2 units too many" in note and "layer 2" in note for note in evaluator.notes)
+
+
+@pytest.mark.parametrize(("strict", "word"), [(True, "arbitrarily"), (False, "log-likelihood")])
+def test_ties_are_said(strict, word):
+    def flat(mask):
+        return 1.0 if mask.is_full.any() else 0.0
+
+    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
+    options = SearchSettings(0.5, budget_per_layer=3, max_group_variables=4, strict=strict)
+    b_layer(evaluator, options)
+    assert any("every choice of 2 layers" in note and word in note for note in evaluator.notes)
+    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
+    b_multi(evaluator, options)
+    assert any("all groups of layers" in note for note in evaluator.notes)
+
+
+@given(st.integers(0, 60), st.integers(1, 12))
+def test_groups_are_as_equal_as_they_can_be(count, parts):
+    expected = [part.tolist() for part in np.array_split(np.arange(count), parts)]
+    assert split_evenly(range(count), parts) == expected

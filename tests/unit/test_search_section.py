@@ -54,6 +54,12 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "search.windows: 253 with 3 sinks is not shorter",
         [FRONT, "search.windows=[16,252]", "search.sinks=3"],
     ),
+    "sinks beyond what engines count": (
+        ["search.sinks=1000000000000000"], "fewer than 2^31 in all", ["search.sinks=3"],
+    ),
+    "windows beyond what engines count": (
+        [FRONT, "search.windows=[100000000000000,1000000000000000]"], "fewer than 2^31 in all", [],
+    ),
     "keep by one mask": (
         ["search.budget={keep: 0.01}"],
         "search.budget.keep: method bosch finds one mask of a known size; set search.method: front",

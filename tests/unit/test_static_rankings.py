@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bosch.baselines import blocks
 from bosch.baselines.apl import apl
-from bosch.baselines.capture import LayerStates, visit_layers
+from bosch.baselines.capture import visit_layers
 from bosch.baselines.dcam import dcam
 from bosch.baselines.fisher import fisher
 from bosch.baselines.lu_kv import lu_kv
 from bosch.baselines.moa import moa
-from bosch.baselines.proxy import fractional_budgets, proxy
+from bosch.baselines.proxy import proxy
 from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
-from bosch.baselines.razor import mean_attention, razor
+from bosch.baselines.razor import razor
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
@@ -34,7 +34,7 @@ from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.hybrid_case import PLAIN, small_config, small_model, tokens
 
-WINDOW, LENGTHS = 8, (40, 33)
+WINDOW, LENGTHS = 8, (40, 33, 36)
 HALF = SearchSettings(0.5)
 RANKINGS = [name for name, method in METHODS.items() if method.kind == "ranking"]
 PROFILES = [name for name, method in METHODS.items() if method.kind == "profile"]
@@ -127,22 +127,26 @@ def test_apl_is_the_median_peak_of_the_last_answer_token():
     for example in calibration.examples:
         last_row = attentions(twin, example)[:, :, -1]
         peaks.append(len(example.input_ids) - 1 - last_row.argmax(dim=-1).numpy())
-    window = 20
-    naive = 1 - np.minimum(1, (peaks[0] + peaks[1]) / 2 / window)
+    peaks, window = np.sort(peaks, axis=0), 20
     computed = apl(model, calibration, window)
-    np.testing.assert_allclose(computed, naive)
+    np.testing.assert_allclose(computed, 1 - np.minimum(1, peaks[1] / window))
     assert 0 < (computed > 0).sum() < computed.size
 
 
-@pytest.mark.parametrize(("block", "mass", "heads"), [(None, 0.95, (0,)), (5, 0.6, (1, 6))])
-def test_proxy_counts_the_blocks_each_row_needs(block, mass, heads):
+@pytest.mark.parametrize(
+    ("options", "size", "mass", "heads"),
+    [
+        ({}, WINDOW // 8, 0.95, [0]),
+        ({"key_block": 5, "mass": 0.6, "proxy_heads": (1, 6)}, 5, 0.6, [1, 6]),
+    ],
+)
+def test_proxy_counts_the_blocks_each_row_needs(options, size, mass, heads):
     model, calibration = case()
     twin = eager_twin(model)
-    size = block or WINDOW // 8
     needed = np.zeros((LAYERS, HEADS))
     for matrix in (attentions(twin, e).numpy() for e in calibration.examples):
         for layer, head, t in np.ndindex(LAYERS, HEADS, matrix.shape[-1]):
-            proxy_row = matrix[layer, list(heads), t].max(axis=0)
+            proxy_row = matrix[layer, heads, t].max(axis=0)
             starts = range(0, t + 1, size)
             order = sorted(starts, key=lambda b: -proxy_row[b : min(b + size, t + 1)].sum())
             own, reached, count = matrix[layer, head, t, : t + 1], 0.0, 0
@@ -150,19 +154,9 @@ def test_proxy_counts_the_blocks_each_row_needs(block, mass, heads):
                 reached += own[order[count] : order[count] + size].sum()
                 count += 1
             needed[layer, head] += count / len(starts)
-    computed = proxy(model, calibration, WINDOW, key_block=block, mass=mass, proxy_heads=heads)
+    computed = proxy(model, calibration, WINDOW, **options)
     np.testing.assert_allclose(computed, needed / sum(LENGTHS), rtol=2e-3)
     assert (computed <= 1).all()
-
-
-def test_proxy_finds_a_concentrated_head_smaller():
-    """The larger q, the less concentrated: the most local head is the one with the smallest."""
-    assert METHODS["proxy"].most_local == "smallest"
-    alpha = torch.zeros(2, 1, 16)
-    alpha[0, 0, 12:] = 0.25
-    alpha[1] = 1 / 16
-    computed = fractional_budgets(alpha, 15, 4, 0.9, [0])
-    assert computed[:, 0].tolist() == [0.25, 1.0]
 
 
 @pytest.mark.parametrize(("buffer", "family"), [(None, "qwen3"), (6, "llama")])
@@ -192,14 +186,15 @@ def test_qada_is_the_gaussian_estimate_with_its_covariance(buffer, family):
     assert computed.std() > 0.01
 
 
-@pytest.mark.parametrize("offset", [1, -1])
-def test_razor_reads_echo_and_induction_of_the_probe(offset):
+@pytest.mark.parametrize(("options", "offset"), [({}, 1), ({"induction_offset": -1}, -1)])
+def test_razor_reads_echo_and_induction_of_the_probe(options, offset):
+    """By default induction is the token after the earlier occurrence, as printed the one before."""
     model, calibration = case()
     probe = []
     hook = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: probe.append(kwargs["input_ids"][0]), with_kwargs=True
     )
-    computed = razor(model, calibration, WINDOW, induction_offset=offset, seed=4)
+    computed = razor(model, calibration, WINDOW, seed=4, **options)
     hook.remove()
     length = max(LENGTHS) // 4
     (ids,) = probe
@@ -227,22 +222,6 @@ def test_a_ranking_reads_the_seed_of_the_search():
     assert len(masks) > 1
 
 
-def test_razors_default_finds_an_induction_head_and_the_printed_index_does_not():
-    """A head that always looks at the token after the earlier occurrence scores highest."""
-    length, total = 8, 32
-    query, key = torch.zeros(2, total, total), torch.zeros(2, total, total)
-    for t in range(total):
-        key[:, t, t] = 1.0
-        query[0, t, max(0, t - length + 1)] = 50.0
-        query[1, t, t] = 50.0
-    states = LayerStates(query, key, key, 1.0)
-    corrected = mean_attention(states, length, (0, 1))
-    printed = mean_attention(states, length, (0, -1))
-    assert corrected[1, 0] > 0.99 and corrected[1, 1] < 0.01
-    assert printed[1, 0] < 0.01
-    assert METHODS["razor"].most_local == "smallest"
-
-
 def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
     """The largest tensor of a pass is a block of rows; twice the tokens make it twice as large."""
 
@@ -261,13 +240,7 @@ def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
         for length in (128, 256):
             ids = tokens(1, length)[0].tolist()
             with Largest() as largest:
-                static_mask(
-                    name,
-                    model,
-                    CalibrationSet.from_records([(ids, 1)]),
-                    WINDOW,
-                    SearchSettings(0.5),
-                )
+                static_mask(name, model, CalibrationSet.from_records([(ids, 1)]), WINDOW, HALF)
             sizes.append(largest.elements)
         assert sizes[1] <= 2.2 * sizes[0], name
         assert sizes[1] < HEADS * 256 * 256, name
@@ -294,6 +267,7 @@ def test_equal_scores_go_by_index_and_are_counted():
     assert ranked.mask.swa_kv_heads == [[1], [0]]
     assert ranked.tied == 3
     assert rank_units(scores, 2, 0.75, "largest").tied == 0
+    assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
 
 
 def test_scores_that_are_not_finite_are_refused():

@@ -62,10 +62,6 @@ class Problem:
         race: bool = False,
         quantum: float = 0.0,
     ) -> None:
-        if not 0 <= quota <= size:
-            raise ValueError(f"quota {quota} of {size} units")
-        if budget < 1:
-            raise ValueError("a sub-problem needs at least one evaluation")
         self.size, self.quota, self.budget = size, quota, budget
         self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
         self.race = race
@@ -133,9 +129,8 @@ class Problem:
         return value.loss - 0.5 * self.quantum / self.loss.score_range / (1.0 + value.tie)
 
     def result(self) -> Candidate:
-        """Best candidate on budget that was evaluated; raises ValueError before the first one."""
-        if self.best is None:
-            raise ValueError("no candidate on budget was evaluated")
+        """Best candidate on budget that was evaluated."""
+        assert self.best is not None
         return self.best
 
     def report_off_budget(self) -> None:
