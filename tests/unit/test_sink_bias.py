@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,6 @@ from bosch.attention import (
     hybrid_attention,
     varlen,
 )
-from bosch.budget import heads_of_mask_file
 from bosch.commands.mask.formats import WRITERS
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
@@ -370,42 +368,6 @@ def _log_likelihood(model: Any, calibration: CalibrationSet) -> float:
         for place in range(first, ids.shape[1]):
             total += float(logs[place - 1, ids[0, place]])
     return total / len(calibration)
-
-
-def test_the_masks_file_holds_the_bias(tmp_path: Path) -> None:
-    mask, path = random_mask(), tmp_path / "mask.json"
-    bias = torch.randn(LAYERS, 8).tolist()
-    for windows in (Window(WINDOW), [Window(WINDOW), Window(3)]):
-        file = HeadMaskFile.of(
-            mask, windows, model="m", method="rand", swa_ratio=0.5, sink_bias=bias
-        )
-        file.save(path)
-        assert HeadMaskFile.load(path) == file and file.content["format"] == 3
-        assert heads_of_mask_file(str(path))[0][None] == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"sink_bias": [[0.0] * 8] * 2}, "must hold 3 lists of finite numbers"),
-        ({"sink_bias": [[0.0] * 8, [0.0] * 7, [0.0] * 8]}, "must hold 3 lists"),
-        ({"sink_bias": [[0.0] * 8, [0.0] * 4, [0.0] * 8]}, "must hold 3 lists"),
-        ({"sink_bias": [[0.0] * 6] * 3}, "must hold 3 lists"),
-        ({"sink_bias": [["0"] * 8] * 3}, "must hold 3 lists"),
-        ({"sink_bias": None}, "sink_bias has an unexpected value"),
-        ({"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
-    ],
-    ids=str,
-)
-def test_a_damaged_bias_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    path = tmp_path / "mask.json"
-    file = HeadMaskFile.of(
-        random_mask(), Window(WINDOW), model="m", method="rand", swa_ratio=0.5,
-        sink_bias=[[0.0] * 8] * LAYERS,
-    )  # fmt: skip
-    path.write_text(json.dumps(file.content | changes))
-    with pytest.raises(UserError, match=sentence):
-        HeadMaskFile.load(path)
 
 
 def test_what_cannot_have_a_bias_says_so(tmp_path: Path) -> None:
