@@ -11,7 +11,6 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from bosch.heads import HeadMask
 from bosch.model.loading import auto_class
 from bosch.model.search_mode import mask_shape
-from bosch.window import Window
 
 LAYERS, KV_HEADS, VOCABULARY = 3, 4, 61
 
@@ -260,17 +259,3 @@ def mask_of(config: Any, seed: int = 0) -> HeadMask:
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
-
-
-def sees(
-    query: int, key: int, valid: list[bool], document: list[int], window: Window | None
-) -> bool:
-    """Whether slot `query` sees slot `key`; window None is a full head."""
-    if query == key:
-        return True
-    if key > query or not valid[key] or document[query] != document[key]:
-        return False
-    if window is None or query - key < window.size:
-        return True
-    place = sum(valid[j] and document[j] == document[key] for j in range(key))
-    return place < window.sinks

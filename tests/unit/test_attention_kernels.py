@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bosch.attention import BACKENDS, causal, fastest_backend, hybrid_attention, kernels, varlen
 from bosch.attention import context as contexts
-from bosch.attention.kernels import FUSED_KERNELS, fused_attention, repeat_heads
+from bosch.attention.kernels import FUSED_KERNELS, fused_attention
 from bosch.model.families import logit_needs
 from bosch.model.materialize import materialize
 from bosch.window import Window
@@ -72,18 +72,6 @@ def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
     assert entered == [FUSED_KERNELS]
 
 
-def test_without_a_mask_every_query_sees_every_key() -> None:
-    query, key, value = states(5, 5, torch.float32)
-    key, value = repeat_heads(key, 3), repeat_heads(value, 3)
-    expected = (0.3 * query @ key.transpose(-1, -2)).softmax(-1) @ value
-    torch.testing.assert_close(fused_attention(query, key, value, scale=0.3), expected)
-
-
-def test_repeated_heads_stand_in_the_order_of_the_query_heads() -> None:
-    heads = torch.arange(3.0)[None, :, None, None]
-    assert repeat_heads(heads, 2).flatten().tolist() == [0, 0, 1, 1, 2, 2]
-
-
 def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
     """Full heads: as many operations as the documents by themselves, and no mask of all pairs."""
     lengths = [100, 300, 112]
@@ -130,12 +118,6 @@ def test_other_padding_takes_a_mask(padding: str) -> None:
     case = Case(40, 8, 0, (True, False), batch=3, padding=padding, seed=3)
     assert case.context().left_padding() is None
     assert Case(40, 8, 0, (True,)).context().left_padding() is None
-
-
-def test_documents_of_every_row_are_those_of_its_numbers() -> None:
-    document = torch.tensor([[0, 0, 1, 1, 1], [4, 5, 5, 5, 9]])
-    context = contexts.AttentionContext(5, document=document)
-    assert context.document_lengths() == [[2, 3], [1, 3, 1]]
 
 
 def fake_varlen(*states: Any, scale: float, window_size: Any, enable_gqa: bool) -> torch.Tensor:

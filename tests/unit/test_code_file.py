@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -220,28 +220,11 @@ def test_whatever_bosch_loaded_carries_the_file_when_saved(tmp_path: Path) -> No
     assert written == code_file.code_file(FAMILIES["qwen3"])
 
 
-def test_the_code_file_is_python_that_names_no_bosch_module() -> None:
-    """Between its docstring and its last lines it is the same for all families."""
-    files = [code_file.code_file(FAMILIES[name]) for name in SAMPLE]
-    tree = ast.parse(files[0])
-    modules = {
-        module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for module in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-        )
-    }
-    assert "torch" in modules and not [m for m in modules if m.partition(".")[0] == "bosch"]
-    begin, end = "from __future__", "def code_file("
-    shared = files[0][files[0].index(begin) : files[0].rindex(end)]
-    for family, text in zip(SAMPLE, files, strict=True):
-        assert text.count(shared) == 1, family
-        rest = ast.parse(text.replace(shared, ""))
-        assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(rest))
-        assert FAMILIES[family].model_class in text.rpartition(end)[2]
+def test_the_code_file_imports_nothing_of_bosch() -> None:
+    """Not within a function either, which the tests above may not call."""
+    text = code_file.code_file(FAMILIES["qwen3"])
+    assert re.search(r"^ *import torch$", text, re.M)
+    assert not re.search(r"^ *(import|from) bosch", text, re.M)
 
 
 def test_modules_that_cannot_stand_in_one_file_are_refused(

@@ -35,12 +35,9 @@ from bosch.objective.objective import Objective
 from bosch.window import Window
 from tests.hybrid_case import (
     FAMILY_NAMES,
-    KV_HEADS,
     LAYERS,
     LIKE_ANOTHER,
     OTHER_LAYERS,
-    OWN_WINDOW,
-    PARTLY_SLIDING,
     mask_of,
     random_mask,
     small_config,
@@ -239,18 +236,20 @@ def test_packed_documents_are_kept_apart_or_refused(family: str) -> None:
 def test_caches_hold_what_the_formula_says(family: str) -> None:
     """Windows of the layers' own and states of fixed size included, dynamic and static."""
     model, ids = small_model(family), tokens(2, 20)
+    padding = torch.ones_like(ids)
+    padding[1, :4] = 0
+    options = {"attention_mask": padding, "max_new_tokens": 4, "do_sample": False}
     mask, kinds = mask_of(model.config), decoder_layers(model.config)
     hybrid = materialize(model, mask, Window(WINDOW))
     size = CacheSize.of(mask.heads_per_layer(Window(WINDOW)), kinds, 4, state_bytes(model))
     assert (size.state_bytes > 0) == bool(kinds.states)
     assert len(size.own) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
-    text = hybrid.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    text = hybrid.generate(ids, past_key_values=cache, **options)
     assert cache.num_bytes == 2 * size.dynamic(ids.shape[1] + 3)
     static = hybrid.generate(
-        ids, cache_implementation="static", return_dict_in_generate=True, max_new_tokens=4,
-        do_sample=False,
-    )  # fmt: skip
+        ids, cache_implementation="static", return_dict_in_generate=True, **options
+    )
     assert torch.equal(static.sequences, text)
     room = static.past_key_values.get_max_length()
     assert static.past_key_values.num_bytes == 2 * size.static(room)
@@ -266,7 +265,7 @@ SEVERAL_WINDOWS = FAMILY_NAMES if ALL else (
 
 @pytest.mark.parametrize("family", SEVERAL_WINDOWS)
 def test_three_windows_in_one_layer(family: str, tmp_path: Path) -> None:
-    """Search, deploy and saved mode, gradients, all caches and their bytes."""
+    """Search, deploy and saved mode, gradients, and all caches."""
     model, ids, sinks = small_model(family), tokens(2, 40), len(family) % 3
     windows = [Window(size, sinks) for size in (9, 4, 17)]
     shape = mask_shape(model.config)
@@ -291,24 +290,9 @@ def test_three_windows_in_one_layer(family: str, tmp_path: Path) -> None:
     assert torch.equal(
         hybrid.generate(ids, use_cache=False, max_new_tokens=6, do_sample=False), text
     )
-    kinds = decoder_layers(model.config)
-    size = CacheSize.of(mask.heads_per_layer(windows), kinds, 4, state_bytes(model))
-    cache = loaded.new_cache()
-    assert torch.equal(
-        loaded.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False), text
-    )
-    assert cache.num_bytes == 2 * size.dynamic(ids.shape[1] + 5)
-    if not kinds.states:
-        slots = mask.kv_slots(windows, 45)
-        own = sum(one.bytes(45) for one in size.own)
-        assert size.dynamic(45) == slots * size.bytes_per_head + own
-    static = loaded.generate(
-        ids, cache_implementation="static", return_dict_in_generate=True, max_new_tokens=6,
-        do_sample=False,
-    )  # fmt: skip
-    assert torch.equal(static.sequences, text)
-    room = static.past_key_values.get_max_length()
-    assert static.past_key_values.num_bytes == 2 * size.static(room)
+    for implementation in ("dynamic", "static"):
+        options = {"cache_implementation": implementation, "max_new_tokens": 6}
+        assert torch.equal(loaded.generate(ids, do_sample=False, **options), text)
 
 
 def _logits_and_gradient(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,28 +302,6 @@ def _logits_and_gradient(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, t
     table = model.get_input_embeddings().weight
     (gradient,) = torch.autograd.grad((logits * weights).sum(), table)
     return logits.detach(), gradient
-
-
-@pytest.mark.parametrize("family", PARTLY_SLIDING)
-def test_layers_that_slide_in_the_base_model_keep_their_own_window(family: str) -> None:
-    model, ids = small_model(family), tokens(2, 40)
-    window, own = OWN_WINDOW["sliding_window"], OWN_WINDOW["layer_types"].index("sliding_attention")
-    kinds = decoder_layers(model.config)
-    assert dict(kinds.windows) == {own: window}
-    assert kinds.full == tuple(layer for layer in range(LAYERS) if layer != own)
-    model.set_attn_implementation("eager")
-    original, text = _logits(model, ids), _greedy(model, ids)
-    # A smaller window than their own: they are no units of the mask and keep it.
-    full = materialize(model, HeadMask.all_full(len(kinds.full), KV_HEADS), Window(window - 1, 2))
-    torch.testing.assert_close(_logits(full, ids), original, **_NEAR)
-    cache = full.new_cache()
-    generated = full.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert torch.equal(generated, text)
-    for number, layer in enumerate(cache.hybrid_layers):
-        held = window - 1 if number == own else ids.shape[1] + 5
-        (cached,) = layer.groups
-        assert cached.keys.shape[2] == held
-    assert full.config.hybrid_attention["full_kv_heads_per_layer"] == [KV_HEADS] * len(kinds.full)
 
 
 def test_a_count_for_each_layer_with_full_attention_and_no_other() -> None:

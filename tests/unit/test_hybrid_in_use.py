@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +121,6 @@ def test_an_empty_static_cache_of_the_user_where_layers_hold_states_too() -> Non
     assert torch.equal(hybrid.generate(ids, past_key_values=cache, **options), expected)
 
 
-def test_a_cache_that_holds_states_is_exact_and_says_that_it_saves_nothing(
-    hybrid: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
-    ids, own = tokens(1, LENGTH), DynamicCache()
-    states = [torch.randn(1, 4, 3, 8) for _ in range(2)]
-    filled = DynamicCache([tuple(states)] * LAYERS)
-    hybrid(ids, past_key_values=filled)
-    assert "keep all tokens and save no memory" in capfd.readouterr().err + caplog.text
-    hybrid(ids, past_key_values=own)
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_attention_weights_with_eager(hybrid: Any, static: bool) -> None:
     """Of a pass, of chunks over a cache, and of `generate`: rows of one and the same matrix."""
@@ -168,9 +154,7 @@ def test_attention_weights_with_eager(hybrid: Any, static: bool) -> None:
     torch.testing.assert_close(output.attentions[0], whole, **_NEAR)
 
 
-def test_attention_weights_elsewhere_are_refused(hybrid: Any, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"sdpa backend computes no attention weights; load"):
-        hybrid(tokens(1, 5), output_attentions=True)
+def test_attention_weights_by_the_configuration(folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_attentions=True
     )

@@ -124,7 +124,6 @@ def test_scores_and_hidden_states_of_generate(hybrid: Any) -> None:
     [
         ("quantized", "quantized"),
         ("offloaded", "'offloaded' has no hybrid form: choose dynamic or static"),
-        ("offloaded_static", "'offloaded_static' has no hybrid form: choose dynamic or static"),
     ],
 )
 def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: str) -> None:
@@ -136,13 +135,6 @@ def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: 
 def test_searches_that_transformers_gave_up_are_refused(hybrid: Any, options: Any) -> None:
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         _greedy(hybrid, tokens(1, LENGTH), **options)
-
-
-def test_continuous_batching_with_sinks_is_refused(hybrid: Any) -> None:
-    with pytest.raises(UserError, match="this model has sinks"):
-        hybrid.generate_batch([[5, 6, 7]])
-    with pytest.raises(UserError, match=r"'paged\|eager' has no hybrid form"):
-        hybrid.set_attn_implementation("paged|eager")
 
 
 def test_a_stream_and_a_pipeline_give_the_text_of_generate(
