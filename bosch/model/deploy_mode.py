@@ -358,7 +358,7 @@ def _restarts(positions: Any) -> bool:
         if len(positions) == 3:
             return False
         positions = positions[0]
-    return positions.shape[-1] > 1 and bool((positions.diff(dim=-1) != 1).any())
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def _prepare_pass(

@@ -187,7 +187,6 @@ def context_of_pass(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -212,7 +211,7 @@ def context_of_pass(
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    whole = attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
+    whole = attention_mask is not None and kv_length == attention_mask.shape[1]
     if whole and offset == 0 and not fixed:
         offset = kv_length - q_length
     valid = None

@@ -133,6 +133,15 @@ def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
     assert not shapes if all(rows) else max(shapes, default=0) < length + past
 
 
+def test_states_of_any_strides_may_follow_a_past() -> None:
+    """torch's kernel for the CPU, which needs no mask, reads a head's dimensions side by side."""
+    case = Case(40, 16, 0, (True, False), past=30)
+    states = [x.detach().mT.contiguous().mT for x in case.tensors(torch.float32)]
+    expected = hybrid_attention(*states, case.layout(), case.context(), backend="eager")
+    result = hybrid_attention(*states, case.layout(), case.context(), backend="sdpa")
+    torch.testing.assert_close(result, expected)
+
+
 def test_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     visible = AttentionContext.visible

@@ -356,5 +356,5 @@ def test_dropout_is_applied_on_every_path(
         *states, case.layout(), case.context(), backend=backend, dropout=0.5, **options
     )
     sums = out[..., 0]
-    assert len(sums.unique()) > sums.numel() / 4
+    assert float(sums.std()) > 0.1
     assert float(sums.mean()) == pytest.approx(1, abs=0.5)

@@ -93,6 +93,8 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     torch.testing.assert_close(_logits(model, ids), oracle, **_NEAR)
 
     hybrid = materialize(model, mask, Window(WINDOW, sinks))
+    trained = [[weight.requires_grad for weight in m.parameters()] for m in (model, hybrid)]
+    assert trained[0] == trained[1]
     torch.testing.assert_close(_logits(hybrid, ids), oracle, **_NEAR)
     with pytest.raises(UserError, match="sdpa backend computes no attention weights"):
         hybrid(ids, output_attentions=True)

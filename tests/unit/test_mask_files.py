@@ -148,7 +148,6 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--format", "fastdeploy"], "FastDeploy takes one share"),
         (["--format", "rtp_llm"], "--attention-heads: rtp-llm lists query heads"),
         (["--format", "rtp_llm", *_HEADS, "--model", "m"], "--model: has no effect on export"),
     ],
