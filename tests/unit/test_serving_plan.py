@@ -292,13 +292,8 @@ def test_what_cannot_be_reordered_is_refused_on_several_ranks() -> None:
 def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors are missing; .*still being written"):
         check_complete(tmp_path)
-    model = small_model("qwen3")
-    model.save_pretrained(tmp_path)
+    small_model("qwen3").save_pretrained(tmp_path)
     check_complete(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"its header asks for .*still being written"):
-        check_complete(tmp_path)
     check_complete(tmp_path / "org/name-of-the-hub")
 
 
