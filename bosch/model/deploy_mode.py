@@ -47,10 +47,10 @@ from bosch.model.interface import (
     attention_modules,
     change_layout,
     check_shows_weights,
-    head_state,
     layouts_of,
     masks_for_generate,
     register_attention,
+    required_state,
     set_layouts,
 )
 from bosch.model.paged import PagedConfig, PagedView
@@ -376,9 +376,7 @@ def _prepare_pass(
         return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
-            state = head_state(module)
-            assert state is not None
-            check_shows_weights(state)
+            check_shows_weights(required_state(module))
     past, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     positions = kwargs.get("position_ids")
     if kwargs.get("attention_mask") is not None:

@@ -253,7 +253,7 @@ def test_missing_tokenizer(tmp_path, corpus):
         (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',
-            "damaged: no tokenizer could be loaded .*'rms_norm_eps' expected float",
+            r"damaged: config\.json could not be read, .*'rms_norm_eps' expected float",
         ),
     ],
 )

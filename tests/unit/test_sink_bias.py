@@ -42,7 +42,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.gate_gradients import blended_attention
 from bosch.objective.objective import Objective
 from bosch.objective.patching import replace_attention
-from bosch.objective.sink_bias import give_sink_bias, log_mass_bias
+from bosch.objective.sink_bias import give_sink_bias
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import Case, cases
@@ -275,20 +275,6 @@ def test_gradients_reach_the_bias_of_sliding_heads_alone() -> None:
 def _loss(model: Any, ids: Tensor) -> Tensor:
     logits = model(ids, use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def test_the_estimate_takes_the_mass_of_the_first_tokens() -> None:
-    """Where all scores of sinks are alike it is their log-sum; else the mean logarithm agrees."""
-    of_window = torch.randn(3, 200, dtype=torch.float64) + 2
-    same = torch.full_like(of_window, 1.25)
-    torch.testing.assert_close(log_mass_bias(same, of_window), same[:, 0])
-    of_sinks = 2 * torch.randn(3, 200, dtype=torch.float64)
-    bias = log_mass_bias(of_sinks, of_window)
-    mean_logs = [
-        torch.log(torch.exp(x) / (torch.exp(x) + torch.exp(of_window))).mean(-1)
-        for x in (of_sinks, bias[:, None])
-    ]
-    torch.testing.assert_close(*mean_logs)
 
 
 def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -> None:
