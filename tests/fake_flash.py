@@ -83,6 +83,13 @@ def flash_attn_varlen_func(
     return (out, torch.cat(sums, dim=1), None) if return_attn_probs else out
 
 
+def varlen_attn(*states: Any, scale: float, window_size: Any, enable_gqa: bool) -> Any:
+    """torch's varlen attention, as documented."""
+    query, key = states[:2]
+    assert query.shape[1] == key.shape[1] or enable_gqa
+    return flash_attn_varlen_func(*states, softmax_scale=scale, window_size=window_size)
+
+
 def backward(
     dout: Tensor,
     q: Tensor,

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from bosch.attention import BACKENDS, causal, fastest_backend, hybrid_attention, kernels, varlen
+from bosch.attention import BACKENDS, causal, fastest_backend, hybrid_attention, kernels
 from bosch.attention import context as contexts
 from bosch.attention.kernels import FUSED_KERNELS, fused_attention
 from bosch.model.families import logit_needs
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from tests import fake_flash
 from tests.attention_case import Case
 from tests.hybrid_case import mask_of, small_model
 
@@ -118,44 +117,6 @@ def test_other_padding_takes_a_mask(padding: str) -> None:
     case = Case(40, 8, 0, (True, False), batch=3, padding=padding, seed=3)
     assert case.context().left_padding() is None
     assert Case(40, 8, 0, (True,)).context().left_padding() is None
-
-
-def fake_varlen(*states: Any, scale: float, window_size: Any, enable_gqa: bool) -> torch.Tensor:
-    """torch's varlen attention as documented, by the stand-in for flash-attn's."""
-    query, key = states[:2]
-    assert query.shape[1] == key.shape[1] or enable_gqa
-    return fake_flash.flash_attn_varlen_func(*states, softmax_scale=scale, window_size=window_size)
-
-
-@pytest.mark.parametrize("padding", ["none", "right", "documents", "left"])
-@pytest.mark.parametrize("rows", [(True, True), (False, False), (True, False, False)], ids=str)
-def test_varlen_gives_what_eager_gives(
-    rows: tuple[bool, ...], padding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.nn.attention import varlen as torchs
-
-    used: list[int] = []
-
-    def counted(*states: Any, **options: Any) -> torch.Tensor:
-        used.append(len(states[0]))
-        return fake_varlen(*states, **options)
-
-    monkeypatch.setattr(torchs, "varlen_attn", counted)
-    monkeypatch.setattr(varlen, "HALF_DTYPES", (torch.float64,))  # rounding would hide faults
-    case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
-    tensors = case.tensors()
-    expected = hybrid_attention(*tensors, case.layout(), case.context(), backend="eager")
-    result = hybrid_attention(*tensors, case.layout(), case.context(), backend="varlen")
-    torch.testing.assert_close(result, expected)
-    weight = torch.randn_like(result)
-    ours, theirs = (torch.autograd.grad((x * weight).sum(), tensors) for x in (result, expected))
-    torch.testing.assert_close(ours, theirs)
-    dropped = hybrid_attention(
-        *tensors, case.layout(), case.context(), backend="varlen", dropout=0.5
-    )
-    assert not torch.equal(dropped, result)
-    kinds = len(set(rows))
-    assert used == [] if padding in ("left", "right") else used == [2 * 70] * kinds
 
 
 def test_the_fastest_backend_is_the_first_that_has_what_is_needed(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention import varlen as torch_varlen
 
 from bosch.attention import (
     BACKENDS,
@@ -25,6 +27,7 @@ from bosch.attention import (
     flex,
     hybrid_attention,
     resolve_backend,
+    varlen,
 )
 from bosch.errors import UserError
 from bosch.model.cache import HybridCacheLayer
@@ -52,6 +55,8 @@ def _stand_ins() -> Iterator[None]:
     package.flash_attn_varlen_func = fake_flash.flash_attn_varlen_func
     patch.setitem(sys.modules, "flash_attn", package)
     patch.setattr(flash, "HALF_DTYPES", (torch.float64, torch.float32))
+    patch.setattr(torch_varlen, "varlen_attn", fake_flash.varlen_attn)
+    patch.setattr(varlen, "HALF_DTYPES", (torch.float64,))
     yield
     patch.undo()
 
@@ -69,10 +74,10 @@ def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Ten
 
 def _refusal(case: Case, backend: str) -> str | None:
     """What the backend says to a problem that it cannot compute."""
+    if backend in ("flash", "varlen") and case.sinks and not all(case.rows):
+        return "has no sinks"
     if backend != "flash":
         return None
-    if case.sinks and not all(case.rows):
-        return "has no sinks"
     valid = case.context().valid
     rows = [] if valid is None else ["".join(str(int(x)) for x in row) for row in valid.tolist()]
     return "not between its tokens" if any("01" in row.lstrip("0") for row in rows) else None
@@ -93,7 +98,7 @@ def _check(case: Case, backend: str) -> None:
 _ROWS = [(True, True), (False, False), (True, False), (False, True, True)]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash", "varlen"])
 @settings(max_examples=80, deadline=None)
 @given(case=cases())
 @example(case=Case(40, 8, 4, (True, False), padding="documents"))
@@ -107,7 +112,7 @@ def test_a_backend_equals_the_oracle(backend: str, case: Case) -> None:
     _check(case, backend)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash", "varlen"])
 @pytest.mark.parametrize("rows", _ROWS, ids=str)
 @pytest.mark.parametrize(("length", "window"), [(18, 19), (19, 19), (20, 19), (95, 19), (95, 1)])
 def test_lengths_at_the_window_for_every_kind_of_mask(
@@ -116,6 +121,24 @@ def test_lengths_at_the_window_for_every_kind_of_mask(
     """The edges that must not be left to chance: T below, at, above and far above W."""
     for sinks in (0, 4):
         _check(Case(length, window, sinks, rows, padding="documents" if sinks else "none"), backend)
+
+
+@pytest.mark.parametrize(
+    ("padding", "rows", "kinds"),
+    [("none", (True, True), 1), ("documents", (True, False, False), 2), ("left", (True, False), 0)],
+)
+def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
+    padding: str, rows: tuple[bool, ...], kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole sequences without padding; with dropout it does not."""
+    kernel = Mock(side_effect=fake_flash.varlen_attn)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
+    case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
+    for dropout in (0.5, 0.0):
+        hybrid_attention(
+            *case.tensors(), case.layout(), case.context(), backend="varlen", dropout=dropout
+        )
+        assert kernel.call_count == (0 if dropout else kinds)
 
 
 @st.composite
@@ -199,13 +222,8 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = [model(ids, use_cache=False, **x).logits for x in inputs]
         text = hybrid.generate(ids, **options)
-        calls: list[Any] = []
-        function = fake_flash.flash_attn_varlen_func
-        monkeypatch.setattr(
-            sys.modules["flash_attn"],
-            "flash_attn_varlen_func",
-            lambda *args, **options: calls.append(args) or function(*args, **options),
-        )
+        kernel = Mock(side_effect=fake_flash.flash_attn_varlen_func)
+        monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", kernel)
         prepare_for_search(model, "flash")
         apply_head_mask(model, random_mask(), Window(7))
         hybrid.set_attn_implementation("flash_attention_2")
@@ -213,7 +231,7 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
             for x, logits in zip(inputs, expected, strict=True):
                 result = tried(ids, use_cache=False, **x).logits
                 torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-5)
-        assert len(calls) == 24
+        assert kernel.call_count == 24
         assert torch.equal(hybrid.generate(ids, **options), text)
         assert torch.equal(hybrid.generate(ids, cache_implementation="static", **options), text)
 
@@ -323,7 +341,7 @@ _LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_on
     ("backend", "options"),
     [
         *((name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)),
-        *(("flash", options) for options in ({}, _LOST)),
+        *((name, options) for name in ("flash", "varlen") for options in ({}, _LOST)),
     ],
 )
 @pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
@@ -342,7 +360,8 @@ def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     """Values of one are summed to one by weights that none drops, and else to one on average."""
-    case = replace(case, rows=rows * 4, sinks=0 if backend == "flash" else case.sinks)
+    sinks = 0 if backend in ("flash", "varlen") else case.sinks
+    case = replace(case, rows=rows * 4, sinks=sinks)
     query, key, value = (x.detach() for x in case.tensors())
     states = query, key, torch.ones_like(value)
     out = hybrid_attention(

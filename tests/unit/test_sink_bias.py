@@ -48,7 +48,6 @@ from tests import fake_flash
 from tests.attention_case import Case, cases
 from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
 from tests.search_case import WINDOW, searchable
-from tests.unit.test_attention_kernels import fake_varlen
 from tests.unit.test_objective import plain_score_of
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -69,7 +68,7 @@ def _stand_ins() -> Iterator[None]:
         _varlen_attn=_varlen_forward, _varlen_attn_backward=_varlen_backward
     )
     patch.setattr(varlen, "varlen_operations", lambda: operations)
-    patch.setattr(torchs_varlen, "varlen_attn", fake_varlen)
+    patch.setattr(torchs_varlen, "varlen_attn", fake_flash.varlen_attn)
     yield
     patch.undo()
 
