@@ -21,7 +21,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
-    cache_utils,
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
@@ -318,7 +317,8 @@ def adopt_cache(model: Any, cache: Any) -> None:
     layers = getattr(cache, "layers", None)
     if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
         return
-    started = any(_holds_states(layer) for layer in layers)
+    # Each model has a layer with attention, and after any pass this holds keys.
+    started = any(getattr(layer, "keys", None) is not None for layer in layers)
     new: Cache | None = None
     if not started and isinstance(cache, DynamicCache):
         new = HybridCache.of(model)
@@ -336,15 +336,6 @@ def adopt_cache(model: Any, cache: Any) -> None:
         )
         return
     cache.layers, cache.layer_class_to_replicate = new.layers, None
-
-
-def _holds_states(layer: Any) -> bool:
-    """Whether a layer of a cache holds keys and values, or states of fixed size."""
-    if isinstance(layer, getattr(cache_utils, "DummyLayer", ())):
-        return False
-    return getattr(layer, "is_initialized", False) or any(
-        getattr(layer, "has_previous_state", {}).values()
-    )
 
 
 def _restarts(positions: Any) -> bool:

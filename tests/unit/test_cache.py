@@ -292,45 +292,32 @@ def test_any_chunking_equals_one_pass_without_a_cache(
             torch.testing.assert_close(result[real], expected[real], **_NEAR)
 
 
-@pytest.mark.parametrize(("sinks", "padding"), [(0, False), (4, True)])
-def test_decoding_compiles_once_without_a_graph_break(sinks: int, padding: bool) -> None:
-    """The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile."""
-    model, ids = _few_layers(2, sinks), tokens(3, LENGTH)
-    mask, positions = _left_padded(3, LENGTH)
-    padded = {"attention_mask": mask, "position_ids": positions} if padding else {}
-    expected = model(ids, use_cache=False, **padded).logits
-    cache = model.new_static_cache(LENGTH)
-    model(**{"input_ids": ids[:, :3], **{k: v[:, :3] for k, v in padded.items()}},
-          past_key_values=cache)  # fmt: skip
-    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    whole = model.create_masks_for_generate(
-        config=model.config, inputs_embeds=torch.zeros(3, 1, 1),
-        attention_mask=mask if padding else None, past_key_values=cache,
-    )  # fmt: skip
-    result = []
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for slot in range(3, LENGTH):
-            part = {"input_ids": ids[:, slot : slot + 1], "past_key_values": cache}
-            if padding:
-                part |= {"attention_mask": whole, "position_ids": positions[:, slot : slot + 1]}
-            result.append(step(**part).logits)
-    real = mask[:, 3:].bool() if padding else slice(None)
-    torch.testing.assert_close(torch.cat(result, 1)[real], expected[:, 3:][real], **_NEAR)
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
+    """Over two calls of different lengths, the first of them the longer one.
 
-
-def test_generate_compiles_each_kind_of_pass_once() -> None:
-    """Over two calls of different lengths, the first of them the longer one."""
-    model = _few_layers(1, 4)
+    The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile.
+    """
+    model = _few_layers(1, sinks)
     compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compiling._compile_all_devices = True
-    options = {"max_new_tokens": 8, "do_sample": False}
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (20, 13):
-            ids = tokens(2, length)
-            result = model.generate(
-                ids, cache_implementation="static", compile_config=compiling, **options
+            ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+            mask[1, : length - 2] = 0
+            options = {
+                "attention_mask": mask, "max_new_tokens": 8, "do_sample": False,
+                "output_logits": True, "return_dict_in_generate": True,
+            }  # fmt: skip
+            output, expected = (
+                model.generate(ids, **options, **more)
+                for more in (
+                    {"cache_implementation": "static", "compile_config": compiling},
+                    {"use_cache": False},
+                )
             )
-            assert torch.equal(result, model.generate(ids, **options))
+            assert torch.equal(output.sequences, expected.sequences)
+            torch.testing.assert_close(output.logits, expected.logits, **_NEAR)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -426,3 +413,9 @@ def test_a_cache_of_transformers_that_holds_states_keeps_them(
     assert cache.layers is layers
     assert "keep all tokens and save no memory" in capfd.readouterr().err + caplog.text
     torch.testing.assert_close(result, expected, **_NEAR)
+
+
+def test_a_static_cache_has_the_room_that_is_asked_for() -> None:
+    options = {"max_cache_len": 40, "max_new_tokens": 2, "return_dict_in_generate": True}
+    output = _hybrid(0).generate(tokens(1, 5), cache_implementation="static", **options)
+    assert output.past_key_values.get_max_length() == 40

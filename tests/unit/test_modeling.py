@@ -92,20 +92,6 @@ def test_right_padding_is_harmless_and_costs_no_mask(
         torch.testing.assert_close(computed[row : row + 1, :n], alone[row], **_NEAR)
 
 
-def test_padding_within_a_row_hides_its_tokens() -> None:
-    model, ids = small_model(), tokens(2, 30)
-    apply_head_mask(model, random_mask(), Window(WINDOW, 2))
-    mask = torch.ones_like(ids)
-    mask[1, 10:14] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    computed = _logits(model, ids, attention_mask=mask, position_ids=positions)
-    other = ids.clone()
-    other[1, 10:14] = 3
-    again = _logits(model, other, attention_mask=mask, position_ids=positions)
-    real = mask.bool()
-    assert torch.equal(computed[real], again[real])
-
-
 def test_autocast_computes_attention_in_its_dtype() -> None:
     dtypes: list[torch.dtype] = []
     model, ids = materialize(small_model(), random_mask(), Window(WINDOW, 2)), tokens(1, 40)

@@ -368,6 +368,21 @@ def test_packed_rows_get_no_cache_and_a_wish_for_one_is_refused(hybrid: Any) -> 
             hybrid(tokens(1, LENGTH), position_ids=packed, **options)
 
 
+def test_positions_of_images_may_start_again_in_height_and_width() -> None:
+    """Of four planes the first has the positions in the text, which tell documents apart."""
+    base, ids = small_model("qwen3_vl"), tokens(1, LENGTH)
+    decoder = materialize(base, mask_of(base.config), Window(WINDOW)).get_decoder()
+    packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    of_image, in_order = packed.expand(3, 1, -1), torch.arange(LENGTH)[None]
+    for positions, is_cached in (
+        (of_image, True),
+        (torch.stack([in_order, *of_image]), True),
+        (torch.stack([packed, *of_image]), False),
+    ):
+        past = decoder(ids, position_ids=positions).past_key_values
+        assert (past is not None) == is_cached
+
+
 def test_training_makes_no_cache(hybrid: Any) -> None:
     hybrid.train()
     try:
