@@ -218,9 +218,10 @@ def test_a_mask_that_hybrid_attention_cannot_honour_is_refused(
         context_of_pass(1, 4, 6, **kwargs)
 
 
-def test_padded_rows_are_not_asked_for_documents() -> None:
+@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 4)}, {"q_offset": 2}])
+def test_rows_with_padding_or_a_past_are_not_asked_for_documents(more: dict[str, Any]) -> None:
     options = {"allow_is_causal_skip": False, "mask_function": lambda *_: pytest.fail("asked")}
-    assert context_of_pass(1, 4, 4, attention_mask=torch.ones(1, 4), **options).is_plain
+    assert context_of_pass(1, 4, 4, **options, **more).is_plain
 
 
 def test_a_hybrid_takes_no_other_mask() -> None:
