@@ -227,8 +227,8 @@ def context_of_pass(
     right_padded = (
         valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
     )
-    packable = attention_mask is None and offset == 0 and mask_function is not None
-    if packable and not allow_is_causal_skip:
+    packable = attention_mask is None and offset == 0
+    if packable and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = torch.arange(1, q_length, device=device)[None]
         apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
