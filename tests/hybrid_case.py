@@ -47,6 +47,13 @@ _GEMMA4: dict[str, Any] = {
     "num_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, **OWN_WINDOW,
 }  # fmt: skip
+# The text decoder of each family that takes more than text; its vision tower is as small.
+_TEXT = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 # What differs from _SIZES, so that each family's peculiarities are at work.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -148,25 +155,10 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"],
         "moe_intermediate_size": 16, **_EXPERTS,
     },
-    "gemma3": {},
-    "gemma4": {},
-    "mistral3": {},
-    "qwen2_vl": {},
-    "qwen2_5_vl": {},
-    "qwen3_vl": {},
-    "qwen3_vl_moe": {},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
+    **{family: {} for family in _TEXT},
 }  # fmt: skip
-# The text decoder of each family that takes more than text; its vision tower is as small.
 # An older transformers has no code for the newest families (docs/reference/families.md).
 _EXTRA = {family: extra for family, extra in _EXTRA.items() if family in CONFIG_MAPPING}
-_TEXT = {
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
-    "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
 _MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
     "head_dim": 8,

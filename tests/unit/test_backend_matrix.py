@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +16,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention import varlen as torch_varlen
 
 from bosch.attention import (
@@ -27,7 +25,6 @@ from bosch.attention import (
     flex,
     hybrid_attention,
     resolve_backend,
-    varlen,
 )
 from bosch.errors import UserError
 from bosch.model.cache import HybridCacheLayer
@@ -47,16 +44,7 @@ _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 @pytest.fixture(scope="module", autouse=True)
 def _stand_ins() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(flex, "FLEX_BLOCK", 16)
-    patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
-    package = ModuleType("flash_attn")
-    package.flash_attn_func = fake_flash.flash_attn_func
-    package.flash_attn_varlen_func = fake_flash.flash_attn_varlen_func
-    patch.setitem(sys.modules, "flash_attn", package)
-    patch.setattr(flash, "HALF_DTYPES", (torch.float64, torch.float32))
-    patch.setattr(torch_varlen, "varlen_attn", fake_flash.varlen_attn)
-    patch.setattr(varlen, "HALF_DTYPES", (torch.float64,))
+    fake_flash.install(patch)
     yield
     patch.undo()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,16 +15,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention import varlen as torchs_varlen
 
 from bosch.attention import (
     BACKENDS,
     AttentionCall,
     HeadLayout,
     compute_attention,
-    flash,
-    flex,
     hybrid_attention,
     varlen,
 )
@@ -57,18 +52,11 @@ _CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(scope="module", autouse=True)
 def _stand_ins() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(flex, "FLEX_BLOCK", 16)
-    patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        patch.setitem(sys.modules, name, fake_flash)
-    for backend in (flash, varlen):
-        patch.setattr(backend, "HALF_DTYPES", (torch.float64,))
+    fake_flash.install(patch)
     operations = SimpleNamespace(
         _varlen_attn=_varlen_forward, _varlen_attn_backward=_varlen_backward
     )
     patch.setattr(varlen, "varlen_operations", lambda: operations)
-    patch.setattr(torchs_varlen, "varlen_attn", fake_flash.varlen_attn)
     yield
     patch.undo()
 
