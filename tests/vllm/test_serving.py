@@ -216,13 +216,6 @@ def test_requests_that_are_preempted_equal_transformers(folder: Path, reference:
     assert sum(preempted) > 0
 
 
-def test_the_original_holds_what_its_plan_says(tmp_path: Path) -> None:
-    small_model("qwen3", **SIZES).float().save_pretrained(tmp_path)
-    plan = module_plan(two_kinds([KV_HEADS] * 3, KV_HEADS, [WINDOW] * 3))
-    with engine(tmp_path) as llm:
-        _check_cache(llm, plan)
-
-
 def test_the_record_is_what_the_planner_gives() -> None:
     for case in (*vllm_planner.cases(), *vllm_planner.random_cases(1, 10)):
         for grouping in vllm_planner.groupings():
