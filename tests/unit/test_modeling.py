@@ -224,6 +224,12 @@ def test_rows_with_padding_or_a_past_are_not_asked_for_documents(more: dict[str,
     assert context_of_pass(1, 4, 4, **options, **more).is_plain
 
 
+def test_padding_before_or_between_tokens_is_not_ignored() -> None:
+    for mask, ignored in (([1, 1, 1, 0], True), ([1, 0, 1, 1], False), ([0, 1, 1, 1], False)):
+        context = context_of_pass(1, 4, 4, attention_mask=torch.tensor([mask]))
+        assert context.right_padded == ignored
+
+
 def test_a_hybrid_takes_no_other_mask() -> None:
     hybrid = materialize(small_model(), random_mask(), Window(WINDOW))
     with pytest.raises(UserError, match="hybrid already"):
