@@ -251,3 +251,9 @@ def mask_of(config: Any, seed: int = 0) -> HeadMask:
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def logits_of(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Logits of a pass without a cache."""
+    with torch.inference_mode():
+        return model(ids, use_cache=False, **options).logits

@@ -38,6 +38,7 @@ from tests.hybrid_case import (
     LAYERS,
     LIKE_ANOTHER,
     OTHER_LAYERS,
+    logits_of,
     mask_of,
     random_mask,
     small_config,
@@ -48,11 +49,6 @@ from tests.hybrid_case import (
 WINDOW = 7
 TEXT_ONLY = tuple(name for name in CONFIG_MAPPING if name.endswith("_vl_text"))
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids, use_cache=False).logits
 
 
 def _greedy(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -81,26 +77,26 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
         in_order = np.tile(np.arange(mask.num_key_value_heads) % 4, (mask.num_layers, 1))
         mask = HeadMask.of_choices(np.random.default_rng(1).permuted(in_order, axis=1))
     model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's soft cap
-    original, text = _logits(model, ids), _greedy(model, ids)
+    original, text = logits_of(model, ids), _greedy(model, ids)
     with torch.inference_mode():
         weights = model(ids, use_cache=False, output_attentions=True).attentions
     prepare_for_search(model, "eager")
-    torch.testing.assert_close(_logits(model, ids), original, **_NEAR)
+    torch.testing.assert_close(logits_of(model, ids), original, **_NEAR)
     with torch.inference_mode():
         same = model(ids, use_cache=False, output_attentions=True).attentions
     torch.testing.assert_close(same, weights, **_NEAR)
     assert torch.equal(_greedy(model, ids), text)
     apply_head_mask(model, mask, windows)
-    oracle = _logits(model, ids)
+    oracle = logits_of(model, ids)
     assert (oracle - original).abs().max() > 0.05
     prepare_for_search(model, "sdpa")
     apply_head_mask(model, mask, windows)
-    torch.testing.assert_close(_logits(model, ids), oracle, **_NEAR)
+    torch.testing.assert_close(logits_of(model, ids), oracle, **_NEAR)
 
     hybrid = materialize(model, mask, windows)
     trained = [[weight.requires_grad for weight in m.parameters()] for m in (model, hybrid)]
     assert trained[0] == trained[1]
-    torch.testing.assert_close(_logits(hybrid, ids), oracle, **_NEAR)
+    torch.testing.assert_close(logits_of(hybrid, ids), oracle, **_NEAR)
     with pytest.raises(UserError, match="sdpa backend computes no attention weights"):
         hybrid(ids, output_attentions=True)
     hybrid.save_pretrained(tmp_path)
@@ -110,7 +106,7 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     assert loaded.state_dict().keys() == saved.keys()
     assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
     # Not bit for bit: some CPU kernels of mixtures of experts depend on how a weight is aligned.
-    torch.testing.assert_close(_logits(loaded, ids), _logits(hybrid, ids), **_NEAR)
+    torch.testing.assert_close(logits_of(loaded, ids), logits_of(hybrid, ids), **_NEAR)
     text = _greedy(model, ids)
     assert torch.equal(_greedy(hybrid, ids), text) and torch.equal(_greedy(loaded, ids), text)
 
@@ -185,7 +181,7 @@ def test_sizes_of_layers_that_differ_are_those_of_the_largest() -> None:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
-    before = _logits(model, ids)
+    before = logits_of(model, ids)
     weights = dict(permute_heads(model, mask_of(model.config)))
     moved = {n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])}
     facts = known_family(model.config)
@@ -197,7 +193,7 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
     assert names == parts - ({"v_proj"} if "gemma4" in facts.model_type else set())
     assert all(set(name.split(".")) & parts for name in moved)
     model.load_state_dict(weights)
-    torch.testing.assert_close(_logits(model, ids), before, **_NEAR)
+    torch.testing.assert_close(logits_of(model, ids), before, **_NEAR)
 
 
 @torch.no_grad()

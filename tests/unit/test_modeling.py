@@ -28,16 +28,11 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
 from stages.train.checkpoint import save_model
-from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, logits_of, mask_of, random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 
 WINDOW = 7
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def _logits(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids, use_cache=False, **kwargs).logits
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3"])
@@ -52,9 +47,9 @@ def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int)
     ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[0, : length // 3] = 0
     apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
-    torch.testing.assert_close(_logits(model, ids), _logits(theirs, ids), **_NEAR)
+    torch.testing.assert_close(logits_of(model, ids), logits_of(theirs, ids), **_NEAR)
     real = mask.bool()
-    computed, reference = (_logits(m, ids, attention_mask=mask)[real] for m in (model, theirs))
+    computed, reference = (logits_of(m, ids, attention_mask=mask)[real] for m in (model, theirs))
     torch.testing.assert_close(computed, reference, **_NEAR)
     if length == 40:
         hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
@@ -69,10 +64,10 @@ def test_packed_documents_equal_each_document_alone() -> None:
     positions = torch.stack(
         [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders]
     )
-    packed = _logits(model, ids, position_ids=positions)
+    packed = logits_of(model, ids, position_ids=positions)
     for row, ends in enumerate(borders):
         for a, b in pairwise(ends):
-            alone = _logits(model, ids[row : row + 1, a:b])
+            alone = logits_of(model, ids[row : row + 1, a:b])
             torch.testing.assert_close(packed[row : row + 1, a:b], alone, **_NEAR)
 
 
@@ -83,11 +78,11 @@ def test_right_padding_is_harmless_and_costs_no_mask(
     model, ids = small_model(), tokens(3, 40)
     apply_head_mask(model, random_mask(), Window(WINDOW, sinks))
     lengths = [40, 29, 1]
-    alone = [_logits(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
+    alone = [logits_of(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
     mask = (torch.arange(40) < torch.tensor(lengths)[:, None]).long()
     if not sinks:
         monkeypatch.setattr(AttentionContext, "visible", None)
-    computed = _logits(model, ids, attention_mask=mask)
+    computed = logits_of(model, ids, attention_mask=mask)
     for row, n in enumerate(lengths):
         torch.testing.assert_close(computed[row : row + 1, :n], alone[row], **_NEAR)
 
@@ -99,12 +94,12 @@ def test_autocast_computes_attention_in_its_dtype() -> None:
         lambda module, args: dtypes.append(args[0].dtype)
     )
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        low = _logits(model, ids)
+        low = logits_of(model, ids)
         for cache in (model.new_cache(), model.new_static_cache(40)):
             parts = [model(part, past_key_values=cache).logits for part in ids.split(13, dim=1)]
             torch.testing.assert_close(torch.cat(parts, dim=1), low, rtol=0.01, atol=0.01)
     assert set(dtypes) == {torch.bfloat16}
-    torch.testing.assert_close(low.float(), _logits(model, ids), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(low.float(), logits_of(model, ids), rtol=0.02, atol=0.02)
 
 
 def test_switching_masks_touches_no_weight_and_comes_back() -> None:
@@ -115,7 +110,7 @@ def test_switching_masks_touches_no_weight_and_comes_back() -> None:
     for _ in range(2):
         for seed in range(4):
             apply_head_mask(model, random_mask(seed), Window(WINDOW))
-            logits = _logits(model, ids)
+            logits = logits_of(model, ids)
             assert torch.equal(outputs.setdefault(seed, logits), logits)
     assert len({float(x.sum()) for x in outputs.values()}) == 4
     assert weights == {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
@@ -158,7 +153,7 @@ def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
     loaded = load_model(tmp_path, dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16 and not loaded.training
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(_logits(loaded, tokens(1, 30)), _logits(hybrid, tokens(1, 30)))
+    assert torch.equal(logits_of(loaded, tokens(1, 30)), logits_of(hybrid, tokens(1, 30)))
 
 
 def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
@@ -166,7 +161,7 @@ def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path:
     hybrid.save_pretrained(tmp_path)
     for name in ("sdpa", "eager", "bosch"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
-        torch.testing.assert_close(_logits(loaded, ids), _logits(hybrid, ids), **_NEAR)
+        torch.testing.assert_close(logits_of(loaded, ids), logits_of(hybrid, ids), **_NEAR)
     with pytest.raises(UserError, match="paged"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paged|eager")
 
@@ -323,17 +318,17 @@ def test_a_head_mask_for_a_while_is_wholly_undone(prepared: bool) -> None:
     if prepared:
         prepare_for_search(model, "eager")
         apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(3))
-    before, plain = _state(model), _logits(model, ids)
+    before, plain = _state(model), logits_of(model, ids)
     with bosch.head_mask(model, random_mask(), Window(WINDOW, 2)) as masked:
         assert masked is model
         backends = {head_state(module).backend for module in attention_modules(model)}
         assert backends == {"eager" if prepared else "sdpa"}
-        inside = _logits(model, ids)
+        inside = logits_of(model, ids)
     assert _state(model) == before
-    assert torch.equal(_logits(model, ids), plain) and not torch.allclose(inside, plain)
+    assert torch.equal(logits_of(model, ids), plain) and not torch.allclose(inside, plain)
     expected = small_model()
     apply_head_mask(expected, random_mask(), Window(WINDOW, 2))
-    torch.testing.assert_close(_logits(expected, ids), inside, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(expected, ids), inside, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

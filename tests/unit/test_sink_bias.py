@@ -41,7 +41,7 @@ from bosch.objective.sink_bias import give_sink_bias
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import Case, cases
-from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, logits_of, mask_of, random_mask, small_model, tokens
 from tests.search_case import WINDOW, searchable
 from tests.unit.test_objective import plain_score_of
 
@@ -176,11 +176,6 @@ def _bias(model: Any, seed: int = 0) -> list[list[float]]:
     return torch.randn(layers, heads, generator=generator).tolist()
 
 
-def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False, **options).logits
-
-
 # Plain ones, fused projections, norms over heads, capped scores beside layers that slide by
 # themselves, attention gates beside linear layers.
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "olmo2", "gemma2", "gpt_neox", "qwen3_next"])
@@ -191,19 +186,19 @@ def test_a_hybrid_computes_what_was_searched(family: str, tmp_path: Path) -> Non
     attention = torch.ones_like(ids)
     attention[0, :7] = 0
     apply_head_mask(model, mask, Window(WINDOW))
-    without = _logits(model, ids)
+    without = logits_of(model, ids)
     values = _bias(model)
     set_sink_bias(model, values)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     assert (expected - without).abs().max() > 1e-3
     prepare_for_search(model, "eager")
     apply_head_mask(model, mask, Window(WINDOW))
-    torch.testing.assert_close(_logits(model, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(model, ids), expected, **_CLOSE)
     hybrid = materialize(model, mask, Window(WINDOW))
-    torch.testing.assert_close(_logits(hybrid, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(hybrid, ids), expected, **_CLOSE)
     hybrid.save_pretrained(tmp_path)
     saved = load_model(tmp_path, dtype="float32")
-    assert torch.equal(_logits(saved, ids), _logits(hybrid, ids))
+    assert torch.equal(logits_of(saved, ids), logits_of(hybrid, ids))
     text = _greedy(saved, ids, attention, use_cache=False)
     for implementation in ("dynamic", "static"):
         assert torch.equal(
@@ -219,11 +214,11 @@ def _greedy(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 
 def test_full_heads_are_without() -> None:
     model, ids = small_model(), tokens(2, 40)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     full = HeadMask.all_full(*mask_shape(model.config))
     apply_head_mask(model, full, Window(WINDOW))
     set_sink_bias(model, _bias(model))
-    torch.testing.assert_close(_logits(model, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(model, ids), expected, **_CLOSE)
     set_sink_bias(model, None)
     assert not [name for name in model.state_dict() if "sink_bias" in name]
     hybrid = materialize(model, full, Window(WINDOW))
@@ -336,7 +331,7 @@ def _log_likelihood(model: Any, calibration: CalibrationSet) -> float:
     total = 0.0
     for answered in calibration.examples:
         ids = torch.tensor([answered.input_ids])
-        logs = _logits(model, ids)[0].log_softmax(-1)
+        logs = logits_of(model, ids)[0].log_softmax(-1)
         first = ids.shape[1] - answered.answer_length
         for place in range(first, ids.shape[1]):
             total += float(logs[place - 1, ids[0, place]])

@@ -38,7 +38,15 @@ from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize
 from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
-from tests.hybrid_case import LAYERS, VOCABULARY, mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import (
+    LAYERS,
+    VOCABULARY,
+    logits_of,
+    mask_of,
+    random_mask,
+    small_model,
+    tokens,
+)
 from tests.unit.test_paper_map import ROOT, names_in
 
 WINDOW, SINKS, LENGTH, NEW = 6, 2, 20, 8
@@ -337,11 +345,6 @@ def test_an_engine_s_attention_is_refused(folder: Path, monkeypatch: pytest.Monk
             auto.from_config(config)
 
 
-def _whole(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids, use_cache=False).logits
-
-
 @pytest.mark.parametrize("by_position", [False, True])
 def test_a_loop_with_positions_and_no_mask(hybrid: Any, by_position: bool) -> None:
     """Greedy decoding as somebody writes it who knows transformers alone."""
@@ -406,7 +409,7 @@ def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
     cache, ids = _user_caches(hybrid)[number], tokens(2, LENGTH)
     parts = [hybrid(ids[:, a:b], past_key_values=cache) for a, b in ((0, 12), (12, 19), (19, 20))]
     torch.testing.assert_close(
-        torch.cat([part.logits for part in parts], dim=1), _whole(hybrid, ids), **_NEAR
+        torch.cat([part.logits for part in parts], dim=1), logits_of(hybrid, ids), **_NEAR
     )
     assert all(part.past_key_values is cache for part in parts) and len(cache) == LAYERS
     kind = StaticHybridCacheLayer if number == 2 else HybridCacheLayer
@@ -483,11 +486,11 @@ def test_the_decoder_alone_by_auto_model(hybrid: Any, folder: Path, tmp_path: Pa
     assert type(decoder).__name__ == "HybridQwen3Model"
     out = decoder(ids, torch.ones_like(ids))
     assert isinstance(out.past_key_values, HybridCache)
-    expected = _whole(hybrid, ids)
+    expected = logits_of(hybrid, ids)
     with torch.inference_mode():
         torch.testing.assert_close(hybrid.lm_head(out.last_hidden_state), expected, **_NEAR)
         rest = decoder(ids[:, :1], past_key_values=out.past_key_values).last_hidden_state
-        expected = _whole(hybrid, torch.cat([ids, ids[:, :1]], dim=1))[:, -1:]
+        expected = logits_of(hybrid, torch.cat([ids, ids[:, :1]], dim=1))[:, -1:]
         torch.testing.assert_close(hybrid.lm_head(rest), expected, **_NEAR)
     decoder.save_pretrained(tmp_path)
     assert "AutoModel" in json.loads((tmp_path / "config.json").read_text())["auto_map"]
