@@ -349,7 +349,8 @@ def _restarts(positions: Any) -> bool:
         if len(positions) == 3:
             return False
         positions = positions[0]
-    return bool((positions.diff(dim=-1) != 1).any())
+    # Of a single token, as decoding has it, nothing is read from the device.
+    return positions.shape[-1] > 1 and bool((positions.diff(dim=-1) != 1).any())
 
 
 def _prepare_pass(

@@ -371,6 +371,15 @@ def test_packed_rows_get_no_cache_and_a_wish_for_one_is_refused(hybrid: Any) -> 
             hybrid(tokens(1, LENGTH), position_ids=packed, **options)
 
 
+def test_positions_of_a_single_token_are_not_read(
+    hybrid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would wait for them in every step."""
+    cache = hybrid(tokens(1, 5)).past_key_values
+    monkeypatch.setattr(torch.Tensor, "diff", lambda *_, **__: pytest.fail("positions were read"))
+    hybrid(tokens(1, 1), past_key_values=cache, position_ids=torch.tensor([[5]]))
+
+
 def test_positions_of_images_may_start_again_in_height_and_width() -> None:
     """Of four planes the first has the positions in the text, which tell documents apart."""
     base, ids = small_model("qwen3_vl"), tokens(1, LENGTH)
