@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, load_json
-from bosch.window import Window, rising_menu
+from bosch.window import Window
 
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
@@ -85,26 +83,3 @@ def window_shares(rows: Sequence[LayerHeads]) -> dict[Window, float]:
         for window in rows[0]
         if window is not None
     }
-
-
-def heads_of_mask_file(path: str) -> list[LayerHeads]:
-    """KV heads of each layer by window, from a file that `HeadMaskFile` reads with all checks.
-
-    Raises UserError where it is no head mask.
-    """
-    try:
-        content = load_json(Path(path), CONFIG_LIMITS)
-        several = "window_sizes" in content
-        sizes = content["window_sizes"] if several else [content["window_size"]]
-        menu, heads = rising_menu(sizes, content["sinks"]), content["num_key_value_heads"]
-        rows: list[LayerHeads] = []
-        for row in content["swa_kv_heads"]:
-            counts = [len(part) for part in (row if several else [row])]
-            sliding = zip(menu, reversed(counts), strict=True)
-            rows.append({None: heads - sum(counts), **dict(sliding)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"search.mask: {path} is no head mask ({reason})") from None
-    if not rows or min(min(row.values()) for row in rows) < 0:
-        raise UserError(f"search.mask: {path} is no head mask")
-    return rows

@@ -175,14 +175,6 @@ def load_user_json(
         raise UserError(f"{where} cannot be read as JSON ({reason}); {advice}") from None
 
 
-def check_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> None:
-    """Raise ValueError for a file beyond the limits, before another library reads it as JSON.
-
-    It may still be no JSON. Raises OSError where it cannot be read.
-    """
-    check_json_text(read_within(path, limits.most_bytes), limits)
-
-
 def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON text in UTF-8; ValueError for whatever is wrong with it."""
     check_json_text(text, limits)
@@ -378,11 +370,6 @@ def irregular_entries(folder: Path) -> list[str]:
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 names.append(entry.name)
     return sorted(names)
-
-
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError, as `open_regular` does, before a library opens a file."""
-    open_regular(path).close()
 
 
 def sync_tree(folder: Path) -> None:

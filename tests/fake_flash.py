@@ -1,5 +1,7 @@
 """What flash-attn's two functions are documented to compute, in plain torch, in any dtype.
 
+`install` lets the backends for a GPU run by it.
+
 Query i of Tq sees key j of Tk where i' - left <= j <= i' + right, with i' = i + Tk - Tq; -1 is no
 bound, and `causal` makes right 0. Shapes: [B, T, H, D]; [total, H, D] with the int32 borders of
 sequences.
@@ -8,10 +10,28 @@ sequences.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention import varlen as torch_varlen
+
+from bosch.attention import flash, flex, varlen
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Let flash and varlen run by this module, and flex without a compiler, in small blocks."""
+    patch.setattr(flex, "FLEX_BLOCK", 16)
+    patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        patch.setitem(sys.modules, name, sys.modules[__name__])
+    patch.setattr(torch_varlen, "varlen_attn", varlen_attn)
+    for backend in (flash, varlen):  # rounding would hide faults
+        patch.setattr(backend, "HALF_DTYPES", (torch.float64, torch.float32))
 
 
 def flash_attn_func(
@@ -81,6 +101,13 @@ def flash_attn_varlen_func(
         sums.append(lse[0])
     out = torch.cat(outputs)
     return (out, torch.cat(sums, dim=1), None) if return_attn_probs else out
+
+
+def varlen_attn(*states: Any, scale: float, window_size: Any, enable_gqa: bool) -> Any:
+    """torch's varlen attention, as documented."""
+    query, key = states[:2]
+    assert query.shape[1] == key.shape[1] or enable_gqa
+    return flash_attn_varlen_func(*states, softmax_scale=scale, window_size=window_size)
 
 
 def backward(

@@ -11,7 +11,6 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from bosch.heads import HeadMask
 from bosch.model.loading import auto_class
 from bosch.model.search_mode import mask_shape
-from bosch.window import Window
 
 LAYERS, KV_HEADS, VOCABULARY = 3, 4, 61
 
@@ -47,6 +46,13 @@ _GEMMA4: dict[str, Any] = {
     "head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": KV_HEADS,
     "num_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, **OWN_WINDOW,
+}  # fmt: skip
+# The text decoder of each family that takes more than text; its vision tower is as small.
+_TEXT = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 # What differs from _SIZES, so that each family's peculiarities are at work.
 _EXTRA: dict[str, dict[str, Any]] = {
@@ -149,25 +155,10 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"],
         "moe_intermediate_size": 16, **_EXPERTS,
     },
-    "gemma3": {},
-    "gemma4": {},
-    "mistral3": {},
-    "qwen2_vl": {},
-    "qwen2_5_vl": {},
-    "qwen3_vl": {},
-    "qwen3_vl_moe": {},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
+    **{family: {} for family in _TEXT},
 }  # fmt: skip
-# The text decoder of each family that takes more than text; its vision tower is as small.
 # An older transformers has no code for the newest families (docs/reference/families.md).
 _EXTRA = {family: extra for family, extra in _EXTRA.items() if family in CONFIG_MAPPING}
-_TEXT = {
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
-    "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
 _MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
     "head_dim": 8,
@@ -262,15 +253,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def sees(
-    query: int, key: int, valid: list[bool], document: list[int], window: Window | None
-) -> bool:
-    """Whether slot `query` sees slot `key`; window None is a full head."""
-    if query == key:
-        return True
-    if key > query or not valid[key] or document[query] != document[key]:
-        return False
-    if window is None or query - key < window.size:
-        return True
-    place = sum(valid[j] and document[j] == document[key] for j in range(key))
-    return place < window.sinks
+def logits_of(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Logits of a pass without a cache."""
+    with torch.inference_mode():
+        return model(ids, use_cache=False, **options).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import decoder_layers
+from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
@@ -22,6 +24,9 @@ from tests.hybrid_case import KV_HEADS, VOCABULARY, small_model
 # The CPU build has attention kernels for these head dimensions from 32 on.
 SIZES = {"hidden_size": 256, "head_dim": 32}
 BLOCK, BATCH_TOKENS = 32, 64
+_RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+QUICKSTART = _RECIPES / "quickstart" / "base_model"
+QUICKSTART_MASK = HeadMaskFile.load(_RECIPES / "masks" / "quickstart" / "bosch_plus-0.958.json")
 
 
 def mask_of_counts(counts: Sequence[int], heads: int = KV_HEADS, seed: int = 1) -> HeadMask:
@@ -65,6 +70,16 @@ def save_menu_hybrid(folder: Path, family: str, sizes: Sequence[int]) -> HeadMas
     model = small_model(family, **SIZES).float()
     materialize(model, file.mask, file.windows).save_pretrained(folder)
     return file
+
+
+def save_quickstart(folder: Path, sinks: int = 0) -> None:
+    """Save the quickstart's hybrid, with so many sinks, and its tokenizer."""
+    windows = [Window(window.size, sinks) for window in QUICKSTART_MASK.windows]
+    base = load_model(QUICKSTART, dtype="float32")
+    materialize(base, QUICKSTART_MASK.mask, windows).save_pretrained(folder)
+    for source in QUICKSTART.iterdir():
+        if "token" in source.name or source.suffix == ".jinja":
+            shutil.copyfile(source, folder / source.name)
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

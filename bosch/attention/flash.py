@@ -28,8 +28,8 @@ def flash_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
     Decoding with a cache of fixed size, and an extra logit per head together with dropout, go the
-    way of the sdpa backend. Raises UserError for
-    a dtype other than float16 and bfloat16, and for padding between a row's tokens.
+    way of the sdpa backend. Raises UserError for a dtype other than float16 and bfloat16, and for
+    padding between a row's tokens.
     """
     key, dtype = call.key, call.query.dtype
     if dtype not in HALF_DTYPES:
@@ -45,35 +45,32 @@ def flash_kernel_attention(call: AttentionCall) -> Tensor:
 
 def _flash(group: GroupCall) -> Tensor:
     """Causal attention to the last keys given, [B, HQ, T, D]; flash-attn aligns them likewise."""
-    # By name: an import statement would make transformers ask for the package in the code file.
-    kernels = importlib.import_module("flash_attn")
     options: dict[str, Any] = {
         "dropout_p": group.dropout, "softmax_scale": group.transform.scaling, "causal": True,
         "window_size": _NO_WINDOW if group.window is None else group.window.flash,
     }  # fmt: skip
     query, key, value = (x.transpose(1, 2) for x in (group.query, group.key, group.value))
-    logits, context = group.transform.head_logits, group.context
-    out: Tensor
-    if context.is_plain:
-        if logits is not None:
-            kernel = _flash_kernel("flash_attn_func", "_flash_attn_backward", (), options)
-            return with_head_logits(kernel, query, key, value, logits).transpose(1, 2)
-        out = kernels.flash_attn_func(query, key, value, **options)
-        return out.transpose(1, 2)
-    count = key.shape[1]
-    segments = context.memo(("flash", count), lambda: _flash_segments(context, count, query.device))
-    key, value = (x.flatten(0, 1) for x in (key, value))
-    if segments.keys is not None:
-        key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
-    borders = segments[:4]
-    if logits is not None:
-        kernel = _flash_kernel(
-            "flash_attn_varlen_func", "_flash_attn_varlen_backward", borders, options
+    logits, context, shape = group.transform.head_logits, group.context, query.shape
+    function, backward = "flash_attn_func", "_flash_attn_backward"
+    borders: tuple[Any, ...] = ()
+    if not context.is_plain:
+        function, backward = "flash_attn_varlen_func", "_flash_attn_varlen_backward"
+        count = key.shape[1]
+        segments = context.memo(
+            ("flash", count), lambda: _flash_segments(context, count, query.device)
         )
-        out = with_head_logits(kernel, query.flatten(0, 1), key, value, logits)
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        if segments.keys is not None:
+            key, value = (x.index_select(0, segments.keys) for x in (key, value))
+        borders = segments[:4]
+    if logits is not None:
+        kernel = _flash_kernel(function, backward, borders, options)
+        out = with_head_logits(kernel, query, key, value, logits)
     else:
-        out = kernels.flash_attn_varlen_func(query.flatten(0, 1), key, value, *borders, **options)
-    return out.view(query.shape).transpose(1, 2)
+        # By name: an import statement would make transformers ask for the package in the code file.
+        package = importlib.import_module("flash_attn")
+        out = getattr(package, function)(query, key, value, *borders, **options)
+    return out.view(shape).transpose(1, 2)
 
 
 def _flash_kernel(

@@ -47,7 +47,7 @@ def fused_attention(
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and is_gpu(query) and not _flash_takes(query, key, value, mask):
-        key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         groups = 1
     with _allowed_kernels(query, key):
         return F.scaled_dot_product_attention(
@@ -70,13 +70,6 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
     if torch.compiler.is_compiling():
         return query.dtype in HALF_DTYPES
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
-
-
-def repeat_heads(states: Tensor, times: int) -> Tensor:
-    """[B, HKV, Tk, D] as [B, HKV * times, Tk, D], each head `times` in a row."""
-    rows, heads, length, dim = states.shape
-    repeated = states[:, :, None].expand(rows, heads, times, length, dim)
-    return repeated.reshape(rows, heads * times, length, dim)
 
 
 @contextlib.contextmanager

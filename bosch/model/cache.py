@@ -60,7 +60,6 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Cache of one layer in several tensors, each with the batch as its first dimension."""
 
     is_compileable = False
-
     is_sliding = False
     device: torch.device
 
@@ -115,7 +114,6 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
 
     is_croppable = True
-    is_compileable = False
     supports_early_init = False
 
     def __init__(self, layout: HeadLayout) -> None:
@@ -217,7 +215,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         left = max(0, self.length + tokens_to_remove)
         for cached in self.groups:
             window, held = cached.group.window, max(0, cached.keys.shape[2] + tokens_to_remove)
-            if window is not None and tokens_to_remove and held < min(left, window.past):
+            if window is not None and held < min(left, window.past):
                 raise RuntimeError(
                     "the cache of a sliding head no longer holds the tokens before the cut: call "
                     "activate_past_recording() before the tokens to be removed are added"
@@ -443,6 +441,11 @@ def _tensors(layer: Any) -> Iterator[Tensor | None]:
         yield from layer.tensors
     else:
         yield from (getattr(layer, "keys", None), getattr(layer, "values", None))
+    yield from _states(layer)
+
+
+def _states(layer: Any) -> Iterator[Tensor | None]:
+    """The states of fixed size that one layer of a cache holds."""
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
 
@@ -455,9 +458,4 @@ def state_bytes(model: Any) -> int:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.inference_mode():
         model.get_decoder()(input_ids=token, past_key_values=cache, use_cache=True)
-    return _storage_bytes(
-        tensor
-        for layer in cache.layers
-        for name in ("conv_states", "recurrent_states")
-        for tensor in getattr(layer, name, {}).values()
-    )
+    return _storage_bytes(state for layer in cache.layers for state in _states(layer))

@@ -17,7 +17,13 @@ from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
 from bosch.model.cache import HybridCache
 from bosch.model.families import split_fault
-from bosch.model.interface import attention_module, head_state, layouts_of, set_head_state
+from bosch.model.interface import (
+    attention_module,
+    head_state,
+    layouts_of,
+    required_state,
+    set_head_state,
+)
 
 # Of each group of a layer's heads, keys and values that the last chunk of a sequence sees.
 _LastSeen: TypeAlias = list[tuple[Tensor, ...]]
@@ -49,9 +55,7 @@ class ContextParallel:
         if fault is not None:
             raise UserError(f"runtime.context_parallel: the model cannot be split: {fault}; set 1")
         for module in _attending(model):
-            state = head_state(module)
-            assert state is not None
-            set_head_state(module, replace(state, attend=self._attend))
+            set_head_state(module, replace(required_state(module), attend=self._attend))
 
     @contextmanager
     def installed(self, model: Any) -> Iterator[None]:

@@ -21,7 +21,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
-    cache_utils,
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
@@ -47,10 +46,10 @@ from bosch.model.interface import (
     attention_modules,
     change_layout,
     check_shows_weights,
-    head_state,
     layouts_of,
     masks_for_generate,
     register_attention,
+    required_state,
     set_layouts,
 )
 from bosch.model.paged import PagedConfig, PagedView
@@ -318,7 +317,8 @@ def adopt_cache(model: Any, cache: Any) -> None:
     layers = getattr(cache, "layers", None)
     if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
         return
-    started = any(_holds_states(layer) for layer in layers)
+    # Each model has a layer with attention, and after any pass this holds keys.
+    started = any(getattr(layer, "keys", None) is not None for layer in layers)
     new: Cache | None = None
     if not started and isinstance(cache, DynamicCache):
         new = HybridCache.of(model)
@@ -338,15 +338,6 @@ def adopt_cache(model: Any, cache: Any) -> None:
     cache.layers, cache.layer_class_to_replicate = new.layers, None
 
 
-def _holds_states(layer: Any) -> bool:
-    """Whether a layer of a cache holds keys and values, or states of fixed size."""
-    if isinstance(layer, getattr(cache_utils, "DummyLayer", ())):
-        return False
-    return getattr(layer, "is_initialized", False) or any(
-        getattr(layer, "has_previous_state", {}).values()
-    )
-
-
 def _restarts(positions: Any) -> bool:
     """Whether positions start again within a row, as those of packed documents do.
 
@@ -358,6 +349,7 @@ def _restarts(positions: Any) -> bool:
         if len(positions) == 3:
             return False
         positions = positions[0]
+    # Of a single token, as decoding has it, nothing is read from the device.
     return positions.shape[-1] > 1 and bool((positions.diff(dim=-1) != 1).any())
 
 
@@ -376,9 +368,7 @@ def _prepare_pass(
         return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
-            state = head_state(module)
-            assert state is not None
-            check_shows_weights(state)
+            check_shows_weights(required_state(module))
     past, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     positions = kwargs.get("position_ids")
     if kwargs.get("attention_mask") is not None:

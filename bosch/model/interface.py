@@ -64,6 +64,14 @@ def head_state(module: nn.Module) -> HeadState | None:
     return getattr(module, _STATE, None)
 
 
+def required_state(module: nn.Module) -> HeadState:
+    """State of an attention module; raises ValueError where no head mask was applied."""
+    state = head_state(module)
+    if state is None:
+        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    return state
+
+
 def set_head_state(module: nn.Module, state: HeadState | None) -> None:
     """Set the state of an attention module, None to remove it; its weights are not touched."""
     if state is not None:
@@ -74,9 +82,7 @@ def set_head_state(module: nn.Module, state: HeadState | None) -> None:
 
 def change_layout(module: nn.Module, layout: HeadLayout) -> None:
     """Give an attention module that has a state another layout; all else of it stays."""
-    state = head_state(module)
-    assert state is not None
-    set_head_state(module, replace(state, layout=layout))
+    set_head_state(module, replace(required_state(module), layout=layout))
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
@@ -104,12 +110,7 @@ def layouts_of(model: Any) -> list[HeadLayout | None]:
     kinds = decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer in (*kinds.full, *kinds.windows):
-        state = head_state(attention_module(model, layer))
-        if state is None:
-            raise ValueError(
-                "no head mask is applied to this model: call bosch.apply_head_mask first"
-            )
-        layouts[layer] = state.layout
+        layouts[layer] = required_state(attention_module(model, layer)).layout
     return layouts
 
 
@@ -128,9 +129,7 @@ def attention_forward(
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D] or what a HybridCache returned. The weights are
     None unless `output_attentions` asks for them; raises UserError where the backend has none.
     """
-    state = head_state(module)
-    if state is None:
-        raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
+    state = required_state(module)
     shown = kwargs.get("output_attentions")
     if shown is None:
         shown = getattr(getattr(module, "config", None), "output_attentions", None)
@@ -187,7 +186,6 @@ def context_of_pass(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -212,7 +210,7 @@ def context_of_pass(
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    whole = attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
+    whole = attention_mask is not None and kv_length == attention_mask.shape[1]
     if whole and offset == 0 and not fixed:
         offset = kv_length - q_length
     valid = None
@@ -229,7 +227,7 @@ def context_of_pass(
     right_padded = (
         valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
     )
-    packable = attention_mask is None and offset == 0 and q_length > 1
+    packable = attention_mask is None and offset == 0
     if packable and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = torch.arange(1, q_length, device=device)[None]

@@ -20,6 +20,7 @@ from bosch.model.interface import (
     head_state,
     masks_for_generate,
     register_attention,
+    required_state,
     set_head_state,
     set_layouts,
 )
@@ -149,9 +150,7 @@ def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
         prepare_for_search(model)
     _check_not_hybrid(model)
     check_fit(model.config, mask, windows)
-    state = head_state(modules[0])
-    assert state is not None
-    _set_layouts(model, mask, windows, state.backend)
+    _set_layouts(model, mask, windows, required_state(modules[0]).backend)
 
 
 def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError, printable
-from bosch.files import CONFIG_LIMITS, JSON_LIMITS, MOST_LAYERS, check_json, load_json
+from bosch.files import (
+    CONFIG_LIMITS,
+    JSON_LIMITS,
+    MOST_LAYERS,
+    check_json_text,
+    load_json,
+    read_within,
+)
 from bosch.weight_files import INDEX
 
 # Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
@@ -84,7 +91,7 @@ def model_file_fault(path: Path) -> Iterator[str]:
     """The same for one JSON file of a model directory."""
     try:
         if path.name in _LARGE:
-            check_json(path, JSON_LIMITS)
+            check_json_text(read_within(path), JSON_LIMITS)
             return
         content = load_json(path, CONFIG_LIMITS)
         if not isinstance(content, dict):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from bosch.errors import RunError, UserError
-from bosch.files import JsonLimits, check_json_text, open_regular, require_regular
+from bosch.files import JsonLimits, check_json_text, open_regular
 from data_prep.documents.source_files import is_local
 from data_prep.text import Document, TextFile, decode_utf8
 
@@ -149,7 +149,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
 def _open_binary(path: Path) -> io.BufferedIOBase | BinaryIO:
     """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
     if is_compressed(path):
-        require_regular(path)
+        open_regular(path).close()  # no pipe, which would never end
         return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
     return open_regular(path)
 
@@ -261,7 +261,7 @@ def parquet_row_groups(path: Path, field: str) -> int:
 
 def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
     try:
-        require_regular(path)
+        open_regular(path).close()  # no pipe, which would never end
         # A text that is repeated stays one: a file of kilobytes may repeat a large one forever.
         return pq.ParquetFile(path, read_dictionary=list(texts))
     except _PARQUET_FAULTS as error:

@@ -60,12 +60,24 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
-        raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
+        raise UserError(f"{spec.path}: {_what_failed(spec)} ({reason})") from None
     if is_fast:  # also one that was converted from another form
         backend = tokenizer.backend_tokenizer
         parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
         check_growth(spec.path, {k: json.loads(v.__getstate__()) for k, v in parts.items() if v})
     return tokenizer
+
+
+def _what_failed(spec: TokenizerSpec) -> str:
+    """What of a directory transformers could not load: it looks for the tokenizer's class there."""
+    from transformers import AutoConfig
+
+    if os.path.isfile(Path(spec.path, "config.json")):
+        try:
+            AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        except Exception:
+            return "config.json could not be read, and the tokenizer's class goes by it"
+    return "no tokenizer could be loaded from here"
 
 
 def _check_files(spec: TokenizerSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from bosch.backends import lacking
-from bosch.budget import LayerHeads, check_granularity, even_layout, heads_of_mask_file
+from bosch.budget import LayerHeads, check_granularity, even_layout
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
@@ -270,7 +271,14 @@ class SearchConfig(Section):
         return [{None: full, self.menu[-1]: heads - full} for full in counts]
 
     def _given_rows(self, kinds: DecoderLayers) -> list[LayerHeads]:
-        rows, layers, heads = heads_of_mask_file(str(self.mask)), len(kinds.full), kinds.heads
+        # By name: it loads numpy, which recipes of other methods do without.
+        load = importlib.import_module("bosch.heads").HeadMaskFile.load
+        try:
+            file = load(str(self.mask))
+        except UserError as fault:
+            raise UserError(f"search.mask: {fault}") from None
+        rows: list[LayerHeads] = file.mask.heads_per_layer(file.windows)
+        layers, heads = len(kinds.full), kinds.heads
         if len(rows) != layers or any(sum(row.values()) != heads for row in rows):
             raise UserError(
                 f"search.mask: {self.mask} is no mask for {layers} layers of {heads} KV heads"

@@ -212,7 +212,7 @@ def test_damaged_file_is_named_whoever_reads_it(model, corpus, tmp_path, workers
         (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',
-            "damaged: no tokenizer could be loaded .*'rms_norm_eps' expected float",
+            r"damaged: config\.json could not be read, .*'rms_norm_eps' expected float",
         ),
     ],
 )

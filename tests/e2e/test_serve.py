@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,50 +14,27 @@ import pytest
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from tests.hybrid_case import random_mask, small_model
+from tests.model_server import running
 from tests.tiny_data import tiny_tokenizer
 
 openai = pytest.importorskip("openai", reason="the extra 'serve' is not installed")
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
 
-WINDOW, NEW, START_SECONDS = 7, 16, 300
+WINDOW, NEW = 7, 16
 PROMPT = "A statement that raises an exception is one of the simple statements of the language."
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
 def _server(model: Path, work: Path) -> Iterator[str]:
     """`transformers serve` for `model` on the loopback; its address."""
-    address = f"http://127.0.0.1:{(port := _free_port())}"
-    command = [Path(sys.executable).with_name("transformers"), "serve", model]
-    options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
+    options = ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port"]
     environment = dict(os.environ, HF_MODULES_CACHE=str(work / "cache"), OMP_NUM_THREADS="1")
-    with open(work / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [*command, *options], cwd=work, env=environment, stdout=log, stderr=log
-        )
-        try:
-            _wait(process, f"{address}/health", work / "server.log")
-            yield address
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            if urllib.request.urlopen(address, timeout=5).status == 200:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"no answer in {START_SECONDS} s: {log.read_text()}")
+    with running(
+        lambda port: [*command, *options, port], work / "server.log", cwd=work, env=environment
+    ) as address:
+        yield address
 
 
 def _greedy(model: Any, tokenizer: Any) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,31 +26,26 @@ from mlx_lm.utils import load
 from transformers import AutoTokenizer
 
 from bosch.errors import UserError
-from bosch.heads import HeadMaskFile
 from bosch.mlx.models import register
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
-from bosch.model.loading import load_model
-from bosch.model.materialize import materialize
 from bosch.window import Window
-from tests.vllm_case import load_reference, random_prompts, save_hybrid
+from tests.model_server import running
+from tests.vllm_case import (
+    QUICKSTART,
+    QUICKSTART_MASK,
+    load_reference,
+    random_prompts,
+    save_hybrid,
+    save_quickstart,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "recipes" / "quickstart" / "base_model"
-MASK = HeadMaskFile.load(ROOT / "recipes" / "masks" / "quickstart" / "bosch_plus-0.958.json")
 COMMAND = [sys.executable, "-m", "bosch.mlx"]
 _STEP = 256  # tokens by which mlx-lm's caches grow
 _PATIENCE_SECONDS = 300
 
 register()
-
-
-def save_quickstart(folder: Path, sinks: int) -> None:
-    windows = [Window(window.size, sinks) for window in MASK.windows]
-    materialize(load_model(BASE, dtype="float32"), MASK.mask, windows).save_pretrained(folder)
-    for source in BASE.iterdir():
-        if "token" in source.name:
-            shutil.copyfile(source, folder / source.name)
 
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["no sinks", "4 sinks"])
@@ -102,7 +95,8 @@ def text_after(model: Any, prompt: str, tokens: int) -> str:
 
 
 def size_of(folder: Path, model: Any) -> CacheSize:
-    rows = MASK.mask.heads_per_layer([Window(w.size, _sinks(folder)) for w in MASK.windows])
+    windows = [Window(w.size, _sinks(folder)) for w in QUICKSTART_MASK.windows]
+    rows = QUICKSTART_MASK.mask.heads_per_layer(windows)
     return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4)
 
 
@@ -196,7 +190,7 @@ def test_experts_are_converted_once(tmp_path: Path) -> None:
     """A hybrid joins experts and mlx-lm stacks them; what is in its own format stays as it is."""
     save_hybrid(tmp_path / "hybrid", "qwen3_moe", [1, 3, 2], 8)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(BASE / name, tmp_path / "hybrid" / name)
+        shutil.copyfile(QUICKSTART / name, tmp_path / "hybrid" / name)
     outputs = []
     source = tmp_path / "hybrid"
     for n in range(2):
@@ -221,28 +215,11 @@ def test_the_command_prints_these_tokens(
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [*COMMAND, "server", "--model", str(folder), "--port", str(port)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, "no server"
-                time.sleep(0.5)
+def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    command = [*COMMAND, "server", "--model", str(folder), "--port"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running(lambda port: [*command, port], log, cwd=ROOT) as url:
         yield url
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
 
 
 def test_the_server_answers_clients_at_once(

@@ -18,15 +18,10 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.train import trainable
 from stages.train.optimizer import parameter_groups
-from tests.hybrid_case import LAYERS, random_mask, small_model, tokens
+from tests.hybrid_case import LAYERS, logits_of, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
 MISSING = "the extra 'adapt' is not installed"
-
-
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids).logits
 
 
 def _hybrid(folder: Path) -> Any:
@@ -89,13 +84,13 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
     small = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config())
     small.save_pretrained(tmp_path / "int8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
-    expected = _logits(hybrid, ids)
-    full = _logits(small_model(hidden_size=64, head_dim=16), ids)
+    expected = logits_of(hybrid, ids)
+    full = logits_of(small_model(hidden_size=64, head_dim=16), ids)
     for model in (small, again):
         assert is_hybrid(model.config) and layouts_of(model) == layouts_of(hybrid)
         projection = model.model.layers[0].self_attn.q_proj
         assert _int8_of(projection.weight).dtype == torch.int8
-        error = (_logits(model, ids) - expected).abs().mean()
+        error = (logits_of(model, ids) - expected).abs().mean()
         assert 0 < error < 0.1 * (full - expected).abs().mean()
         cache = model.new_cache()
         generated = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
@@ -104,7 +99,7 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
             for cached, group in zip(layer.groups, layout.groups, strict=True):
                 held = LENGTH + NEW - 1 if group.window is None else WINDOW - 1
                 assert cached.keys.shape[1:3] == (len(group.heads), held)
-    assert torch.equal(_logits(small, ids), _logits(again, ids))
+    assert torch.equal(logits_of(small, ids), logits_of(again, ids))
 
 
 def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
@@ -126,20 +121,20 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     model.eval()
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     with model.disable_adapter():
-        assert (_logits(model, ids) - expected).abs().max() > 0.05
+        assert (logits_of(model, ids) - expected).abs().max() > 0.05
     model.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.equal(weight, before[name]) for name, weight in plain.state_dict().items())
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    assert torch.equal(_logits(loaded, ids), expected)
+    assert torch.equal(logits_of(loaded, ids), expected)
 
     merged = loaded.merge_and_unload()
-    torch.testing.assert_close(_logits(merged, ids), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(merged, ids), expected, rtol=1e-4, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert is_hybrid(again.config) and torch.equal(_logits(again, ids), _logits(merged, ids))
+    assert is_hybrid(again.config) and torch.equal(logits_of(again, ids), logits_of(merged, ids))
 
 
 def test_a_prefix_by_peft() -> None:

@@ -88,12 +88,17 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
         (_LAYOUT | {"sinks": -1}, "sinks"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 5]}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, -1]}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3.0]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": "123"}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"sink": "biased"}, "sink must be missing, or bias where sinks is 0, found 'bi"),
         (_SEVERAL | {"window_sizes": [9, WINDOW]}, "window_sizes must rise from each to the next"),
         (_SEVERAL | {"window_sizes": [WINDOW, "9"]}, "window_size must be an integer"),
         (_SEVERAL | {"window_sizes": WINDOW}, "window_sizes must be a list"),
         ({**_SEVERAL, "swa_kv_heads_per_layer": None}, "2 numbers, one for each window"),
         (_SEVERAL | {"swa_kv_heads_per_layer": [[2, 1], [1, 1], [1]]}, "2 numbers, one for each"),
+        (_SEVERAL | {"swa_kv_heads_per_layer": [[2, 1], [1, 1]]}, "2 numbers, one for each"),
+        (_SEVERAL | {"swa_kv_heads_per_layer": [[4, -1], [1, 1], [0, 1]]}, "2 numbers, one for"),
         (_SEVERAL | {"full_kv_heads_per_layer": [2, 2, 3]}, "which with its full heads make 4"),
         (_LAYOUT | {"window_sizes": [WINDOW, 9]}, "must hold full_kv_heads_per_layer, sinks, swa"),
     ],
@@ -186,12 +191,13 @@ def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
 
 
 def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:
-    """On the CPU safetensors maps the file; a search reads its weights for days."""
-    small_model().save_pretrained(tmp_path)
+    """On the CPU safetensors maps the file, buffers too; a search reads its weights for days."""
+    small_model("glm4_moe").save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32", device="cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weights = tmp_path / "model.safetensors"
     with weights.open("r+b") as file:
-        file.seek(weights.stat().st_size // 4)
-        file.write(bytes(weights.stat().st_size // 2))
+        first = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(first)
+        file.write(b"x" * (weights.stat().st_size - first))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,69 +1,46 @@
-"""HybridCache: what it holds, and that decoding with it equals computing everything again."""
+"""The caches: what they hold, and that decoding with them equals computing everything again.
+
+The static one does it in memory of a fixed size, and decoding with it compiles once.
+"""
 
 from __future__ import annotations
 
-import gc
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.heads import HeadMask
-from bosch.model.cache import HybridCache, HybridCacheLayer
+from bosch.model.cache import HybridCache
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
 from bosch.model.materialize import materialize
-from bosch.model.static_cache import StaticHybridCache
+from bosch.model.search_mode import apply_head_mask
+from bosch.model.static_cache import StaticHybridCache, StaticHybridCacheLayer
 from bosch.window import Window
 from tests.attention_case import full_first
-from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
 
-WINDOW = 6
+WINDOW, LENGTH = 6, 30
+_NEAR = {"rtol": 1e-4, "atol": 1e-5}
+_KINDS = {"dynamic": HybridCache, "static": StaticHybridCache}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        yield
 
 
 def _hybrid(sinks: int) -> Any:
     return materialize(small_model(), random_mask(), Window(WINDOW, sinks))
-
-
-def _most_of_windows(layer: Any) -> int:
-    """Most tokens that a sliding head of a layer's cache holds."""
-    sliding = [cached for cached in layer.groups if cached.group.window is not None]
-    return max((cached.keys.shape[2] for cached in sliding), default=0)
-
-
-def _in_chunks(model: Any, ids: torch.Tensor, sizes: list[int], **kwargs: Any) -> torch.Tensor:
-    cache, outputs, start = model.new_cache(), [], 0
-    mask = kwargs.get("attention_mask")
-    for size in sizes:
-        part = {"input_ids": ids[:, start : start + size], "past_key_values": cache}
-        if mask is not None:
-            part["attention_mask"] = mask[:, : start + size]
-            part["position_ids"] = kwargs["position_ids"][:, start : start + size]
-        outputs.append(model(**part).logits)
-        start += size
-        for layer in cache.hybrid_layers:
-            assert _most_of_windows(layer) <= WINDOW - 1
-    assert start == ids.shape[1]
-    return torch.cat(outputs, dim=1)
-
-
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("sizes", [[30], [20] + [1] * 10, [2, 5, 1, 6, 8, 1, 7]])
-def test_left_padding_equals_each_row_alone(sinks: int, sizes: list[int]) -> None:
-    """Also where a row starts long after the first chunk: its sinks are its own first tokens."""
-    model, ids = _hybrid(sinks), tokens(3, 30)
-    pads = [0, 4, 17]
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = _in_chunks(model, ids, sizes, attention_mask=mask, position_ids=positions)
-    for row, pad in enumerate(pads):
-        alone = model(ids[row : row + 1, pad:], use_cache=False).logits
-        torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 40])
@@ -91,37 +68,11 @@ def test_the_formula_is_what_the_caches_hold(
         assert size.dynamic(length) == size.original(length)
 
 
-def test_prefill_is_freed_not_only_sliced_off() -> None:
-    """The storage of the prompt's keys must be gone while the cache lives."""
-    layer = HybridCacheLayer(full_first(1, 4, Window(16)))
-    keys, values = torch.zeros(1, 4, 1000, 8), torch.zeros(1, 4, 1000, 8)
-    layer.update(keys, values)
-    layer.settle(AttentionContext(1000))
-    gc.collect()
-    assert layer.num_bytes == 2 * 4 * 8 * (1000 + 3 * 15)
-    assert layer.groups[1].keys.untyped_storage().nbytes() == 3 * 15 * 8 * 4
-
-
-def test_chunked_prefill_needs_no_more_for_a_longer_prompt() -> None:
-    """At no time do sliding heads hold more than the window, the sinks and one chunk."""
-    layout, chunk, sinks = full_first(0, 4, Window(16, 3)), 32, 3
-    entry = 2 * 4 * 8 * 4  # bytes of keys and values: heads, dimensions, float32
-    peaks = []
-    for length in (128, 1024):
-        layer, lengths = HybridCacheLayer(layout), []
-        for start in range(0, length, chunk):
-            states = torch.zeros(1, 4, chunk, 8)
-            keys, _ = layer.update(states, states.clone())
-            lengths.append(layer.num_bytes)
-            keys.settle(AttentionContext(chunk, start))
-            lengths.append(layer.num_bytes)
-        assert lengths[-1] == entry * (16 - 1 + sinks)
-        peaks.append(max(lengths))
-    assert peaks == [entry * (16 - 1 + sinks + chunk)] * 2
-
-
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("sinks", "more"), [(0, ()), (4, ()), (2, (3, 15))])
-def test_generate_equals_generate_without_cache(sinks: int, more: tuple[int, ...]) -> None:
+def test_generate_equals_generate_without_cache(
+    kind: str, sinks: int, more: tuple[int, ...]
+) -> None:
     """Left padding, beams and chunks of a prompt, with one window and with three."""
     model = _hybrid(sinks)
     if more:
@@ -130,30 +81,16 @@ def test_generate_equals_generate_without_cache(sinks: int, more: tuple[int, ...
         model = materialize(small_model(), HeadMask.of_choices(choices), windows)
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
-    chunked = {"prefill_chunk_size": 6}
-    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, chunked):
-        generated = [
-            model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=12,
-                do_sample=False,
-                use_cache=use,
-                **(options if use or options is not chunked else {}),
+    cached: dict[str, Any] = {"cache_implementation": "static"} if kind == "static" else {}
+    for beams in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **beams}
+        expected = model.generate(ids, use_cache=False, **options)
+        for chunks in ({}, {"prefill_chunk_size": 6}):
+            output = model.generate(
+                ids, return_dict_in_generate=True, **options, **cached, **chunks
             )
-            for use in (True, False)
-        ]
-        assert torch.equal(*generated)
-
-
-def test_generate_uses_and_returns_the_hybrid_cache() -> None:
-    model = _hybrid(0)
-    generated = model.generate(
-        tokens(1, 20), max_new_tokens=5, do_sample=False, return_dict_in_generate=True
-    )
-    assert isinstance(generated.past_key_values, HybridCache)
-    assert max(_most_of_windows(x) for x in generated.past_key_values.hybrid_layers) == WINDOW - 1
-    assert isinstance(model(tokens(1, 5), use_cache=True).past_key_values, HybridCache)
+            assert torch.equal(output.sequences, expected)
+            assert type(output.past_key_values) is _KINDS[kind]
 
 
 @pytest.mark.parametrize("draft", ["model", "hybrid", "prompt"])
@@ -169,27 +106,6 @@ def test_assisted_generation_is_exact(draft: str) -> None:
     }
     assisted = model.generate(ids, max_new_tokens=12, do_sample=False, **drafts[draft])
     assert torch.equal(alone, assisted)
-
-
-def test_crop_takes_back_what_was_recorded_and_refuses_what_was_not() -> None:
-    model, ids = _hybrid(2), tokens(1, 30)
-    whole = model(ids, use_cache=False).logits
-    cache = model.new_cache()
-    cache.activate_past_recording()
-    model(ids[:, :20], past_key_values=cache)
-    model(tokens(1, 5, seed=9), past_key_values=cache)
-    cache.crop(-5)
-    assert cache.get_seq_length() == 20
-    rest = model(ids[:, 20:], past_key_values=cache).logits
-    torch.testing.assert_close(rest, whole[:, 20:], rtol=1e-4, atol=1e-5)
-    forgetful = model.new_cache()
-    model(ids[:, : WINDOW - 2], past_key_values=forgetful)
-    model(tokens(1, 1, seed=9), past_key_values=forgetful)
-    forgetful.crop(-1)  # nothing has left the window yet
-    rest = model(ids[:, WINDOW - 2 :], past_key_values=forgetful).logits
-    torch.testing.assert_close(rest, whole[:, WINDOW - 2 :], rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        forgetful.crop(-3)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -224,27 +140,6 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
                 assert (sliding.sink_keys is not None) == bool(sinks and left > past)
 
 
-def test_sinks_that_come_once_the_window_is_full() -> None:
-    layer = HybridCacheLayer(full_first(0, 1, Window(2, 4)))
-    for number in range(7):
-        states = torch.full((1, 1, 1, 1), float(number))
-        layer.update(states, states)
-        layer.settle(AttentionContext(1, number))
-    assert layer.groups[0].sink_keys.flatten().tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
-    model, ids = _hybrid(sinks), tokens(1, 20)
-    expected = model(ids, use_cache=False).logits
-    for cache in (model.new_cache(), model.new_static_cache(30)):
-        model(tokens(1, 20, seed=9), past_key_values=cache)
-        cache.crop(-20)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()  # transformers empties states in place
 @pytest.mark.parametrize(
     "family, recorded, static, says",
     [
@@ -258,11 +153,14 @@ def test_a_cache_cropped_to_nothing_takes_another_text(sinks: int) -> None:
 def test_a_refused_crop_changes_no_layer(
     family: str, recorded: bool, static: bool, says: str
 ) -> None:
-    """Though the first layer, all full, could take tokens back; and all tokens always can be."""
+    """Though the first layer, all full, could take tokens back.
+
+    All tokens always can be, and the cache then takes another text.
+    """
     base, ids = small_model(family), tokens(1, 14)
     is_full = mask_of(base.config).is_full.copy()
     is_full[0] = True
-    model = materialize(base, HeadMask(is_full), Window(4))
+    model = materialize(base, HeadMask(is_full), Window(4, 2))
     cache = model.new_static_cache(14) if static else model.new_cache()
     if recorded:
         cache.activate_past_recording()
@@ -271,10 +169,12 @@ def test_a_refused_crop_changes_no_layer(
     with pytest.raises(RuntimeError, match=says):
         cache.crop(-2)
     rest = model(ids[:, 9:], past_key_values=cache).logits
-    torch.testing.assert_close(rest, whole[:, 9:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rest, whole[:, 9:], **_NEAR)
     cache.crop(-20)
-    again = model(ids, past_key_values=cache).logits
-    torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-5)
+    other = tokens(1, 14, seed=9)
+    again = [model(part, past_key_values=cache).logits for part in other.split(8, dim=1)]
+    whole = model(other, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(again, dim=1), whole, **_NEAR)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
@@ -301,7 +201,6 @@ def test_the_caches_have_what_transformers_own_have(family: str) -> None:
         assert ours.max_cache_len == ours.get_max_length()
 
 
-@torch.no_grad()
 def test_layers_change_their_rows_and_come_back_from_the_host() -> None:
     """As other libraries ask of transformers' own layers, one by one."""
     model, ids = _hybrid(2), tokens(2, 20)
@@ -314,10 +213,9 @@ def test_layers_change_their_rows_and_come_back_from_the_host() -> None:
         layer.batch_select_indices(torch.tensor([3, 0]))
     logits = model(ids[:, 15:].flip(0), past_key_values=cache).logits
     whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
-    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, whole, **_NEAR)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "lfm2"])
 def test_reset_and_batch_changes(family: str) -> None:
     base, ids = small_model(family), tokens(2, 20)
@@ -329,9 +227,195 @@ def test_reset_and_batch_changes(family: str) -> None:
     cache.batch_select_indices(torch.tensor([0, 3]))
     logits = model(ids[:, 15:].flip(0), past_key_values=cache).logits
     whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
-    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, whole, **_NEAR)
     cache.reset()
     assert cache.get_seq_length() == 0 and not any(layer.groups for layer in cache.hybrid_layers)
     torch.testing.assert_close(
         model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits
     )
+
+
+def _few_layers(layers: int, sinks: int) -> Any:
+    """Compiling takes seconds for each layer."""
+    model = small_model(num_hidden_layers=layers)
+    return materialize(model, HeadMask(random_mask().is_full[:layers]), Window(WINDOW, sinks))
+
+
+def _left_padded(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Padding masks with more and more padding, and the positions of the tokens."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row, pad in enumerate((0, 4, 17)[:batch]):
+        mask[row, :pad] = 0
+    return mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _in_chunks(forward: Any, cache: Any, ids: Tensor, sizes: list[int], **padded: Any) -> Tensor:
+    outputs, start = [], 0
+    for size in sizes:
+        stop, part = start + size, {}
+        if padded:
+            part["attention_mask"] = padded["attention_mask"][:, :stop]
+            part["position_ids"] = padded["position_ids"][:, start:stop]
+        outputs.append(forward(input_ids=ids[:, start:stop], past_key_values=cache, **part).logits)
+        start = stop
+    assert start == ids.shape[1] == int(cache.get_seq_length())
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1] * 30,
+        [30],
+        [3] + [1] * 27,
+        [20] + [1] * 10,
+        [3, 5, 1, 6, 7, 1, 7],
+        [WINDOW - 1, WINDOW, WINDOW + 1, 12],
+    ],
+    ids=["tokens", "whole", "short", "prefill", "chunks", "window"],
+)
+def test_any_chunking_equals_one_pass_without_a_cache(
+    sizes: list[int], sinks: int, padding: bool
+) -> None:
+    model, ids = _hybrid(sinks), tokens(3, LENGTH)
+    mask, positions = _left_padded(3, LENGTH)
+    padded = {"attention_mask": mask, "position_ids": positions} if padding else {}
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False, **padded).logits
+    real = mask.bool() if padding else torch.ones_like(ids, dtype=torch.bool)
+    for backend in ("sdpa", "eager"):
+        model.set_attn_implementation(backend)
+        for cache in (model.new_static_cache(LENGTH + 3), model.new_cache()):
+            result = _in_chunks(model, cache, ids, sizes, **padded)
+            torch.testing.assert_close(result[real], expected[real], **_NEAR)
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
+    """Over two calls of different lengths, the first of them the longer one.
+
+    The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile.
+    """
+    model = _few_layers(1, sinks)
+    compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiling._compile_all_devices = True
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (20, 13):
+            ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+            mask[1, : length - 2] = 0
+            options = {
+                "attention_mask": mask, "max_new_tokens": 8, "do_sample": False,
+                "output_logits": True, "return_dict_in_generate": True,
+            }  # fmt: skip
+            output, expected = (
+                model.generate(ids, **options, **more)
+                for more in (
+                    {"cache_implementation": "static", "compile_config": compiling},
+                    {"use_cache": False},
+                )
+            )
+            assert torch.equal(output.sequences, expected.sequences)
+            torch.testing.assert_close(output.logits, expected.logits, **_NEAR)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# transformers compiles no steps of beams.
+@pytest.mark.parametrize(("beams", "graphs"), [(1, 2), (2, 1)])
+def test_generate_compiles_the_chunks_of_a_prompt(beams: int, graphs: int) -> None:
+    model, ids = _few_layers(1, 4), tokens(2, 24)
+    compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiling._compile_all_devices = True
+    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": beams}
+    result = model.generate(
+        ids, cache_implementation="static", compile_config=compiling, prefill_chunk_size=8,
+        **options,
+    )  # fmt: skip
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert torch.equal(result, model.generate(ids, **options))
+
+
+def test_static_cache_of_transformers_is_exact_in_both_modes() -> None:
+    """It holds every token of every head; decoding with it compiles as well."""
+    ids, hybrid = tokens(2, LENGTH), _hybrid(4)
+    searched = small_model()
+    apply_head_mask(searched, random_mask(), Window(WINDOW, 4))
+    for model in (hybrid, searched):
+        expected = model(ids, use_cache=False).logits
+        cache = StaticCache(model.config, LENGTH)
+        result = _in_chunks(model, cache, ids, [12, 5, *[1] * 13])
+        torch.testing.assert_close(result, expected, **_NEAR)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    generated = [
+        m.generate(ids, cache_implementation="static", **options) for m in (hybrid, searched)
+    ]
+    assert torch.equal(*generated)
+
+
+def test_reorder_keeps_the_tensors_and_moves_the_rows() -> None:
+    model, ids = _hybrid(2), tokens(2, 20)
+    cache = model.new_static_cache(20)
+    model(ids[:, :15], past_key_values=cache)
+    places = [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert places == [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors]
+    result = model(ids[:, 15:].flip(0), past_key_values=cache).logits
+    whole = model(ids, use_cache=False).logits[:, 15:].flip(0)
+    torch.testing.assert_close(result, whole, **_NEAR)
+    cache.reset()
+    torch.testing.assert_close(
+        model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits
+    )
+
+
+def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None:
+    model, ids = _hybrid(2), tokens(1, 20)
+    cache = model.new_static_cache(20)
+    model(ids[:, :3], past_key_values=cache)
+    model(tokens(1, 3, seed=9), past_key_values=cache)
+    cache.crop(-3)
+    rest = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((3, 4), (4, 5), (5, 20))]
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(rest, 1), whole[:, 3:], **_NEAR)
+    cache.crop(0)
+    with pytest.raises(RuntimeError, match=r"of 20 .* hold the last 6; use the dynamic cache"):
+        cache.crop(-1)
+    assert int(cache.get_seq_length()) == 20
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(1)
+    for layer, removed in zip(cache.layers, (20, 99), strict=False):
+        layer.crop(-removed)
+        assert int(layer.get_seq_length()) == 0
+
+
+def test_a_pass_beyond_the_end_is_refused() -> None:
+    layer = StaticHybridCacheLayer(full_first(1, 2, Window(4)), 10)
+    states = torch.zeros(1, 2, 8, 4)
+    layer.update(states, states)
+    with pytest.raises(ValueError, match="room for 10 tokens and would get 16"):
+        layer.update(states, states)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_of_transformers_that_holds_states_keeps_them(
+    kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The original reads the prompt, its hybrid of full heads resumes from there, and says so."""
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    original, ids = small_model(), tokens(2, LENGTH)
+    expected = original(ids).logits[:, 12:]
+    cache = StaticCache(original.config, LENGTH) if kind == "static" else DynamicCache()
+    original(ids[:, :12], past_key_values=cache)
+    hybrid = materialize(small_model(), HeadMask.all_full(LAYERS, KV_HEADS), Window(WINDOW))
+    layers = cache.layers
+    result = hybrid(ids[:, 12:], past_key_values=cache).logits
+    assert cache.layers is layers
+    assert "keep all tokens and save no memory" in capfd.readouterr().err + caplog.text
+    torch.testing.assert_close(result, expected, **_NEAR)
+
+
+def test_a_static_cache_has_the_room_that_is_asked_for() -> None:
+    options = {"max_cache_len": 40, "max_new_tokens": 2, "return_dict_in_generate": True}
+    output = _hybrid(0).generate(tokens(1, 5), cache_implementation="static", **options)
+    assert output.past_key_values.get_max_length() == 40

@@ -1,9 +1,11 @@
-"""A hybrid model loads by transformers alone, through the code file it carries."""
+"""A hybrid loads by transformers alone, through its code file, or with bosch, imported any time."""
 
 from __future__ import annotations
 
-import ast
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import bosch
 from bosch.heads import HeadMask
 from bosch.model import code_file
 from bosch.model.configuration import hybrid_config_class
@@ -22,7 +25,7 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
-from tests.elsewhere import ROOT, run_elsewhere
+from tests.elsewhere import ROOT, run_elsewhere, run_python
 from tests.hybrid_case import FAMILY_NAMES, LIKE_ANOTHER, mask_of, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
@@ -220,28 +223,11 @@ def test_whatever_bosch_loaded_carries_the_file_when_saved(tmp_path: Path) -> No
     assert written == code_file.code_file(FAMILIES["qwen3"])
 
 
-def test_the_code_file_is_python_that_names_no_bosch_module() -> None:
-    """Between its docstring and its last lines it is the same for all families."""
-    files = [code_file.code_file(FAMILIES[name]) for name in SAMPLE]
-    tree = ast.parse(files[0])
-    modules = {
-        module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for module in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-        )
-    }
-    assert "torch" in modules and not [m for m in modules if m.partition(".")[0] == "bosch"]
-    begin, end = "from __future__", "def code_file("
-    shared = files[0][files[0].index(begin) : files[0].rindex(end)]
-    for family, text in zip(SAMPLE, files, strict=True):
-        assert text.count(shared) == 1, family
-        rest = ast.parse(text.replace(shared, ""))
-        assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(rest))
-        assert FAMILIES[family].model_class in text.rpartition(end)[2]
+def test_the_code_file_imports_nothing_of_bosch() -> None:
+    """Not within a function either, which the tests above may not call."""
+    text = code_file.code_file(FAMILIES["qwen3"])
+    assert re.search(r"^ *import torch$", text, re.M)
+    assert not re.search(r"^ *(import|from) bosch", text, re.M)
 
 
 def test_modules_that_cannot_stand_in_one_file_are_refused(
@@ -253,3 +239,78 @@ def test_modules_that_cannot_stand_in_one_file_are_refused(
     monkeypatch.setattr(code_file, "MODULES", ("model/families.py",))
     with pytest.raises(RuntimeError, match=r"families\.py imports \['UserError'\]"):
         code_file.code_file.__wrapped__(FAMILIES["qwen3"])
+
+
+def test_masks_and_errors_need_no_torch() -> None:
+    code = (
+        "import sys, bosch\n"
+        "from bosch.errors import UserError\n"
+        "from bosch.heads import HeadMask\n"
+        "bosch.Window(4), bosch.HeadMask, bosch.swa_budget\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    _save("qwen3", path)
+    return path
+
+
+_LOAD = "print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)"
+
+
+def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
+    shown = run_python(
+        f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
+        "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
+        f"from transformers import AutoModelForCausalLM; {_LOAD}\n"
+        "import sys; other = 'transformers.models.llama.modeling_llama'\n"
+        "print('another family' if other in sys.modules else 'this family alone')"
+    )
+    assert shown.splitlines() == ["7", "HybridQwen3ForCausalLM", "this family alone"]
+
+
+def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> None:
+    """A plain load must never run full attention under another name."""
+    shown = run_python(
+        f"from transformers import AutoModelForCausalLM; path = {str(hybrid_dir)!r}\n"
+        "try:\n"
+        "    AutoModelForCausalLM.from_pretrained(path)\n"
+        "except ValueError as error:\n"
+        "    print('trust_remote_code=True' in str(error))\n"
+        f"import bosch; {_LOAD}"
+    )
+    assert shown.split()[-2:] == ["True", "HybridQwen3ForCausalLM"]
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bosch.nothing  # noqa: B018
+    assert all(getattr(bosch, name) is not None for name in bosch.__all__)
+
+
+@pytest.mark.parametrize("name", ["PreTrainedModel", "Qwen3Config", "Trainer", "pipeline"])
+def test_bosch_first_then_anything_of_transformers(name: str) -> None:
+    """Registration must not import transformers' models while transformers itself is loading."""
+    shown = run_python(
+        f"import bosch; from transformers import {name}, AutoConfig\n"
+        "print(type(AutoConfig.for_model('hybrid_qwen3')).__name__)"
+    )
+    assert shown.split() == ["HybridQwen3Config"]
+
+
+def test_a_config_is_unpickled_in_a_process_that_has_made_none() -> None:
+    """An engine hands a model's configuration to its processes."""
+    pack = (
+        "import pickle\n"
+        "from bosch.model.configuration import hybrid_config_class\n"
+        "from bosch.model.families import FAMILIES\n"
+        "config = hybrid_config_class(FAMILIES['qwen3'])(hybrid_attention={'window_size': 5})\n"
+        "print(pickle.dumps(config))"
+    )
+    unpack = f"import pickle; print(pickle.loads({run_python(pack).strip()}).hybrid_attention)"
+    assert run_python(unpack).strip() == "{'window_size': 5}"

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import AttentionContext
+from bosch.attention import AttentionContext, flex, hybrid_attention
 from bosch.attention.sdpa import bands
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
+from tests.attention_case import by_rows
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_model, tokens
 
 WINDOW, LENGTH = 7, 40
@@ -63,19 +66,24 @@ def test_compiled_layer_trains_as_the_layer_does(sinks: int, packed: bool, searc
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("block", "window"), [(4, 7), (16, 7), (4, 8)])
-def test_gradient_of_compiled_bands(block: int, window: int) -> None:
-    """Where the last piece of a band is no whole block, views with gaps would lose gradients."""
-    keys = torch.randn(2, 3 * block + window, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 2, block + window, 3, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("block", "window", "count"), [(4, 7, 3), (16, 7, 3), (4, 8, 3), (5, 2, 4), (3, 9, 1)]
+)
+def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, count: int) -> None:
+    """Compiled too: if the last piece is no whole block, views with gaps would lose gradients."""
+    keys = torch.randn(2, count * block + window, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.stack([keys[:, i * block :][:, : block + window] for i in range(count)])
+    weight = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad((expected * weight).sum(), keys)
+    result = bands(keys, block, window)
+    assert torch.equal(result, expected) and result.data_ptr() == keys.data_ptr()
 
     def weighed(keys: Tensor) -> Tensor:
         return (bands(keys, block, window) * weight).sum()
 
-    (expected,) = torch.autograd.grad(weighed(keys), keys)
-    compiled = torch.compile(weighed, backend="aot_eager", fullgraph=True)
-    (result,) = torch.autograd.grad(compiled(keys), keys)
-    torch.testing.assert_close(result, expected)
+    for run in (weighed, torch.compile(weighed, backend="aot_eager", fullgraph=True)):
+        (ours,) = torch.autograd.grad(run(keys), keys)
+        torch.testing.assert_close(ours, gradient)
 
 
 def _alive() -> tuple[int, int, int]:
@@ -126,3 +134,25 @@ def test_a_compiled_search_runs_one_graph_for_each_split_of_the_heads() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             again = [run(seed) for seed in (2, 0, 1)]
     assert torch.equal(torch.stack(again), torch.stack([first[2], first[0], first[1]]))
+
+
+def test_a_new_head_mask_compiles_the_flex_kernel_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As inductor makes it, here for the CPU, which has its forward pass only."""
+    counter = CompileCounterWithBackend("inductor")
+    kernel = torch.compile(torch_flex.flex_attention, backend=counter)
+    monkeypatch.setattr(flex, "kernel_for", lambda device: kernel)
+    torch.manual_seed(0)
+    length = 2 * flex.FLEX_BLOCK + 44
+    query = torch.randn(2, 4, length, 16)
+    key, value = (torch.randn(2, 2, length, 16) for _ in range(2))
+    for is_full in ([True, False], [False, True], [False, False], [True, True]):
+        layout = by_rows(is_full, Window(100))
+        with torch.no_grad():
+            ours, expected = (
+                hybrid_attention(query, key, value, layout, AttentionContext(length), backend=name)
+                for name in ("flex", "eager")
+            )
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1

@@ -12,12 +12,9 @@ from bosch.context_split import ContextSplit
 from bosch.errors import UserError
 from bosch.model.families import split_fault
 from bosch.window import Window
-from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.exchange import pass_values, whole_chunks
 from tests.pipeline_case import Case
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _sent(split: ContextSplit, window: Window | None) -> int:
@@ -91,23 +88,6 @@ def test_a_recipe_that_splits_such_a_model_is_refused(tmp_path: Path, override: 
     message = rf"runtime\.{override.partition('=')[0]}: .*attention dropout.*; set (1|data)"
     with pytest.raises(UserError, match=message):
         load_recipe(case.file, options, env={})
-
-
-def test_a_plan_says_what_is_sent_and_what_would_fit() -> None:
-    def plan(*overrides: str, hardware: str = "h100x16") -> str:
-        loaded = load_recipe(
-            ROOT / "recipes" / "qwen3_14b_r075.yaml",
-            ["model.path=" + str(ROOT / "recipes/shapes/qwen3_14b_yarn4"),
-             "prepare.sequence_length=128k", "runtime.micro_batch_size=1", *overrides],
-            fetch=False, input_files=False, model_files=False, env={},
-        )  # fmt: skip
-        return "\n".join(plan_lines(loaded, hardware))
-
-    assert "it fits with runtime.offload_activations=true\n" in plan()
-    assert "offload_activations=true and runtime.context_parallel=2" in plan(hardware="l40sx16")
-    text = plan("runtime.context_parallel=8")
-    assert "16,384 tokens of a sequence on each of 8 processes, which send 110 GiB each" in text
-    assert "26% of what the original's heads would" in text and ": fits" in text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from bosch.budget import (
     admits_granularity,
     check_granularity,
-    heads_of_mask_file,
     swa_budget,
     window_shares,
 )
@@ -50,14 +49,17 @@ def test_a_mask_of_several_windows_survives_every_form_it_has(
     assert HeadMask.from_key(mask.key) == mask
     assert (mask == HeadMask(mask.is_full)) == (choices.max() < 2)
     windows = [Window(3 * size) for size in range(1, most + 1)]
-    file = HeadMaskFile.of(mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio)
+    bias = [[seed / 7] * 2 * shape.num_key_value_heads] * shape.num_layers if seed % 2 else None
+    file = HeadMaskFile.of(
+        mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio, score=0.9, seed=seed,
+        sink_bias=bias,
+    )  # fmt: skip
     with TemporaryDirectory() as folder:
         path = Path(folder) / "head_mask.json"
         file.save(path)
         assert HeadMaskFile.load(path) == file
-        assert json.loads(path.read_text())["format"] == (2 if most > 1 else 1)
-        rows = heads_of_mask_file(str(path))
-    assert rows == mask.heads_per_layer(windows)
+        assert json.loads(path.read_text())["format"] == (3 if bias else 2 if most > 1 else 1)
+    rows = mask.heads_per_layer(windows)
     shares = [(choices == choice).mean() for choice in range(1, most + 1)]
     assert list(window_shares(rows).values()) == pytest.approx(shares)
     sizes = np.array([100, *(window.size - 1 for window in window_menu(windows))])
@@ -150,82 +152,80 @@ def test_any_ratio_above_zero_asks_for_a_sliding_unit(ratio: float) -> None:
     assert swa_budget(384, 0.0) == 0
 
 
-def _file() -> HeadMaskFile:
-    return HeadMaskFile.of(
-        HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), Window(16),
-        model="base", method="bosch", swa_ratio=0.5, score=0.9, seed=1,
+def _content(damaged: str) -> dict[str, Any]:
+    """What a file holds: of one window, of several, or of one with a sink bias."""
+    mask, windows, bias = HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), [Window(16)], None
+    if damaged == "several":
+        mask = HeadMask.of_choices([[0, 1, 2, 2], [1, 0, 0, 0]])
+        windows = [Window(4), Window(8)]
+    if damaged == "bias":
+        bias = [[0.0] * 8] * 2
+    file = HeadMaskFile.of(
+        mask, windows, model="base", method="bosch", swa_ratio=0.5, score=0.9, seed=1,
+        sink_bias=bias,
     )  # fmt: skip
-
-
-def test_file_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "head_mask.json"
-    _file().save(path)
-    assert HeadMaskFile.load(path) == _file()
-    assert json.loads(path.read_text())["format"] == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["head_mask.json"]
+    return file.content
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("damaged", "change", "named"),
     [
-        ({"format": 4}, "format is 4, this version reads formats 1, 2, 3"),
-        ({"format": 2}, "the field window_sizes is missing"),
-        ({"swa_kv_heads": [[0, 1]]}, "num_layers"),
-        ({"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
-        ({"swa_kv_heads": [["0"], []]}, "swa_kv_heads"),
-        ({"window_size": "16"}, "window_size"),
-        ({"window_size": 0}, "window_size"),
-        ({"sinks": True}, "sinks"),
-        ({"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
-        ({"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
-        ({"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
-        ({"seed": True}, "seed has an unexpected value True"),
-        ({"score": float("inf")}, "score is inf, expected a finite"),
-        ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000; that is no model"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-        ({"score": 10**400}, "score is 1.*expected a finite number below"),
-        ({"window_size": 2**40}, "expected fewer than 2.31 in all"),
-        ({"sinks": 2**31}, "expected fewer than 2.31 in all"),
+        ("one", {"format": 4}, "format is 4, this version reads formats 1, 2, 3"),
+        ("one", {"format": 2}, "the field window_sizes is missing"),
+        ("one", {"swa_kv_heads": [[0, 1]]}, "num_layers"),
+        ("one", {"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
+        ("one", {"swa_kv_heads": [["0"], []]}, "swa_kv_heads"),
+        ("one", {"window_size": "16"}, "window_size"),
+        ("one", {"window_size": 0}, "window_size"),
+        ("one", {"sinks": True}, "sinks"),
+        ("one", {"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
+        ("one", {"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
+        ("one", {"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
+        ("one", {"seed": True}, "seed has an unexpected value True"),
+        ("one", {"score": float("inf")}, "score is inf, expected a finite"),
+        ("one", {"num_key_value_heads": 10**9}, "heads is 1000000000; that is no model"),
+        ("one", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ("one", {"score": 10**400}, "score is 1.*expected a finite number below"),
+        ("one", {"window_size": 2**40}, "expected fewer than 2.31 in all"),
+        ("one", {"sinks": 2**31}, "expected fewer than 2.31 in all"),
         (
+            "one",
             {"num_layers": 5000, "num_key_value_heads": 10_000, "swa_kv_heads": [[]] * 5000},
             "5,000 layers; that is no model",
         ),
-        ({"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
-    ],
-)
-def test_damaged_file_names_the_field(tmp_path: Path, change: dict, named: str) -> None:
-    path = tmp_path / "head_mask.json"
-    _file().save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(UserError, match=named):
-        HeadMaskFile.load(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"window_sizes": [8, 4]}, r"window_sizes must rise from each to the next, found \[8, 4\]"),
-        ({"window_sizes": [8, 8]}, "window_sizes must rise"),
-        ({"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
-        ({"window_sizes": []}, "a list of head indices for each of 0 windows"),
+        ("one", {"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
+        ("several", {"window_sizes": [8, 4]}, r"must rise from each to the next, found \[8, 4\]"),
+        ("several", {"window_sizes": [8, 8]}, "window_sizes must rise"),
+        ("several", {"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
+        ("several", {"window_sizes": []}, "a list of head indices for each of 0 windows"),
         (
+            "several",
             {"window_sizes": list(range(1, 301)), "swa_kv_heads": [[[]] * 300] * 2},
             "window_sizes has 300 windows, a mask has at most 15",
         ),
-        ({"window_sizes": [4, 10**30]}, "expected fewer than 2.31 in all"),
-        ({"window_sizes": 8}, "window_sizes has an unexpected value 8"),
-        ({"swa_kv_heads": [[0], [1]]}, "for each layer a list of head indices for each of 2 win"),
-        ({"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),
-        ({"swa_kv_heads": [[[0], [4]], [[], []]]}, "names KV head 4"),
+        ("several", {"window_sizes": [4, 10**30]}, "expected fewer than 2.31 in all"),
+        ("several", {"window_sizes": 8}, "window_sizes has an unexpected value 8"),
+        (
+            "several",
+            {"swa_kv_heads": [[0], [1]]},
+            "for each layer a list of head indices for each of 2 win",
+        ),
+        ("several", {"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),
+        ("several", {"swa_kv_heads": [[[0], [4]], [[], []]]}, "names KV head 4"),
+        ("bias", {"sink_bias": [[0.0] * 8]}, "must hold 2 lists of finite numbers"),
+        ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 7]}, "must hold 2 lists"),
+        ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 4]}, "must hold 2 lists"),
+        ("bias", {"sink_bias": [[0.0] * 6] * 2}, "must hold 2 lists"),
+        ("bias", {"sink_bias": [["0"] * 8] * 2}, "must hold 2 lists"),
+        ("bias", {"sink_bias": None}, "sink_bias has an unexpected value"),
+        ("bias", {"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
     ],
 )
-def test_a_damaged_file_of_several_windows_names_the_field(
-    tmp_path: Path, change: dict, named: str
+def test_a_damaged_file_names_the_field(
+    tmp_path: Path, damaged: str, change: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "head_mask.json"
-    mask = HeadMask.of_choices([[0, 1, 2, 2], [1, 0, 0, 0]])
-    file = HeadMaskFile.of(mask, [Window(4), Window(8)], model="m", method="given", swa_ratio=0.5)
-    path.write_text(json.dumps({**file.content, **change}))
+    path.write_text(json.dumps({**_content(damaged), **change}))
     with pytest.raises(UserError, match=named):
         HeadMaskFile.load(path)
 

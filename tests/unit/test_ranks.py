@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from threading import Barrier
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bosch.errors import RunError
+from bosch import ranks
+from bosch.errors import LostRankError, RunError
 from bosch.heads import HeadMask
 from bosch.model.search_mode import apply_head_mask
 from bosch.objective.batches import batches_of_rank
@@ -62,15 +66,10 @@ def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
 
     def play(rank):
         model, calibration = searchables[rank]
-        ranks = ThreadRanks(rank, meeting)
         objective = Objective(
-            model,
-            calibration,
-            Window(WINDOW),
-            batch_size=batch_size,
-            reuse_bytes=reuse_bytes,
-            ranks=ranks,
-        )
+            model, calibration, Window(WINDOW), batch_size=batch_size, reuse_bytes=reuse_bytes,
+            ranks=ThreadRanks(rank, meeting),
+        )  # fmt: skip
         try:
             return work(objective, rank)
         except RunError as error:
@@ -156,3 +155,41 @@ def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
         own = [sum(first <= i < first + len(batches) for i in share) for share in shares]
         assert max(own) - min(own) <= 1
         first += len(batches)
+
+
+def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
+    """By the launcher's store, which is on the first node; other errors go through."""
+    store = dist.HashStore()
+    store.set("bosch/alive/0", "1")
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 3}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr(ranks, "REPORT_SECONDS", 0.1)
+
+    def fail(reason, told, kind=LostRankError):
+        with pytest.raises(kind, match=told), ranks.partners_alive():
+            raise RuntimeError(reason)
+
+    fail("Broken pipe", "^process 2 of this run does not answer .Broken pipe.")
+    assert store.check(["bosch/alive/1"])
+    store.set("bosch/alive/2", "1")
+    fail("Broken pipe", "^another process of this run does not answer")
+    fail("wrong shapes", "^wrong shapes$", RuntimeError)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(
+        "torch.distributed.distributed_c10d._get_default_store",
+        Mock(side_effect=RuntimeError("the store is gone")),
+    )
+    fail("Broken pipe", "^node 0, or its launcher, of this run does not answer")
+
+
+def test_collectives_wait_as_long_as_the_work_around_them(monkeypatch):
+    limits = []
+    monkeypatch.setattr("torch.distributed.distributed_c10d._set_pg_timeout", limits.append)
+    ranks.limit_collectives(3)
+    assert not limits, "there is no process group"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with ranks.collectives_within(9, afterwards=2):
+        assert limits == [timedelta(minutes=9)]
+    assert limits[1:] == [timedelta(minutes=2)]

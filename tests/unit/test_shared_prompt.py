@@ -81,26 +81,21 @@ def test_answers_are_those_of_whole_prompts(kind: str, sizes: list[int]) -> None
     assert cache is not None
 
 
-def test_beginning_is_computed_once() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "batches", "prefill"),
+    [
+        ([3, 9, 20], 4, BEGINNING + 4 * 3 * 20),
+        # The first prompt is computed whole, the beginning with the second, its rest with each.
+        ([9], 3, BEGINNING + 9 + BEGINNING + 2 * 9),
+    ],
+)
+def test_the_beginning_is_computed_once(sizes: list[int], batches: int, prefill: int) -> None:
     model = _model("4")
     counts, shared = _count_tokens(model), SharedPrompt(model)
-    sizes = [3, 9, 20]
-    for first in (3, 10, 20, 30):
+    for first in (3, 10, 20, 30)[:batches]:
         ids, mask = _padded(_prompts(sizes, first))
         _generate(model, ids, mask, past_key_values=shared.cache(ids, mask))
-    decoded = len(sizes) * (NEW_TOKENS - 1)
-    assert sum(counts) == BEGINNING + 4 * (len(sizes) * max(sizes) + decoded)
-
-
-def test_single_rows_share_too() -> None:
-    model = _model("0")
-    counts, shared = _count_tokens(model), SharedPrompt(model)
-    for first in (3, 10, 20):
-        ids, mask = _padded(_prompts([9], first))
-        _generate(model, ids, mask, past_key_values=shared.cache(ids, mask))
-    decoded = NEW_TOKENS - 1
-    # The first prompt is computed whole, the beginning with the second, its rest with each.
-    assert sum(counts) == (BEGINNING + 9) + BEGINNING + 2 * 9 + 3 * decoded
+    assert sum(counts) == prefill + batches * len(sizes) * (NEW_TOKENS - 1)
 
 
 @pytest.mark.parametrize("kind", ["original", "0", "4"])

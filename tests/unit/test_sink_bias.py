@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,20 +15,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention import varlen as torchs_varlen
 
 from bosch.attention import (
     BACKENDS,
     AttentionCall,
     HeadLayout,
     compute_attention,
-    flash,
-    flex,
     hybrid_attention,
     varlen,
 )
-from bosch.budget import heads_of_mask_file
 from bosch.commands.mask.formats import WRITERS
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
@@ -44,13 +37,12 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.gate_gradients import blended_attention
 from bosch.objective.objective import Objective
 from bosch.objective.patching import replace_attention
-from bosch.objective.sink_bias import give_sink_bias, log_mass_bias
+from bosch.objective.sink_bias import give_sink_bias
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import Case, cases
-from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, logits_of, mask_of, random_mask, small_model, tokens
 from tests.search_case import WINDOW, searchable
-from tests.unit.test_attention_kernels import fake_varlen
 from tests.unit.test_objective import plain_score_of
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -60,18 +52,11 @@ _CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(scope="module", autouse=True)
 def _stand_ins() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(flex, "FLEX_BLOCK", 16)
-    patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        patch.setitem(sys.modules, name, fake_flash)
-    for backend in (flash, varlen):
-        patch.setattr(backend, "HALF_DTYPES", (torch.float64,))
+    fake_flash.install(patch)
     operations = SimpleNamespace(
         _varlen_attn=_varlen_forward, _varlen_attn_backward=_varlen_backward
     )
     patch.setattr(varlen, "varlen_operations", lambda: operations)
-    patch.setattr(torchs_varlen, "varlen_attn", fake_varlen)
     yield
     patch.undo()
 
@@ -191,11 +176,6 @@ def _bias(model: Any, seed: int = 0) -> list[list[float]]:
     return torch.randn(layers, heads, generator=generator).tolist()
 
 
-def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False, **options).logits
-
-
 # Plain ones, fused projections, norms over heads, capped scores beside layers that slide by
 # themselves, attention gates beside linear layers.
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "olmo2", "gemma2", "gpt_neox", "qwen3_next"])
@@ -206,19 +186,19 @@ def test_a_hybrid_computes_what_was_searched(family: str, tmp_path: Path) -> Non
     attention = torch.ones_like(ids)
     attention[0, :7] = 0
     apply_head_mask(model, mask, Window(WINDOW))
-    without = _logits(model, ids)
+    without = logits_of(model, ids)
     values = _bias(model)
     set_sink_bias(model, values)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     assert (expected - without).abs().max() > 1e-3
     prepare_for_search(model, "eager")
     apply_head_mask(model, mask, Window(WINDOW))
-    torch.testing.assert_close(_logits(model, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(model, ids), expected, **_CLOSE)
     hybrid = materialize(model, mask, Window(WINDOW))
-    torch.testing.assert_close(_logits(hybrid, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(hybrid, ids), expected, **_CLOSE)
     hybrid.save_pretrained(tmp_path)
     saved = load_model(tmp_path, dtype="float32")
-    assert torch.equal(_logits(saved, ids), _logits(hybrid, ids))
+    assert torch.equal(logits_of(saved, ids), logits_of(hybrid, ids))
     text = _greedy(saved, ids, attention, use_cache=False)
     for implementation in ("dynamic", "static"):
         assert torch.equal(
@@ -234,11 +214,11 @@ def _greedy(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 
 def test_full_heads_are_without() -> None:
     model, ids = small_model(), tokens(2, 40)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     full = HeadMask.all_full(*mask_shape(model.config))
     apply_head_mask(model, full, Window(WINDOW))
     set_sink_bias(model, _bias(model))
-    torch.testing.assert_close(_logits(model, ids), expected, **_CLOSE)
+    torch.testing.assert_close(logits_of(model, ids), expected, **_CLOSE)
     set_sink_bias(model, None)
     assert not [name for name in model.state_dict() if "sink_bias" in name]
     hybrid = materialize(model, full, Window(WINDOW))
@@ -277,20 +257,6 @@ def test_gradients_reach_the_bias_of_sliding_heads_alone() -> None:
 def _loss(model: Any, ids: Tensor) -> Tensor:
     logits = model(ids, use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def test_the_estimate_takes_the_mass_of_the_first_tokens() -> None:
-    """Where all scores of sinks are alike it is their log-sum; else the mean logarithm agrees."""
-    of_window = torch.randn(3, 200, dtype=torch.float64) + 2
-    same = torch.full_like(of_window, 1.25)
-    torch.testing.assert_close(log_mass_bias(same, of_window), same[:, 0])
-    of_sinks = 2 * torch.randn(3, 200, dtype=torch.float64)
-    bias = log_mass_bias(of_sinks, of_window)
-    mean_logs = [
-        torch.log(torch.exp(x) / (torch.exp(x) + torch.exp(of_window))).mean(-1)
-        for x in (of_sinks, bias[:, None])
-    ]
-    torch.testing.assert_close(*mean_logs)
 
 
 def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -> None:
@@ -365,47 +331,11 @@ def _log_likelihood(model: Any, calibration: CalibrationSet) -> float:
     total = 0.0
     for answered in calibration.examples:
         ids = torch.tensor([answered.input_ids])
-        logs = _logits(model, ids)[0].log_softmax(-1)
+        logs = logits_of(model, ids)[0].log_softmax(-1)
         first = ids.shape[1] - answered.answer_length
         for place in range(first, ids.shape[1]):
             total += float(logs[place - 1, ids[0, place]])
     return total / len(calibration)
-
-
-def test_the_masks_file_holds_the_bias(tmp_path: Path) -> None:
-    mask, path = random_mask(), tmp_path / "mask.json"
-    bias = torch.randn(LAYERS, 8).tolist()
-    for windows in (Window(WINDOW), [Window(WINDOW), Window(3)]):
-        file = HeadMaskFile.of(
-            mask, windows, model="m", method="rand", swa_ratio=0.5, sink_bias=bias
-        )
-        file.save(path)
-        assert HeadMaskFile.load(path) == file and file.content["format"] == 3
-        assert heads_of_mask_file(str(path))[0][None] == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"sink_bias": [[0.0] * 8] * 2}, "must hold 3 lists of finite numbers"),
-        ({"sink_bias": [[0.0] * 8, [0.0] * 7, [0.0] * 8]}, "must hold 3 lists"),
-        ({"sink_bias": [[0.0] * 8, [0.0] * 4, [0.0] * 8]}, "must hold 3 lists"),
-        ({"sink_bias": [[0.0] * 6] * 3}, "must hold 3 lists"),
-        ({"sink_bias": [["0"] * 8] * 3}, "must hold 3 lists"),
-        ({"sink_bias": None}, "sink_bias has an unexpected value"),
-        ({"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
-    ],
-    ids=str,
-)
-def test_a_damaged_bias_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    path = tmp_path / "mask.json"
-    file = HeadMaskFile.of(
-        random_mask(), Window(WINDOW), model="m", method="rand", swa_ratio=0.5,
-        sink_bias=[[0.0] * 8] * LAYERS,
-    )  # fmt: skip
-    path.write_text(json.dumps(file.content | changes))
-    with pytest.raises(UserError, match=sentence):
-        HeadMaskFile.load(path)
 
 
 def test_what_cannot_have_a_bias_says_so(tmp_path: Path) -> None:

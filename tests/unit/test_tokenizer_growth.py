@@ -78,3 +78,10 @@ def test_a_tokenizer_of_the_hub_is_checked_before_it_is_loaded(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"tokenizer\.json: its normalizer .* 512 times longer"):
         load_tokenizer(TokenizerSpec("some/one"))
+
+
+def test_a_damaged_vocabulary_is_named(tmp_path: Path) -> None:
+    for name, text in (("config.json", '{"model_type": "gpt2"}'), ("vocab.json", "{")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"vocab\.json cannot be read as JSON"):
+        load_tokenizer(TokenizerSpec(str(tmp_path)))

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +15,18 @@ import pytest
 import torch
 from openai import OpenAI
 
-from bosch.heads import HeadMaskFile
-from bosch.model.loading import load_model
-from bosch.model.materialize import materialize
 from bosch.vllm.plan import CPU, engine_heads, served_caches
-from tests.vllm_case import load_reference, reference_logprobs, save_hybrid
+from tests.model_server import running
+from tests.vllm_case import (
+    QUICKSTART,
+    QUICKSTART_MASK,
+    load_reference,
+    reference_logprobs,
+    save_hybrid,
+    save_quickstart,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "recipes" / "quickstart" / "base_model"
-MASK = ROOT / "recipes" / "masks" / "quickstart" / "bosch_plus-0.958.json"
 _PATIENCE_SECONDS = 600
 # The quickstart's base model is no chat model and has none.
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -36,12 +35,7 @@ _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("quickstart") / "model"
-    file = HeadMaskFile.load(MASK)
-    base = load_model(BASE, dtype="float32")
-    materialize(base, file.mask, file.windows).save_pretrained(path)
-    for source in BASE.iterdir():
-        if "token" in source.name or source.suffix == ".jinja":
-            shutil.copyfile(source, path / source.name)
+    save_quickstart(path)
     return path
 
 
@@ -54,35 +48,14 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(folder: Path, log: Path) -> Iterator[OpenAI]:
     """A server by the command of docs/guide/serving.md, and a template for chat."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", str(port),
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port"]
+    options = [
         "--served-model-name", "hybrid", "--dtype", "float32", "--enforce-eager",
         "--chat-template", _TEMPLATE,
     ]  # fmt: skip
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as file:
-        server = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not _healthy(port):
-            if server.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the server did not start: {log.read_text()[-3000:]}")
-            time.sleep(1)
-        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+    with running(lambda port: [*command, port, *options], log, env=variables) as address:
+        yield OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +81,8 @@ def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, te
 
 def test_the_cache_holds_what_the_plan_says(client: OpenAI, log: Path) -> None:
     """By the documented command, which says nothing of the cache but its memory."""
-    file = HeadMaskFile.load(MASK)
-    config = json.loads((BASE / "config.json").read_text())
+    file = QUICKSTART_MASK
+    config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]
     (cache,) = (
         cache

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from bosch.errors import UserError
 from bosch.model.materialize import materialize_front
-from bosch.vllm.plan import Request, engine_heads, module_plan
+from bosch.vllm.plan import ModulePlan, Request, engine_heads, module_plan
 from bosch.window import Window
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.stage import CHECKPOINTS, checkpoint_name
@@ -71,14 +71,21 @@ def _agree(reference: Any, prompts: list[list[int]], outputs: list[Any]) -> None
         assert distance < TOLERANCE and greedy, len(prompt)
 
 
-def _reported(llm: Any) -> tuple[int, int, int]:
-    """Blocks, tokens and bytes per block of the cache as the engine states them."""
+def _check_cache(llm: Any, plan: ModulePlan) -> tuple[int, int]:
+    """Bytes and tokens of the cache, as the engine states them, are the plan's.
+
+    Returns the number of blocks and the bytes of each.
+    """
     config = llm.llm_engine.vllm_config
     worker = llm.llm_engine.model_executor.driver_worker.worker
     caches = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
     held = sum({cache.data_ptr(): cache.nbytes() for cache in caches}.values())
+    request = Request(256, BLOCK, config.max_in_flight_tokens)
+    block_bytes = plan.block_bytes(request, BYTES_PER_HEAD)
     blocks = config.cache_config.num_gpu_blocks
-    return blocks, config.cache_config.kv_cache_size_tokens, held // blocks
+    assert held // blocks == block_bytes
+    assert config.cache_config.kv_cache_size_tokens == plan.cache_tokens(blocks, request)
+    return blocks, block_bytes
 
 
 def test_a_sink_bias_is_served(tmp_path: Path) -> None:
@@ -107,12 +114,8 @@ def test_a_cached_prefix_equals_transformers(llm: Any, reference: Any) -> None:
 
 def test_the_cache_is_the_plans(llm: Any) -> None:
     plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
-    in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
-    blocks, tokens, block_bytes = _reported(llm)
-    request = Request(256, BLOCK, in_flight)
-    assert block_bytes == plan.block_bytes(request, BYTES_PER_HEAD)
+    blocks, block_bytes = _check_cache(llm, plan)
     assert blocks == 2**30 // block_bytes
-    assert tokens == plan.cache_tokens(blocks, request)
 
 
 def test_what_no_option_says_is_set_and_what_options_say_stays(
@@ -157,18 +160,14 @@ def test_three_windows_equal_generate_and_the_plan(tmp_path: Path) -> None:
     reference = load_reference(tmp_path)
     with engine(tmp_path) as llm:
         outputs = generate(llm, prompts, 30)
-        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
-        blocks, tokens, block_bytes = _reported(llm)
+        blocks, block_bytes = _check_cache(llm, plan)
+    assert blocks == 2**30 // block_bytes
     _agree(reference, prompts, outputs)
     for prompt, output in zip(prompts, outputs, strict=True):
         generated = reference.generate(
             torch.tensor([prompt]), max_new_tokens=30, min_new_tokens=30, do_sample=False
         )
         assert generated[0, len(prompt) :].tolist() == list(output.outputs[0].token_ids)
-    request = Request(256, BLOCK, in_flight)
-    assert block_bytes == plan.block_bytes(request, BYTES_PER_HEAD)
-    assert blocks == 2**30 // block_bytes
-    assert tokens == plan.cache_tokens(blocks, request)
 
 
 def test_a_budget_of_a_front_is_served(tmp_path: Path) -> None:
@@ -180,14 +179,12 @@ def test_a_budget_of_a_front_is_served(tmp_path: Path) -> None:
     prompts = random_prompts(LENGTHS, seed=4)
     with engine(tmp_path, hf_overrides={"kv_budget": budget}) as llm:
         outputs = generate(llm, prompts, 12)
-        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
-        blocks, tokens, _ = _reported(llm)
+        _check_cache(llm, plan)
     reference = load_reference(tmp_path)
     default = largest_difference(reference, prompts[-1], outputs[-1])[0]
     reference.set_kv_budget(budget)
     _agree(reference, prompts, outputs)
     assert default > TOLERANCE
-    assert tokens == plan.cache_tokens(blocks, Request(256, BLOCK, in_flight))
 
 
 @pytest.mark.skipif(
@@ -205,11 +202,7 @@ def test_unequal_modules_equal_transformers(
     prompts = random_prompts(LENGTHS)
     with engine(folder) as llm:
         _agree(reference, prompts, generate(llm, prompts, 20))
-        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
-        blocks, tokens, block_bytes = _reported(llm)
-    request = Request(256, BLOCK, in_flight)
-    assert block_bytes == plan.block_bytes(request, BYTES_PER_HEAD)
-    assert tokens == plan.cache_tokens(blocks, request)
+        _check_cache(llm, plan)
 
 
 def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
@@ -221,17 +214,6 @@ def test_requests_that_are_preempted_equal_transformers(folder: Path, reference:
         preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
         _agree(reference, prompts, outputs)
     assert sum(preempted) > 0
-
-
-def test_the_original_holds_what_its_plan_says(tmp_path: Path) -> None:
-    small_model("qwen3", **SIZES).float().save_pretrained(tmp_path)
-    plan = module_plan(two_kinds([KV_HEADS] * 3, KV_HEADS, [WINDOW] * 3))
-    with engine(tmp_path) as llm:
-        in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
-        blocks, tokens, block_bytes = _reported(llm)
-    request = Request(256, BLOCK, in_flight)
-    assert block_bytes == plan.block_bytes(request, BYTES_PER_HEAD)
-    assert tokens == plan.cache_tokens(blocks, request)
 
 
 def test_the_record_is_what_the_planner_gives() -> None:

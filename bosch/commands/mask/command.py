@@ -15,14 +15,6 @@ from bosch.window import Window
 COMMAND = Command(
     "write a head mask for another project, or read one, see docs/reference/format.md"
 )
-_REFUSED = {
-    "fastdeploy": (
-        "--format fastdeploy: FastDeploy takes one share of sliding heads for all layers and no "
-        "mask, so that it cannot hold which heads slide"
-    )
-}
-
-
 _WITHOUT_EFFECT = {
     ("export", "duoattention"): (
         "attention_heads", "key_value_heads", "swa_ratio", "model"
@@ -38,12 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("direction", choices=("export", "import"), help="from or to head_mask.json")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the file or folder to read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
-    parser.add_argument(
-        "--format",
-        required=True,
-        choices=[*WRITERS, *_REFUSED],
-        help="its file format",
-    )
+    parser.add_argument("--format", required=True, choices=WRITERS, help="its file format")
     parser.add_argument(
         "--attention-heads",
         type=int,
@@ -64,8 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the mask in the other form and say what was written."""
-    if options.format in _REFUSED:
-        raise UserError(_REFUSED[options.format])
     # Nothing is overwritten: it could be a device, or a model's config.json.
     if os.path.lexists(options.target):
         raise UserError(
