@@ -356,17 +356,11 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
         point_of(HYBRID, 20, 2, [run(1.0)]),
     ]
     set_against_original(points)
-    assert points[0]["prefill_tokens_per_second"] == 20 / 4
-    assert points[0]["decode_tokens_per_second"] == 2 / 4
-    assert points[0]["decode_seconds_per_token_p90"] == 9.0
-    assert points[0]["memory_p90_bytes"] == 99
-    assert points[0]["kv_cache_bytes_per_token"] == 4 / 20
-    assert "over_original" not in points[0]
-    over = points[1]["over_original"]
-    assert over["prefill_tokens_per_second"] == 4
-    assert over["memory_peak_bytes"] == 0.5
-    assert over["kv_cache_bytes"] == 2
-    assert points[2]["out_of_memory"]
+    assert points[0]["memory_p90_bytes"] == 99 and "over_original" not in points[0]
+    assert points[1]["over_original"] == {
+        "prefill_tokens_per_second": 4, "decode_tokens_per_second": 4, "memory_peak_bytes": 0.5,
+        "kv_cache_bytes": 2,
+    }  # fmt: skip
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
     assert results_table(points).rows == [
