@@ -95,7 +95,7 @@ def publish(
 def publish_front(root: Path) -> dict[str, Path]:
     """Stages of a recipe with a front and a budget in bytes, whose original ran out of memory.
 
-    Two windows, sink biases, a suite of prompts and no needles of rivals or checkpoints.
+    A search by swaps, two windows, sink biases, a suite of prompts and no checkpoints.
     """
     inputs = publish(root, without=("train",))
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
@@ -113,6 +113,16 @@ def publish_front(root: Path) -> dict[str, Path]:
         HeadMaskFile.of(
             mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio, sink_bias=bias
         ).save(folder / HEAD_MASK)
+    # A search by swaps whose fifth evaluation, of no finite best score, and whose last ended early.
+    phases = ("anchors", "anchors", "start", "swaps", "swaps", "swaps", "final")
+    searched = json.loads((inputs["search"] / SearchSummary.FILE).read_text())
+    searched["trace"] = [
+        {"phase": phase, "step": step, "subproblem": phase, "score": step / 10,
+         "log_likelihood": -step, "best_score": None if step == 5 else 0.7,
+         "is_bound": step in (5, 6), "mask": mask.key if step in (4, 6) else "another"}
+        for step, phase in enumerate(phases, start=1)
+    ]  # fmt: skip
+    SearchSummary.model_validate(searched).write(inputs["search"])
     heads = sum(map(Counter, mask.heads_per_layer(front.windows)), Counter[Window | None]())
     size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
     summary = json.loads((inputs["materialize"] / "summary.json").read_text())

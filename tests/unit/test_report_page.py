@@ -14,7 +14,6 @@ from typing import Any, get_args
 import pytest
 
 from bosch.errors import RunError
-from bosch.heads import HeadMaskFile
 from bosch.search.evaluator import Phase
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.position_suite import position_table
@@ -35,7 +34,7 @@ from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import verdict
 from stages.search.charts import PHASES, trace
 from tests import report_fixture
-from tests.golden_page import REPORTS, golden, outline
+from tests.golden_page import REPORTS, golden_report, outline
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,9 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("publish", REPORTS)
 def test_the_page_is_the_golden_one(publish: Callable[[Path], Any], tmp_path: Path) -> None:
-    """What stands on the page and in its charts; tests/golden_page.py writes the files again."""
-    page = golden(make(tmp_path / "report", publish(tmp_path)))
-    assert page.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
+    """Its text, its charts and the summary; tests/golden_page.py writes the files again."""
+    report = golden_report(publish, tmp_path)
+    assert report.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
 
 
 def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
@@ -120,6 +119,10 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     picture = Picture("one", charts.curves([row], axis, axis, look), "one.")
     assert "<" not in picture.json and json.loads(picture.json)
     assert "<b>" not in picture.still and "<u>" not in picture.still
+
+
+def test_every_phase_of_a_search_has_its_look() -> None:
+    assert set(PHASES) == set(get_args(Phase))
 
 
 def test_every_chart_is_valid_vega_lite(results: Results) -> None:
@@ -413,61 +416,6 @@ def test_layer_rules_and_evaluations_without_needles_still_make_a_page(tmp_path:
     assert "builds its mask without evaluations" in text
     assert "does not probe layers one by one" in text
     assert "This recipe's evaluation has no needle tasks." in text
-
-
-def test_a_search_by_swaps_has_its_points_and_none_for_what_was_given_up(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
-    path = inputs["search"] / "summary.json"
-    phases = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
-    mask = HeadMaskFile.load(inputs["search"] / "head_mask.json").mask.key
-    points = [
-        {"phase": phase, "step": step, "subproblem": phase, "score": 0.5, "log_likelihood": -1.0,
-         "best_score": None if step == 5 else 0.5, "is_bound": step in (5, 6),
-         "mask": mask if step in (4, 6) else "another"}
-        for step, phase in enumerate(phases, start=1)
-    ]  # fmt: skip
-    report_fixture.write_json(path, json.loads(path.read_text()) | {"trace": points})
-    search = load_results(inputs).search
-    for quantity in ("score", "log_likelihood"):
-        rows = rows_of(trace(search.summary, mask, quantity))
-        named = [row["series"] for row in rows]
-        assert {label: named.count(label) for label in named} == {
-            PHASES["anchors"][1]: 2, PHASES["start"][1]: 1, PHASES["swaps"][1]: 1,
-            PHASES["final"][1]: 1, "final mask": 1,
-        }  # fmt: skip
-        assert rows[-1]["tip"].startswith("final mask, evaluation 4, ")
-    assert set(PHASES) == set(get_args(Phase))
-    # Three lines, one through starts and swaps, at the best score, which a bound never is.
-    data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
-    [best] = [rows for rows in data.values() if rows and "run" in rows[0]]
-    assert {row["y"] for row in best} == {0.5} and len({row["run"] for row in best}) == 3
-    # Phases end half-way between two evaluations, and so do sub-problems within a phase.
-    [bands] = [rows for rows in data.values() if rows and "shade" in rows[0]]
-    ends = [(row["x"], row["x2"]) for row in bands]
-    assert ends == [(0.5, 2.5), (2.5, 3.5), (3.5, 6.5), (6.5, 7.5)]
-    points = [{**points[3], "step": step, "subproblem": one} for step, one in enumerate("aabbbc")]
-    report_fixture.write_json(path, json.loads(path.read_text()) | {"trace": points})
-    search = load_results(inputs).search
-    data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
-    assert [{"x": 1.5}, {"x": 4.5}] in data.values()
-
-
-def test_summary_has_the_headline_numbers(results: Results, tmp_path: Path) -> None:
-    summary = summarize(results, "title", ReportConfig())
-    assert summary["needle"] == {
-        "original": 97.5,
-        "hybrid": 31.0,
-        "rivals": {"intr": 12.0},
-        "trained": 96.0,
-        "trained_tokens": 4_000_000,
-    }
-    assert summary["swa_ratio"] == 0.75
-    assert summary["kv_cache_bytes_per_token"]["before"] == 6144
-    assert summary["kv_cache_bytes_per_token"]["after"] == 1536
-    assert summary["stage_seconds"] == report_fixture.SECONDS
-    assert summary["gpu_hours"]["search"] == pytest.approx(187 * 8 / 3600)
-    assert summary["verdict"] == verdict(results)
-    assert [row["name"] for row in summary["differences"]] == ["Needle", "Loss at tokens 4 to 7"]
 
 
 def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> None:
