@@ -182,16 +182,6 @@ def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
         score_original(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
 
 
-def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
-    broken = tmp_path / "data/longbench/trec.jsonl"
-    _write(broken, QUESTIONS[:1])
-    broken.write_text(broken.read_text() + "{")
-    section = {"tasks": ["longbench_trec"], "data_dir": str(tmp_path / "data"), "hub": False}
-    scores = score_original(folder, tmp_path / "work", harness=section)
-    assert scores.checkpoints["original"] == {}
-    assert "line 2: not JSON" in scores.missing["harness"]["longbench_trec"]
-
-
 def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
     _write(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
     manager = harness_tasks.task_manager(["gsm8k"])
