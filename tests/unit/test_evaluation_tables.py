@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lm_eval.config.group import AggMetricConfig as Rule
 
-from bosch.analysis.intervals import mean_score, share
+from bosch.analysis.intervals import compare, mean_score, share
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
@@ -139,6 +139,8 @@ def test_a_table_beside_the_originals() -> None:
     own = table["a"]["512"]["against_original"]
     assert own == against([(FOUR, [1.0] * 4)])
     assert (own["difference"], own["ratio"], own["samples"]) == (-25.0, 75.0, 4)
+    wrong, right = [0.0] * 10, [1.0] * 10
+    assert against([(wrong, right)])["p_value"] == compare([wrong], [right]).p_value < 0.05
     # Of b the original has answered others: there is no comparison of it, nor of the average.
     assert "against_original" not in table["b"]["512"] and "against_original" not in table
     whole = suite_table(
