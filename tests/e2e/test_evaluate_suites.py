@@ -24,8 +24,6 @@ from stages.evaluate.models import evaluate_models
 from stages.evaluate.position_suite import (
     PositionSuite,
     documents,
-    edges,
-    position_table,
     token_losses,
 )
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
@@ -365,12 +363,3 @@ def test_documents_of_transformers_do_not_begin_alike():
     beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
     assert len(set(beginnings)) == 32
     assert all(text.startswith("class ") for text in beginnings)
-
-
-def test_position_table_compares_documents_in_pairs():
-    answers = [[1.0, 2.0], [3.0, 4.0], [2.0, 3.0], [1.0, 2.0], [3.0, 4.0]]
-    base = [[1.0, 1.0], [3.0, 3.0], [2.0, 2.0], [1.0, 1.0], [3.0, 3.0]]
-    table = position_table(3, answers, base)
-    assert table["edges"] == edges(3) == [1, 2, 3]
-    assert table["difference"][1] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert table["loss"][0]["mean"] == 2.0 and table["loss"][0]["low"] < 2.0

@@ -227,17 +227,15 @@ def test_all_are_evaluated_and_answered_once(
         "helmet": {"data_dir": str(folder / "helmet"), "lengths": [8192], "samples": 1},
     }  # fmt: skip
     scores = score_original(folder, tmp_path / "first", **section)
-    suites = scores.checkpoints["original"]
-    counts = {(t, at): cell.samples for t, by in suites["nolima"].tasks.items()
-              for at, cell in by.items()}  # fmt: skip
-    assert sum(counts.values()) == 6 and {at for _, at in counts} == {100}
-    counts = {(t, at): cell.samples for t, by in suites["mrcr"].tasks.items()
-              for at, cell in by.items()}  # fmt: skip
-    assert {task for task, _ in counts} == {"2 needles", "4 needles"}
-    assert max(counts.values()) == 2
-    asked = {task: by[8192].samples for task, by in suites["helmet"].tasks.items()}
+    counts = {
+        suite: {(task, at): by[at].samples for task, by in table.tasks.items() for at in by}
+        for suite, table in scores.checkpoints["original"].items()
+    }
+    assert sum(counts["nolima"].values()) == 6 and {at for _, at in counts["nolima"]} == {100}
+    assert {task for task, _ in counts["mrcr"]} == {"2 needles", "4 needles"}
+    assert max(counts["mrcr"].values()) == 2
     # Two depths of one question are one sample.
-    assert asked == dict.fromkeys(HELMET_TASKS, 1)
+    assert counts["helmet"] == {(task, 8192): 1 for task in HELMET_TASKS}
     lines = [
         one["output"].rstrip("\n").count("\n")
         for one in read_samples(tmp_path / "first")
