@@ -2,14 +2,14 @@
 
     python -m tests.golden_page
 
-writes the reports again, `python -m tests.golden_comparison` the comparison; look at their diff.
+writes them again; look at their diff.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,22 @@ def golden(page: str) -> str:
     return "\n".join([outline(page).text, "", *charts(page), ""])
 
 
+def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> str:
+    """What the golden file says of the report of published stages: its page, then summary.json."""
+    inputs = publish(folder)
+    summary = report.run(report_fixture.config(inputs), inputs, folder / "report")
+    page = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    return golden(page) + "".join(f"{name}: {_text(value)}\n" for name, value in summary.items())
+
+
 def main() -> None:
+    from tests.unit.test_compare import Case, compared  # which reads this module
+
+    with tempfile.TemporaryDirectory() as folder:
+        COMPARED.write_text(compared(Case(Path(folder) / "case")), encoding="utf-8")
     for publish, file in REPORTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            inputs = publish(Path(folder))
-            report.run(report_fixture.config(inputs), inputs, Path(folder) / "report")
-            page = (Path(folder) / "report" / "index.html").read_text(encoding="utf-8")
-        file.write_text(golden(page), encoding="utf-8")
+            file.write_text(golden_report(publish, Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

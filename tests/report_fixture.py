@@ -47,7 +47,7 @@ AVERAGES = {
     "window-256": 60.0,
     "intr-window-64": 8.0,
     "intr-window-256": 40.0,
-    "tokens-4000000 @ 8.5 %": 70.0,
+    f"{HYBRID} @ 8.5 %": 20.0,
     "intr-tokens-4000000": 5.0,
 }
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
@@ -95,9 +95,11 @@ def publish(
 def publish_front(root: Path) -> dict[str, Path]:
     """Stages of a recipe with a front and a budget in bytes, whose original ran out of memory.
 
-    Two windows, sink biases, a suite of prompts and no needles of rivals or checkpoints.
+    A search by swaps, two windows, sink biases, a suite of prompts, no checkpoints, and three
+    budgets, of which the chosen one and the scarcest have scores.
     """
     inputs = publish(root, without=("train",))
+    evaluate(inputs["evaluate"], ORIGINAL, "intr", HYBRID, f"{HYBRID} @ 8.5 %")
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
     points = [
         replace(one, bytes=BYTES_PER_HEAD * one.kv_slots, held_out_score=one.score,
@@ -113,6 +115,16 @@ def publish_front(root: Path) -> dict[str, Path]:
         HeadMaskFile.of(
             mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio, sink_bias=bias
         ).save(folder / HEAD_MASK)
+    # A search by swaps whose fifth evaluation, of no finite best score, and whose last ended early.
+    phases = ("anchors", "anchors", "start", "swaps", "swaps", "swaps", "final")
+    searched = json.loads((inputs["search"] / SearchSummary.FILE).read_text())
+    searched["trace"] = [
+        {"phase": phase, "step": step, "subproblem": phase, "score": step / 10,
+         "log_likelihood": -step, "best_score": None if step == 5 else 0.7,
+         "is_bound": step in (5, 6), "mask": mask.key if step in (4, 6) else "another"}
+        for step, phase in enumerate(phases, start=1)
+    ]  # fmt: skip
+    SearchSummary.model_validate(searched).write(inputs["search"])
     heads = sum(map(Counter, mask.heads_per_layer(front.windows)), Counter[Window | None]())
     size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
     summary = json.loads((inputs["materialize"] / "summary.json").read_text())
@@ -120,7 +132,12 @@ def publish_front(root: Path) -> dict[str, Path]:
         "engine": "generate", "ranks": 2, "tokens": 2048, "bytes": size.dynamic(2048),
         "original": size.original(2048), "allowed": size.dynamic(2048) - 1,
     }  # fmt: skip
+    budgets = [
+        {"kv_slots": slots, "share": share, "full_kv_heads": full, "cache_bytes": 128 * slots}
+        for slots, share, full in ((4177, "8.5 %", 1), (6_000, "12.2 %", 3), (9_000, "18.3 %", 6))
+    ]
     changes = {
+        "context": 2048, "kv_budget": 6_000, "budgets": budgets,
         "budget": budget, "point": 2, "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,
     }  # fmt: skip

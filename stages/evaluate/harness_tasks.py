@@ -23,7 +23,12 @@ from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.presets import PRESETS
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, missing_ruler_file
+from stages.evaluate.stage import (
+    NO_HARNESS,
+    EvaluateConfig,
+    HarnessEvaluation,
+    missing_ruler_file,
+)
 from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
@@ -154,10 +159,7 @@ def task_manager(names: Sequence[str]) -> Any:
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        raise UserError(
-            "evaluate.harness: lm-evaluation-harness is not installed; "
-            "pip install 'bosch-pipeline[eval]'"
-        )
+        raise UserError(NO_HARNESS)
     from lm_eval.tasks import TaskManager
 
     below = Path(spec.origin).parent / "tasks"
@@ -187,9 +189,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     """
     index = manager.task_index
     if name not in index:
-        raise UserError(
-            f"{_WHERE}: lm-eval knows no task {name}; `lm-eval ls tasks` lists them all"
-        )
+        raise UserError(f"{_WHERE}: lm-eval knows no task {name}; {_LIST_THEM}")
 
     def of_name(one: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         entry = index[one]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+NO_HARNESS = (
+    "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
+)
+
+
 def unsearched(names: list[MethodName]) -> list[MethodName]:
     """The methods, which must be layer rules and rankings: they measure no score."""
     for name in names:
@@ -70,10 +76,6 @@ def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> No
     if not Path(folder).is_dir():
         raise UserError(f"{where}: there is no folder {folder}")
     list(files_below(Path(folder)))  # raises for what is no regular file
-
-
-def _transformers_version() -> dict[str, Any]:
-    return {**installed_versions(["transformers"])}
 
 
 class NeedleEvaluation(Section):
@@ -202,7 +204,7 @@ class PositionEvaluation(Section):
 
     length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
     documents: Count = Field(32, description="Documents, the first that are long enough.")
-    path: Annotated[PathText | None, prose(_transformers_version)] = Field(
+    path: Annotated[PathText | None, prose(partial(installed_versions, ["transformers"]))] = Field(
         None,
         description=(
             "Folder of .txt or .md files that are no training data; default: the source files of "
@@ -428,10 +430,7 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
             "false, or add chat_template.jinja"
         )
     if evaluate.harness is not None and not installed_versions(["lm-eval"]):
-        yield (
-            "evaluate.harness: lm-evaluation-harness is not installed; "
-            "pip install 'bosch-pipeline[eval]'"
-        )
+        yield NO_HARNESS
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:

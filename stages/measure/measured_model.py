@@ -76,8 +76,7 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
     """
     kinds = decoder_layers(config)
     layers, heads = len(kinds.full), kinds.heads
-    is_hybrid = getattr(config, "hybrid_attention", None) is not None
-    table = head_table(heads_by_window(config)) if is_hybrid else None
+    table = head_table(heads_by_window(config)) if is_hybrid(config) else None
     variants = [Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(heads,) * layers)]
     if table is None:
         for ratio in settings.ratios or (0.25, 0.5, 0.75, 0.875):
@@ -134,14 +133,6 @@ class MeasuredModel:
     new_cache: Callable[[], Any]
     implementation: str  # transformers' name of the attention
     backend: str  # what computes it
-
-    def describe(self, kernels: list[str]) -> dict[str, Any]:
-        return {
-            "implementation": self.implementation,
-            "backend": self.backend,
-            "cache": type(self.new_cache()).__name__,
-            "kernels": kernels,
-        }
 
 
 def chosen_device(settings: MeasureSettings) -> torch.device:

@@ -196,7 +196,7 @@ def _report(
     points: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    hybrid = hasattr(config, "hybrid_attention")
+    hybrid = is_hybrid(config)
     layout = "of the hybrid model" if hybrid else "even over the layers, full heads first"
     kinds = decoder_layers(config)
     shown = "the hybrid's weights, every head full" if hybrid else model

@@ -40,10 +40,8 @@ _RESET_HIGH_WATER = "5"
 def measure_run(request: dict[str, Any]) -> dict[str, Any]:
     """Figures of one run; raises what the run raises."""
     settings = MeasureSettings.model_validate(request["settings"], strict=False)
-    variant, length = (
-        Variant.model_validate(request["variant"], strict=False),
-        int(request["length"]),
-    )
+    variant = Variant.model_validate(request["variant"], strict=False)
+    length = int(request["length"])
     device = chosen_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -75,10 +73,13 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
     weights = sum(p.numel() * p.element_size() for p in measured.model.parameters())
     return {
         **figures,
-        "attention": measured.describe(kernels),
+        "attention": {
+            "implementation": measured.implementation, "backend": measured.backend,
+            "cache": type(measured.new_cache()).__name__, "kernels": kernels,
+        },
         "model": {"parameters": parameters, "weights_bytes": weights, "head_dim": layers.head_dim},
         "hardware": _hardware(device),
-    }
+    }  # fmt: skip
 
 
 def _pass(measured: MeasuredModel, ids: Tensor, cache: Any) -> Tensor:

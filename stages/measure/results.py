@@ -138,14 +138,11 @@ def figures(points: Sequence[Point]) -> dict[str, list[Picture]]:
     return {name: list(_panels(points, name, *of)) for name, of in _FIGURES.items()}
 
 
-def draw_figures(points: Sequence[Point], folder: Path) -> list[Path]:
-    """Write both figures as PNG and SVG; returns the files."""
-    files = []
+def draw_figures(points: Sequence[Point], folder: Path) -> None:
+    """Write both figures as PNG and SVG."""
     for name, pictures in figures(points).items():
         paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
         save_panels(pictures, *paths, columns=len(_PANELS))
-        files += paths
-    return files
 
 
 def _panels(points: Sequence[Point], name: str, panel: str, line: str) -> Iterator[Picture]:

@@ -139,18 +139,18 @@ def values(rows: Iterable[Row]) -> alt.InlineData:
     return alt.InlineData(values=[dict(row) for row in rows])
 
 
-def colour(look: Mapping[str, Style], field: str = "series") -> alt.Color:
+def colour(look: Mapping[str, Style]) -> alt.Color:
     """Colours and legend of the series."""
     scale = alt.Scale(
         domain=list(look), range=[f"var(--{style.colour})" for style in look.values()]
     )
-    return alt.Color(f"{field}:N", scale=scale, legend=_legend(look))
+    return alt.Color("series:N", scale=scale, legend=_legend(look))
 
 
-def shape(look: Mapping[str, Style], field: str = "series") -> alt.Shape:
+def shape(look: Mapping[str, Style]) -> alt.Shape:
     """Shapes of the series' points, in the same legend."""
     scale = alt.Scale(domain=list(look), range=[style.shape for style in look.values()])
-    return alt.Shape(f"{field}:N", scale=scale, legend=_legend(look))
+    return alt.Shape("series:N", scale=scale, legend=_legend(look))
 
 
 def _legend(look: Mapping[str, Style]) -> alt.Legend | None:

@@ -18,8 +18,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.search.runs import run_method
 from bosch.window import Window
-from data_prep.tasks.ruler import Corpus, ruler_task
-from data_prep.text import TokenCounter, haystack_words
+from data_prep.documents.calibration import CalibrationNeedles
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, rivals, selected, suite
 from stages.evaluate import run as evaluate
@@ -243,23 +242,14 @@ def test_finished_run_does_nothing(stages, evaluated, monkeypatch):
     )
 
 
-def test_overlap_with_the_calibration_set_is_refused(stages, tmp_path):
-    from transformers import AutoTokenizer
+def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monkeypatch):
+    def refuse(needles, sample):
+        assert needles.pairs and needles.prompts
+        raise RunError("shares a needle")
 
-    tokenizer = AutoTokenizer.from_pretrained(stages / "model")
-    counter = TokenCounter(tokenizer)
-    task = ruler_task("niah_multikey_2", Corpus(haystack_words(None)), 5, 400, 4, counter)
-    task.fit()
-    _, sample = (task.sample(index).draft for index in range(2))
-    inputs = _inputs(stages)
-    inputs["prepare"] = tmp_path / "prepare"
-    (tmp_path / "prepare" / "calibration").mkdir(parents=True)
-    (tmp_path / "prepare" / "tokenizer").symlink_to(stages / "prepare" / "tokenizer")
-    record = {"needles": sample.needles[-1:], "prompt_sha256": ""}
-    (tmp_path / "prepare" / "calibration" / "needles.jsonl").write_text(json.dumps(record))
-    (tmp_path / "work").mkdir()
-    with pytest.raises(RunError, match="niah_multikey_2 1 shares the needle"):
-        evaluate.run(_config(SECTION, stages / "model"), inputs, tmp_path / "work")
+    monkeypatch.setattr(CalibrationNeedles, "check", refuse)
+    with pytest.raises(RunError, match="shares a needle"):
+        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
 
 
 def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:

@@ -25,8 +25,6 @@ from stages.evaluate.models import evaluate_models
 from stages.evaluate.position_suite import (
     PositionSuite,
     documents,
-    edges,
-    position_table,
     token_losses,
 )
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
@@ -183,16 +181,6 @@ def test_harness_refuses_unknown_tasks(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(harness_tasks, "whole_index", lambda: small)
     with pytest.raises(UserError, match="lm-eval knows no task gsm9k"):
         score_original(folder, tmp_path / "work", harness=_harness(folder, "gsm9k"))
-
-
-def test_damaged_data_is_missing_and_not_zero(folder, tmp_path):
-    broken = tmp_path / "data/longbench/trec.jsonl"
-    _write(broken, QUESTIONS[:1])
-    broken.write_text(broken.read_text() + "{")
-    section = {"tasks": ["longbench_trec"], "data_dir": str(tmp_path / "data"), "hub": False}
-    scores = score_original(folder, tmp_path / "work", harness=section)
-    assert scores.checkpoints["original"] == {}
-    assert "line 2: not JSON" in scores.missing["harness"]["longbench_trec"]
 
 
 def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
@@ -385,12 +373,3 @@ def test_documents_of_transformers_do_not_begin_alike():
     beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
     assert len(set(beginnings)) == 32
     assert all(text.startswith("class ") for text in beginnings)
-
-
-def test_position_table_compares_documents_in_pairs():
-    answers = [[1.0, 2.0], [3.0, 4.0], [2.0, 3.0], [1.0, 2.0], [3.0, 4.0]]
-    base = [[1.0, 1.0], [3.0, 3.0], [2.0, 2.0], [1.0, 1.0], [3.0, 3.0]]
-    table = position_table(3, answers, base)
-    assert table["edges"] == edges(3) == [1, 2, 3]
-    assert table["difference"][1] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert table["loss"][0]["mean"] == 2.0 and table["loss"][0]["low"] < 2.0

@@ -125,7 +125,6 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     # One ranking per seed serves both ratios, so the sets are nested.
     assert static["turnover"]["mean"] == 0.0
     assert static["most"] == pytest.approx(0.5)
-    assert np.diagonal(data["jaccard"]["0.5"])[1] >= 0.0
     assert [r["method"] for r in data["swap_test"]] == ["bosch"]
     _, turnover, swaps = (searched / "turnover.md").read_text().split("\n## ")
     for r in data["turnover"]:

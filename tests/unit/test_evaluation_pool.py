@@ -139,20 +139,6 @@ def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
     assert not log_of(tmp_path, "new", elsewhere).history(mask, "anchors")
 
 
-def test_a_torn_line_of_the_pool_costs_no_other(tmp_path, caplog):
-    first, second = HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4)
-    log_of(tmp_path, "one").append(first, Evaluation(0.5, -1.25), "anchors")
-    (pool,) = (tmp_path / "pool").iterdir()
-    whole = pool.read_bytes()
-    pool.write_bytes(whole + whole[:40])
-    reader = log_of(tmp_path, "reader")
-    log_of(tmp_path, "two").append(second, Evaluation(0.25, -2.0), "anchors")
-    for log in (reader, log_of(tmp_path, "three")):
-        assert evaluation_in(log, first) == Evaluation(0.5, -1.25)
-        assert evaluation_in(log, second) == Evaluation(0.25, -2.0)
-    assert "cut off a torn last line" in caplog.text
-
-
 def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     mask = HeadMask.all_full(3, 4)
     alone = tmp_path / "mine" / "evaluations.jsonl"
@@ -160,14 +146,6 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     EvaluationLog(alone, CONTEXT).append(mask, Evaluation(0.5, -1.25), "anchors")
     log_of(tmp_path, "mine")
     assert evaluation_in(log_of(tmp_path, "other"), mask) == Evaluation(0.5, -1.25)
-
-
-def test_a_line_that_was_changed_on_disk_is_not_used(tmp_path):
-    mask = HeadMask.all_full(3, 4)
-    log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
-    (pool,) = (tmp_path / "pool").iterdir()
-    pool.write_text(pool.read_text().replace('"score": 0.5', '"score": 0.7'))
-    assert not log_of(tmp_path, "two").history(mask, "anchors")
 
 
 def test_bounds_stay_with_the_search_that_made_them(tmp_path):

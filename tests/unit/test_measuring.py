@@ -240,33 +240,31 @@ def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("model", "options", "sentence"),
     [
+        ("model", {"attention": "flex"}, "--attention: flex computes no passes with a KV cache, a"),
         (
-            {"attention": "flex"},
-            "--attention: flex computes no passes with a KV cache, a",
-        ),
-        (
+            "model",
             {"attention": "flash", "device": "cpu"},
             "--attention: flash runs on a GPU only, --device is cpu; choose sdpa",
         ),
         (
+            "model",
             {"attention": "flash", "dtype": "float32"},
             "and bfloat16, --dtype is float32; choose",
         ),
-        ({"attention": "flash", "sinks": 2}, "flash has no sinks, --sinks asks for 2; choose sdpa"),
-        ({"attention": "varlen"}, "--attention: varlen computes no passes with a KV cache"),
+        ("model", {"attention": "flash", "sinks": 2}, "flash has no sinks, --sinks asks for 2"),
+        ("hybrid", {"attention": "flash"}, "--attention: flash has no sinks, the model has 2"),
+        ("model", {"attention": "varlen"}, "varlen computes no passes with a KV cache"),
     ],
 )
 def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(
-    options: dict[str, Any], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, options: Any, sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("flex", "flash", "varlen"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
     with pytest.raises(UserError, match=sentence):
-        measurement.measure(
-            str(folder / "model"), None, MeasureSettings(**options), folder / "none"
-        )
+        measurement.measure(str(folder / model), None, MeasureSettings(**options), folder / "none")
     assert not (folder / "none").exists()
 
 
@@ -298,15 +296,6 @@ def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run
     with pytest.raises(UserError, match=sentence):
         measurement.measure(str(folder / model), of, MeasureSettings(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_a_hybrid_with_sinks_is_not_measured_by_a_backend_without_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: True))
-    settings = MeasureSettings(attention="flash", device="cuda", dtype="bfloat16")
-    with pytest.raises(UserError, match="--attention: flash has no sinks, the model has 2; choose"):
-        measurement.measure(str(folder / "hybrid"), None, settings, tmp_path / "none")
 
 
 def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None:
@@ -356,17 +345,11 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
         point_of(HYBRID, 20, 2, [run(1.0)]),
     ]
     set_against_original(points)
-    assert points[0]["prefill_tokens_per_second"] == 20 / 4
-    assert points[0]["decode_tokens_per_second"] == 2 / 4
-    assert points[0]["decode_seconds_per_token_p90"] == 9.0
-    assert points[0]["memory_p90_bytes"] == 99
-    assert points[0]["kv_cache_bytes_per_token"] == 4 / 20
-    assert "over_original" not in points[0]
-    over = points[1]["over_original"]
-    assert over["prefill_tokens_per_second"] == 4
-    assert over["memory_peak_bytes"] == 0.5
-    assert over["kv_cache_bytes"] == 2
-    assert points[2]["out_of_memory"]
+    assert points[0]["memory_p90_bytes"] == 99 and "over_original" not in points[0]
+    assert points[1]["over_original"] == {
+        "prefill_tokens_per_second": 4, "decode_tokens_per_second": 4, "memory_peak_bytes": 0.5,
+        "kv_cache_bytes": 2,
+    }  # fmt: skip
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
     assert results_table(points).rows == [
@@ -448,11 +431,7 @@ def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
         point_of(ORIGINAL, 2048, 1, [{"out_of_memory": "no room"}]),
         point_of(HYBRID, 2048, 1, [run(3.0)]),
     ]
-    files = draw_figures(points, tmp_path)
-    assert {file.name for file in files} == {
-        f"figure_{name}.{kind}" for name in ("5_ratios", "6_windows") for kind in ("png", "svg")
-    }
-    assert all(file.stat().st_size > 5000 for file in files)
+    draw_figures(points, tmp_path)
     ratios, windows = (
         (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
     )

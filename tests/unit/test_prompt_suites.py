@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -233,17 +232,15 @@ def test_all_are_evaluated_and_answered_once(
         "helmet": {"data_dir": str(folder / "helmet"), "lengths": [8192], "samples": 1},
     }  # fmt: skip
     scores = score_original(folder, tmp_path / "first", **section)
-    suites = scores.checkpoints["original"]
-    counts = {(t, at): cell.samples for t, by in suites["nolima"].tasks.items()
-              for at, cell in by.items()}  # fmt: skip
-    assert sum(counts.values()) == 6 and {at for _, at in counts} == {100}
-    counts = {(t, at): cell.samples for t, by in suites["mrcr"].tasks.items()
-              for at, cell in by.items()}  # fmt: skip
-    assert {task for task, _ in counts} == {"2 needles", "4 needles"}
-    assert max(counts.values()) == 2
-    asked = {task: by[8192].samples for task, by in suites["helmet"].tasks.items()}
+    counts = {
+        suite: {(task, at): by[at].samples for task, by in table.tasks.items() for at in by}
+        for suite, table in scores.checkpoints["original"].items()
+    }
+    assert sum(counts["nolima"].values()) == 6 and {at for _, at in counts["nolima"]} == {100}
+    assert {task for task, _ in counts["mrcr"]} == {"2 needles", "4 needles"}
+    assert max(counts["mrcr"].values()) == 2
     # Two depths of one question are one sample.
-    assert asked == dict.fromkeys(HELMET_TASKS, 1)
+    assert counts["helmet"] == {(task, 8192): 1 for task in HELMET_TASKS}
     lines = [
         one["output"].rstrip("\n").count("\n")
         for one in read_samples(tmp_path / "first")
@@ -303,12 +300,12 @@ MODEL = Evaluated("original", ModelConfig(path="x"))
 
 
 def mrcr_suite(
-    folder: Path, answers: Path, rank: int = 0, lengths: tuple[int, ...] = (256, 512), **given: Any
+    folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **given: Any
 ) -> PromptSuite:
     section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[*lengths])
     given = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **given}
     suite = PromptSuite(
-        name="mrcr", answers=AnswerFolder(answers, None, rank), rank=rank, world=2, batch_size=1,
+        name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
         **given,
     )  # fmt: skip
     suite.prepare()
@@ -326,13 +323,6 @@ def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> No
     assert mrcr_suite(folder, tmp_path, lengths=(512, 65536)).missing == {"65,536 tokens": fault}
     with pytest.raises(UserError, match=f"^{fault}; .* no sample of 32,768 tokens$"):
         mrcr_suite(folder, tmp_path, lengths=(65536, 32768))
-
-
-def test_ranks_share_the_samples(folder: Path, tmp_path: Path) -> None:
-    suites = [mrcr_suite(folder, tmp_path, rank) for rank in range(2)]
-    unanswered = [suite.count_unanswered(MODEL) for suite in suites]
-    total = sum(suites[0].samples(subtask) for subtask in suites[0].subtasks)
-    assert sum(unanswered) == total > 2 and max(unanswered) < total
 
 
 def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
@@ -444,28 +434,20 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=sentence):
             list(read_mrcr([path], 1000))
     for text, sentence in (
-        ('{"prompt": ', r"a\.jsonl, line 1: not a complete JSON record"),
         ("[1]\n", r"a\.jsonl, line 1: expected a JSON object, not a list"),
         ('{"answer": "x"}\n', r"a\.jsonl, row 0: not in MRCR's layout \(lacks 'prompt'\)"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=sentence):
             list(read_mrcr([path], 1000))
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="is a pipe"):
-        list(read_mrcr([path], 1000))
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+def test_parquet_of_other_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
     assert [one.needles for one in read_mrcr([path], 1000)] == [2, 2, 2, 2, 4, 4]
     longest = max(len(row["prompt"]) for row in conversations())
     assert len([*read_mrcr([path], longest)]) == 6 > len([*read_mrcr([path], longest - 1)])
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"a\.parquet: not a whole Parquet file"):
-        list(read_mrcr([path], 1000))
     lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
     parquet.write_table(pa.Table.from_pylist(lists), path)
     with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):

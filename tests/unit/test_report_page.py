@@ -14,13 +14,11 @@ from typing import Any, get_args
 import pytest
 
 from bosch.errors import RunError
-from bosch.heads import HeadMaskFile
 from bosch.search.evaluator import Phase
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.position_suite import position_table
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import suite_table
-from stages.materialize.stage import MaterializeSummary
 from stages.pages import page as template
 from stages.pages.charts import Picture
 from stages.report import charts
@@ -31,11 +29,11 @@ from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
 from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
-from stages.report.terminal import print_summary, summarize
+from stages.report.terminal import summarize
 from stages.report.verdict import verdict
 from stages.search.charts import PHASES, trace
 from tests import report_fixture
-from tests.golden_page import REPORTS, golden, outline
+from tests.golden_page import REPORTS, golden_report, outline
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,9 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("publish", REPORTS)
 def test_the_page_is_the_golden_one(publish: Callable[[Path], Any], tmp_path: Path) -> None:
-    """What stands on the page and in its charts; tests/golden_page.py writes the files again."""
-    page = golden(make(tmp_path / "report", publish(tmp_path)))
-    assert page.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
+    """Its text, its charts and the summary; tests/golden_page.py writes the files again."""
+    report = golden_report(publish, tmp_path)
+    assert report.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
 
 
 def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
@@ -120,6 +118,10 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     picture = Picture("one", charts.curves([row], axis, axis, look), "one.")
     assert "<" not in picture.json and json.loads(picture.json)
     assert "<b>" not in picture.still and "<u>" not in picture.still
+
+
+def test_every_phase_of_a_search_has_its_look() -> None:
+    assert set(PHASES) == set(get_args(Phase))
 
 
 def test_every_chart_is_valid_vega_lite(results: Results) -> None:
@@ -264,31 +266,12 @@ def test_the_verdict_says_what_the_samples_do_not_decide(
     assert marked in [cell for row in score_table(hybrid).rows for cell in row] or not marked
 
 
-@pytest.mark.usefixtures("only_text")
-def test_budgets_say_which_have_been_scored(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
-    summary = json.loads((inputs["materialize"] / "summary.json").read_text())
-    budgets = [
-        {"kv_slots": slots, "share": share, "full_kv_heads": full, "cache_bytes": 128 * slots}
-        for slots, share, full in ((4177, "8.5 %", 1), (6_000, "12.2 %", 3), (9_000, "18.3 %", 6))
-    ]
-    more = {"context": 1024, "kv_budget": 6_000, "budgets": budgets}
-    MaterializeSummary.model_validate(summary | more).write(inputs["materialize"])
-    last = "tokens-4000000"
-    report_fixture.evaluate(inputs["evaluate"], "original", "hybrid", last, f"{last} @ 8.5 %")
-    results = load_results(inputs)
-    assert [one.name for one in results.needle or []] == ["original", "hybrid", last]
-    assert results.trained is not None and results.trained.average == 96.0
-    table = budget_table(results)
+def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
+    inputs = report_fixture.publish_front(tmp_path)
+    report_fixture.evaluate(inputs["evaluate"], "original", "hybrid", "tokens-4000000")
+    table = budget_table(load_results(inputs))
     assert table is not None
-    rows = [[str(cell) for cell in row] for row in table.rows]
-    assert [row[0] for row in rows] == ["4,177", "6,000 (chosen)", "9,000"]
-    assert [row[4].partition(" ")[0] for row in rows] == ["not", "31.0", "not"]
-    assert [row[5].partition(" (")[0] for row in rows] == ["70.0", "96.0", "not scored"]
-    page = make(tmp_path / "report", inputs)
-    assert "Hybrid after 4,000,000 tokens, 8.5 % of the KV slots" in page
-    written = json.loads((tmp_path / "report" / "summary.json").read_text())
-    assert [one["average"] for one in written["needle"]["budgets"]] == [70.0, 96.0, None]
+    assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
 def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
@@ -337,7 +320,9 @@ def test_paths_below_the_checkout_are_shown_as_recipes_write_them(tmp_path: Path
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("without", [("train",), ("original", "train", "evaluate")])
-def test_absent_stages_are_said_to_be_absent(tmp_path: Path, without: tuple[str, ...]) -> None:
+def test_absent_stages_are_said_to_be_absent(
+    tmp_path: Path, without: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     inputs = report_fixture.publish(tmp_path, without=without)
     text = outline(make(tmp_path / "report", inputs)).text
     assert "Training is not part of this recipe." in text
@@ -346,6 +331,10 @@ def test_absent_stages_are_said_to_be_absent(tmp_path: Path, without: tuple[str,
         assert f"Stage {stage} | not part of this recipe" in text
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     assert set(summary["absent_stages"]) == set(without)
+    original = r"97\.5" if "evaluate" in inputs else "not part of this recipe"
+    out = capsys.readouterr().out
+    assert re.search(rf"original\s+{original}", out)
+    assert re.search(r"hybrid trained\s+not part of this recipe", out)
 
 
 @pytest.mark.usefixtures("only_text")
@@ -415,61 +404,6 @@ def test_layer_rules_and_evaluations_without_needles_still_make_a_page(tmp_path:
     assert "This recipe's evaluation has no needle tasks." in text
 
 
-def test_a_search_by_swaps_has_its_points_and_none_for_what_was_given_up(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
-    path = inputs["search"] / "summary.json"
-    phases = ["anchors", "anchors", "start", "swaps", "swaps", "swaps", "final"]
-    mask = HeadMaskFile.load(inputs["search"] / "head_mask.json").mask.key
-    points = [
-        {"phase": phase, "step": step, "subproblem": phase, "score": 0.5, "log_likelihood": -1.0,
-         "best_score": None if step == 5 else 0.5, "is_bound": step in (5, 6),
-         "mask": mask if step in (4, 6) else "another"}
-        for step, phase in enumerate(phases, start=1)
-    ]  # fmt: skip
-    report_fixture.write_json(path, json.loads(path.read_text()) | {"trace": points})
-    search = load_results(inputs).search
-    for quantity in ("score", "log_likelihood"):
-        rows = rows_of(trace(search.summary, mask, quantity))
-        named = [row["series"] for row in rows]
-        assert {label: named.count(label) for label in named} == {
-            PHASES["anchors"][1]: 2, PHASES["start"][1]: 1, PHASES["swaps"][1]: 1,
-            PHASES["final"][1]: 1, "final mask": 1,
-        }  # fmt: skip
-        assert rows[-1]["tip"].startswith("final mask, evaluation 4, ")
-    assert set(PHASES) == set(get_args(Phase))
-    # Three lines, one through starts and swaps, at the best score, which a bound never is.
-    data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
-    [best] = [rows for rows in data.values() if rows and "run" in rows[0]]
-    assert {row["y"] for row in best} == {0.5} and len({row["run"] for row in best}) == 3
-    # Phases end half-way between two evaluations, and so do sub-problems within a phase.
-    [bands] = [rows for rows in data.values() if rows and "shade" in rows[0]]
-    ends = [(row["x"], row["x2"]) for row in bands]
-    assert ends == [(0.5, 2.5), (2.5, 3.5), (3.5, 6.5), (6.5, 7.5)]
-    points = [{**points[3], "step": step, "subproblem": one} for step, one in enumerate("aabbbc")]
-    report_fixture.write_json(path, json.loads(path.read_text()) | {"trace": points})
-    search = load_results(inputs).search
-    data = trace(search.summary, mask, "score").chart.to_dict(validate=False)["datasets"]
-    assert [{"x": 1.5}, {"x": 4.5}] in data.values()
-
-
-def test_summary_has_the_headline_numbers(results: Results, tmp_path: Path) -> None:
-    summary = summarize(results, "title", ReportConfig())
-    assert summary["needle"] == {
-        "original": 97.5,
-        "hybrid": 31.0,
-        "rivals": {"intr": 12.0},
-        "trained": 96.0,
-        "trained_tokens": 4_000_000,
-    }
-    assert summary["swa_ratio"] == 0.75
-    assert summary["kv_cache_bytes_per_token"]["before"] == 6144
-    assert summary["kv_cache_bytes_per_token"]["after"] == 1536
-    assert summary["stage_seconds"] == report_fixture.SECONDS
-    assert summary["gpu_hours"]["search"] == pytest.approx(187 * 8 / 3600)
-    assert summary["verdict"] == verdict(results)
-    assert [row["name"] for row in summary["differences"]] == ["Needle", "Loss at tokens 4 to 7"]
-
-
 def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> None:
     for name, content in (
         ("b", None),
@@ -496,16 +430,6 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert links == [f"{name}/report/index.html" for name in ("a<b>", "b", "c", "d")]
-
-
-def test_terminal_table_names_absent_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    inputs = report_fixture.publish(tmp_path, without=("train",))
-    print_summary(load_results(inputs), "title", ReportConfig())
-    out = capsys.readouterr().out
-    assert re.search(r"hybrid trained\s+not part of this recipe", out)
-    assert re.search(r"original\s+97\.5", out)
 
 
 @pytest.mark.parametrize(
