@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
+from bosch.model.families import logit_scale
 from bosch.objective.answers import scaled_logits
 from stages.train.memory import chunk_tokens
 
@@ -159,7 +160,7 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
         bias=getattr(head, "bias", None),
         ignore_index=IGNORED,
         reduction="sum",
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=logit_scale(config).cap,
         # By default Liger sums the head's gradient in the weight's precision, bf16 under FSDP.
         accum_dtype=torch.float32,
     )
@@ -191,9 +192,8 @@ def install_loss(
             "config.json of the model has output_router_logits = true, and training has no loss "
             "of the router; set it to false"
         )
-    scaled = any(
-        (getattr(config, name, None) or 1.0) != 1.0 for name in ("logits_scaling", "logit_scale")
-    )
+    scale = logit_scale(config)
+    scaled = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
     fused = liger and not scaled
     config.use_cache = False
 
