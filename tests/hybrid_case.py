@@ -45,7 +45,8 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba
 _GEMMA4: dict[str, Any] = {
     "head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": KV_HEADS,
     "num_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, **OWN_WINDOW,
+    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "final_logit_softcapping": 0.3,
+    **OWN_WINDOW,
 }  # fmt: skip
 # The text decoder of each family that takes more than text; its vision tower is as small.
 _TEXT = {
@@ -78,7 +79,9 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.5, **OWN_WINDOW,
     },
-    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 12, **OWN_WINDOW},
+    "gemma3_text": {
+        "head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 0.3, **OWN_WINDOW,
+    },
     "gpt_oss": {"head_dim": 8, "rope_parameters": None, **_LOCAL_EXPERTS, **OWN_WINDOW},
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
     "granitemoe": _LOCAL_EXPERTS,
@@ -109,7 +112,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 40, "num_attention_heads": KV_HEADS, "word_embed_proj_dim": 48},
     "biogpt": {"num_attention_heads": KV_HEADS},
     "persimmon": {"num_attention_heads": KV_HEADS, "num_key_value_heads": KV_HEADS},
-    "hyperclovax": {"head_dim": 8},
+    "hyperclovax": {"head_dim": 8, "logits_scaling": 0.5},
     "hy_v3": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS},
     "nanochat": {"head_dim": 8},
     "dots1": {"head_dim": 8, "n_shared_experts": 1, **_ROUTED_EXPERTS},
@@ -145,7 +148,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 8, "mamba_dt_rank": 4,
         "use_mamba_kernels": False, **_EXPERTS,
     },
-    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, **_MAMBA},
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "lm_head_multiplier": 0.5, **_MAMBA},
     "lfm2": {"layer_types": ["full_attention", "conv", "full_attention"]},
     "lfm2_moe": {
         "layer_types": ["full_attention", "conv", "full_attention"], "num_dense_layers": 1,
@@ -202,7 +205,7 @@ LIKE_ANOTHER = frozenset((
 ))  # fmt: skip
 
 
-def small_config(family: str, **changes: Any) -> Any:
+def small_config(family: str = "qwen3", **changes: Any) -> Any:
     if family not in _TEXT:
         return AutoConfig.for_model(family, **{**_SIZES, **_EXTRA[family], **changes})
     text = _TEXT[family]

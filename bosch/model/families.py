@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bosch.errors import UserError
 from bosch.window import Window
@@ -28,6 +28,8 @@ class Family:
     `mixes_states`: linear attention stands beside full attention, and vLLM's own class computes it.
     `layers_return_weights`: a layer returns attention weights, or a place for them, beside its
     hidden states.
+    `logit_factor` and `logit_divisor`: the fields of the configuration that multiply and divide the
+    logits. `logits_by_text`: these and the cap are read from the text decoder's configuration.
 
     The names of classes are transformers' own, which must be installed where they are asked for.
     """
@@ -45,6 +47,9 @@ class Family:
     separates_documents: bool = True
     mixes_states: bool = False
     layers_return_weights: bool = False
+    logit_factor: str = "logit_scale"
+    logit_divisor: str = "logits_scaling"
+    logits_by_text: bool = False
 
     @property
     def hybrid_type(self) -> str:
@@ -99,8 +104,8 @@ _ORDINARY = (
     "apertus", "arcee", "aria_text", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma3_text", "gemma4_text",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "granitemoeshared",
-    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1",
-    "llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "kolibri1", "llama",
+    "mellum", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron",
     "olmo", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
     "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
@@ -123,12 +128,16 @@ _OTHERS = (
     Family("afmoe", gated=True, per_head=("gate_proj",), separates_documents=False),
     Family("bamba", separates_documents=False, layers_return_weights=True),
     Family("beam", gated=True, per_head=("gate_proj", "gate_bias")),
-    Family("falcon_h1", separates_documents=False, mixes_states=True, layers_return_weights=True),
+    Family(
+        "falcon_h1", separates_documents=False, mixes_states=True, layers_return_weights=True,
+        logit_factor="lm_head_multiplier",
+    ),
     Family(
         "gpt_neox", fused="query_key_value", attention="attention", output="dense",
         per_head=("query_key_value",),
     ),
     Family("gpt_oss", per_head=("sinks",), separates_documents=False),
+    Family("hyperclovax", logit_factor="logits_scaling", logit_divisor=""),
     Family("laguna", gated=True, per_head=("g_proj",)),
     Family("lfm3", gated=True, per_head=("g_proj",), separates_documents=False),
     Family("nemotron_h", attention="mixer", separates_documents=False),
@@ -136,9 +145,10 @@ _OTHERS = (
     Family("persimmon", fused="query_key_value", output="dense", per_head=("query_key_value",)),
     Family("phi", output="dense"),
     Family("phi3", fused="qkv_proj"),
+    Family("gemma4", takes_more_than_text=True, logits_by_text=True),
     *(
         Family(name, takes_more_than_text=True)
-        for name in ("gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen3_vl_moe")
+        for name in ("gemma3", "mistral3", "qwen3_vl", "qwen3_vl_moe")
     ),
     *(
         Family(name, takes_more_than_text=True, separates_documents=False)
@@ -347,6 +357,22 @@ def family_of(config: Any) -> Family:
 def known_family(config: Any) -> Family:
     """The family of the text decoder of a model that `family_of` accepts, or of its hybrid form."""
     return FAMILIES[str(text_config(config).model_type).removeprefix(HYBRID_PREFIX)]
+
+
+class LogitScale(NamedTuple):
+    """What a model multiplies, divides and caps its logits by; None where it does not."""
+
+    factor: float | None
+    divisor: float | None
+    cap: float | None
+
+
+def logit_scale(config: Any) -> LogitScale:
+    """What a model, or its hybrid form, does to the logits of its output head."""
+    family = FAMILIES[config.model_type.removeprefix(HYBRID_PREFIX)]
+    source = text_config(config) if family.logits_by_text else config
+    names = (family.logit_factor, family.logit_divisor, "final_logit_softcapping")
+    return LogitScale(*(getattr(source, name, None) for name in names))
 
 
 def _reason(config: Any) -> str | None:

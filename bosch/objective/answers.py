@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.model.families import text_config
+from bosch.model.families import logit_scale, text_config
 from bosch.objective.batches import Batch, batches_by_round, final_states
 from bosch.objective.calibration import CalibrationSet
 
@@ -20,18 +20,13 @@ def answer_logits(model: Any, hidden: Tensor) -> Tensor:
     return scaled_logits(model.config, model.get_output_embeddings()(hidden).float())
 
 
-def logit_scales(config: Any) -> tuple[float, float]:
-    """What a family's logits are divided by and multiplied with."""
-    names = ("logits_scaling", "logit_scale")
-    divisor, factor = (getattr(config, name, None) or 1.0 for name in names)
-    return divisor, factor
-
-
 def scaled_logits(config: Any, logits: Tensor) -> Tensor:
     """Logits [N, V] in float32, scaled or capped as the model's family does."""
-    divisor, factor = logit_scales(config)
-    logits = logits / divisor * factor
-    cap = getattr(config, "final_logit_softcapping", None)
+    factor, divisor, cap = logit_scale(config)
+    if divisor is not None:
+        logits = logits / divisor
+    if factor is not None:
+        logits = logits * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -60,8 +55,8 @@ def answer_results(logits: Tensor, batch: Batch) -> Tensor:
     log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0]
     log_probabilities = log_probabilities.double().cpu()
     wrong = (logits.argmax(dim=-1) != answers).cpu()
-    results = torch.ones(len(batch.examples), 2, dtype=torch.float64)
+    results = torch.zeros(len(batch.examples), 2, dtype=torch.float64)
+    results[:, 0] = 1.0
     results[batch.rows[wrong], 0] = 0.0
-    results[:, 1] = 0.0
     results[:, 1].index_add_(0, batch.rows, log_probabilities)
     return results

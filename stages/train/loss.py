@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.objective.answers import logit_scales, scaled_logits
+from bosch.model.families import logit_scale
+from bosch.objective.answers import scaled_logits
 from stages.train.footprint import chunk_tokens
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
         bias=getattr(head, "bias", None),
         ignore_index=IGNORED,
         reduction="sum",
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=logit_scale(config).cap,
         # By default Liger sums the head's gradient in the weight's precision, bf16 under FSDP.
         accum_dtype=torch.float32,
     )
@@ -185,7 +186,9 @@ def install_loss(
             "config.json of the model has output_router_logits = true, and training has no loss "
             "of the router; set it to false"
         )
-    fused = liger and logit_scales(config) == (1.0, 1.0)
+    scale = logit_scale(config)
+    scaled = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
+    fused = liger and not scaled
 
     def head_forward(self: Any, states: Tensor, loss_of: HeadLoss) -> Tensor:
         return loss_of(self, states.flatten(0, 1))

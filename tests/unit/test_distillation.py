@@ -25,7 +25,7 @@ from stages.train.loss import install_loss
 from stages.train.model import load_for_training
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
-from tests.hybrid_case import mask_of, small_model, tokens
+from tests.hybrid_case import mask_of, small_config, small_model, tokens
 from tests.training_case import make_case, metrics, train_here, train_in_processes
 from tests.unit.test_training_loss import LargestTensor, gradients
 
@@ -126,7 +126,7 @@ class Stub(torch.nn.Module):
 
     def __init__(self, states: torch.Tensor) -> None:
         super().__init__()
-        self.head, self.states, self.config = torch.nn.Linear(8, 1000), states, object()
+        self.head, self.states, self.config = torch.nn.Linear(8, 1000), states, small_config()
 
     def forward(self, input_ids: torch.Tensor, position_ids: None) -> torch.Tensor:
         return self.states
@@ -144,7 +144,7 @@ def test_neither_models_logits_are_ever_whole(
     targets = torch.randint(0, 1000, (2, 32))
     teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
     with LargestTensor() as largest:
-        teacher.loss_of(object(), targets, targets, None)(head, states).backward()
+        teacher.loss_of(small_config(), targets, targets, None)(head, states).backward()
     assert largest.elements == 8 * 1000  # the head's weight and its gradient
     assert states.grad is not None
 

@@ -17,7 +17,7 @@ from bosch.window import Window
 from stages.train import loss as training_loss
 from stages.train.loss import cross_entropy, head_loss, install_loss
 from stages.train.model import recompute_activations
-from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import mask_of, random_mask, small_config, small_model, tokens
 
 WINDOW = 5
 PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
@@ -48,7 +48,13 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere", "granite", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3", "gemma2", "gemma4", "cohere", "granite", "hyperclovax", "falcon_h1", "phi3",
+        "qwen3_moe",
+    ],
+)  # fmt: skip
 def test_value_and_gradients_are_the_models_own(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +92,14 @@ def test_the_logits_matrix_is_never_there() -> None:
         torch.nn.functional.cross_entropy(head(states), labels).backward()
     assert whole.elements == 64 * 1000
     with LargestTensor() as chunked:
-        head_loss(head, states, object(), cross_entropy(labels), chunk=4).backward()
+        head_loss(head, states, small_config(), cross_entropy(labels), chunk=4).backward()
     assert chunked.elements == 8 * 1000  # the head's weight and its gradient
 
 
 def test_a_frozen_head_has_no_gradient_and_states_have_theirs() -> None:
     head, states = torch.nn.Linear(8, 50), torch.randn(6, 8, requires_grad=True)
     head.requires_grad_(False)
-    head_loss(head, states, object(), cross_entropy(torch.arange(6)), chunk=4).backward()
+    head_loss(head, states, small_config(), cross_entropy(torch.arange(6)), chunk=4).backward()
     assert head.weight.grad is None and states.grad is not None
     expected = torch.autograd.grad(
         torch.nn.functional.cross_entropy(head(states), torch.arange(6), reduction="sum"), states
@@ -106,7 +112,7 @@ def test_bf16_heads_follow_float32_ones() -> None:
     head, states = torch.nn.Linear(8, 50, bias=False), torch.randn(40, 8, requires_grad=True)
     labels = torch.randint(0, 50, (40,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        head_loss(head, states, object(), cross_entropy(labels), chunk=4).backward()
+        head_loss(head, states, small_config(), cross_entropy(labels), chunk=4).backward()
     assert head.weight.grad is not None and head.weight.grad.dtype == torch.float32
     exact = torch.nn.functional.cross_entropy(head(states), labels, reduction="sum")
     expected = torch.autograd.grad(exact, [head.weight, states])
@@ -121,7 +127,7 @@ def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
     states, labels = torch.randn(640, 8, dtype=torch.bfloat16), torch.randint(0, 50, (640,))
     whole, chunked = (
         torch.autograd.grad(
-            head_loss(head, states, object(), cross_entropy(labels), chunk=chunk), head.weight
+            head_loss(head, states, small_config(), cross_entropy(labels), chunk=chunk), head.weight
         )[0]
         for chunk in (640, 10)
     )
@@ -191,7 +197,8 @@ def test_documents_stay_apart_with_every_option(
 
 
 @pytest.mark.parametrize(
-    ("family", "fused"), [("cohere", False), ("granite", False), ("gemma2", True), ("phi", True)]
+    ("family", "fused"),
+    [("cohere", False), ("granite", False), ("gemma2", True), ("gemma4", True), ("phi", True)],
 )
 def test_liger_leaves_scaled_logits_to_the_chunked_loss(
     family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
