@@ -103,7 +103,7 @@ def text_after(model: Any, prompt: str, tokens: int) -> str:
 
 def size_of(folder: Path, model: Any) -> CacheSize:
     rows = MASK.mask.heads_per_layer([Window(w.size, _sinks(folder)) for w in MASK.windows])
-    return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4)
+    return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4, state_bytes=0)
 
 
 def _sinks(folder: Path) -> int:
