@@ -18,10 +18,12 @@ def _slots_or_share(value: object) -> object:
     """Slots like `4992` or `12k`, or a share like `0.25` or `1.0`."""
     if isinstance(value, str):
         first, second = (float, parse_count) if "." in value else (parse_count, float)
-        try:
-            return first(value)
-        except ValueError:
-            return second(value)
+        for parse in (first, second):
+            try:
+                return parse(value)
+            except ValueError:
+                pass
+        raise ValueError(f"expected KV slots like 12k, or a share like 0.25, found '{value}'")
     return value
 
 

@@ -47,9 +47,12 @@ class CacheSize:
         rows: Sequence[Mapping[Window | None, int]],
         layers: DecoderLayers,
         itemsize: int,
-        state_bytes: int = 0,
+        state_bytes: int,
     ) -> CacheSize:
-        """From the heads of each window of each layer, and the bytes of one number."""
+        """From the heads of each window of each layer, and the bytes of one number.
+
+        `state_bytes` are those of `bosch.model.cache.state_bytes`; 0 counts the KV cache alone.
+        """
         heads: Counter[Window | None] = Counter()
         for row in rows:
             heads.update(row)
@@ -113,3 +116,10 @@ class CacheSize:
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""
         return sum(own.bytes(tokens) for own in self.own) + self.state_bytes
+
+
+def beside_states(layers: int) -> str:
+    """What a text adds to the KV cache alone, where `layers` have states of fixed size."""
+    if not layers:
+        return ""
+    return f" beside the states of {layers} layer{'s' if layers > 1 else ''} of other kinds"

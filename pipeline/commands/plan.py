@@ -202,8 +202,9 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
         yield f"  {name:<12} not served: the model has {reason}"
         return
     itemsize = BYTES[loaded.recipe[MaterializeConfig].dtype]
-    hybrid = CacheSize.of(layers, info.kinds, itemsize)
-    original = CacheSize.of([{None: rows * heads}], info.kinds, itemsize)
+    # Models with states have no pages.
+    hybrid = CacheSize.of(layers, info.kinds, itemsize, state_bytes=0)
+    original = CacheSize.of([{None: rows * heads}], info.kinds, itemsize, state_bytes=0)
     block = original.paged(PAGE_SIZE)  # as `num_blocks` counts them: a page of every head
     figures = (
         f"{format_length(tokens)}: {hybrid.paged(tokens) / block:,.1f} instead of "

@@ -80,18 +80,24 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """Dotted path of a location without pydantic's union tags, and the section that holds it."""
+    """Dotted path of a location without pydantic's own words, and the section that holds it.
+
+    Those are the tags of unions, and `[key]` where the key of a dict is faulty.
+    """
     path: list[str] = []
     owner: type[Section] | None = model
     holder: type[Section] | None = model
+    is_key = False
     for name in loc:
-        if isinstance(name, int):
+        if isinstance(name, int) or is_key:
             path.append(str(name))
+            is_key = False
         elif owner is not None:
             path.append(name)
             holder = owner
             field = owner.model_fields.get(name)
             owner = nested_section(field.annotation)[0] if field else None
+            is_key = field is not None and get_origin(field.annotation) is dict
     return ".".join(path), holder
 
 
@@ -109,9 +115,9 @@ def _describe(
     if kind == "extra_forbidden":
         siblings = list(holder.model_fields) if holder else []
         return _unknown_key(path, root, siblings)
-    expected = list(dict.fromkeys(_expected(one) for one, _ in details))
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, ")
+    expected = list(dict.fromkeys(_expected(one) for one, _ in details))
     choices = [word for one, _ in details for word in _choices(one)]
     near = suggest(str(value), choices)
     hint = f"; did you mean {near}?" if near else ""
@@ -119,13 +125,15 @@ def _describe(
 
 
 def _unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
-    """Message for an unknown key, with the nearest known one beside it or elsewhere."""
-    name = path.rpartition(".")[2]
-    near = suggest(name, siblings)
-    if near is None:
-        near = next((key for key in known_paths(root) if key.rpartition(".")[2] == name), None)
-    if near is not None:
-        return f"unknown key; did you mean {near}?"
+    """Message for an unknown key: its like elsewhere, best below its section, and beside it."""
+    section, dot, name = path.rpartition(".")
+    same = [key for key in known_paths(root) if key.rpartition(".")[2] == name]
+    below = [key for key in same if key.startswith(f"{section}{dot}")]
+    near = (below or same)[:1]
+    if beside := suggest(name, siblings):
+        near.append(beside)
+    if near:
+        return f"unknown key; did you mean {' or '.join(near)}?"
     return f"unknown key; known here are {', '.join(siblings)}"
 
 
@@ -142,11 +150,13 @@ def _expected(detail: ErrorDetails) -> str:
         return _EXPECTED[kind]
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
-        return f"a value {words} {context[key]:g}"
+        limit = context[key]
+        return f"a value {words} {limit:{',' if isinstance(limit, int) else 'g'}}"
     if kind == "literal_error":
         return ", ".join(_choices(detail))
     if kind == "too_short":
-        return f"at least {context['min_length']} item(s)"
+        least = context["min_length"]
+        return f"at least {least} item{'s' if least > 1 else ''}"
     if kind == "too_long":
         return f"at most {context['max_length']} items"
     # A check of ours says what it expected and found by itself.

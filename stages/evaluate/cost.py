@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bosch.budget import LayerHeads, window_shares
-from bosch.model.cache_size import CacheSize
+from bosch.model.cache_size import CacheSize, beside_states
 from bosch.objective.memory import ActivationSizes
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
@@ -79,12 +79,11 @@ def _cost(
     memory = f"per process: {format_bytes(number * weights)} of weights"
     if work:
         longest = max(one.longest for one in work)
-        cache = CacheSize.of(rows_by_window, shape.kinds, number)
+        cache = CacheSize.of(rows_by_window, shape.kinds, number, state_bytes=0)
         cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
-        stateful = len(shape.kinds.states)
-        beside = f" beside the states of {stateful} layers of other kinds" if stateful else ""
+        beside = beside_states(len(shape.kinds.states))
         if sharing > 1:
             full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
             split = whole_chunks(longest, sharing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bosch.budget import window_shares
-from bosch.model.cache_size import CacheSize
+from bosch.model.cache_size import CacheSize, beside_states
 from stages.cost import BYTES, Cost, Devices
 from stages.formats import format_bytes
 from stages.measure.stage import MeasureConfig
@@ -17,7 +17,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     recipe, shape = loaded.recipe, shape_of(loaded)
     section, number = recipe[MeasureConfig], BYTES[recipe.model.dtype]
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
-    cache = CacheSize.of(rows, shape.kinds, number)
+    cache = CacheSize.of(rows, shape.kinds, number, state_bytes=0)
     longest = max(section.lengths)
     flops = 0.0
     for shares in (None, window_shares(rows)):
@@ -28,6 +28,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{section.repeats} runs of original and hybrid at each of "
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, one device",
         f"{format_bytes(number * shape.parameters)} of weights, "
-        f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache",
+        f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
+        f"{beside_states(len(shape.kinds.states))}",
     ]
     return Cost(flops, 1e6, facts)

@@ -184,7 +184,8 @@ class Price:
         Raises UserError where the engine's ranks cannot share the heads of a layer.
         """
         if self.budget.engine == "generate":
-            return CacheSize.of(rows, self.kinds, self._number).dynamic(self.tokens)
+            size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
+            return size.dynamic(self.tokens)
         own: list[EngineHeads] = [{w: self.kinds.heads} for w in self.kinds.windows.values()]
         plan = module_plan([*engine_heads(rows), *own], self.budget.ranks)
         in_flight = self.budget.tokens_in_flight or LARGE_GPU.tokens_in_flight(plan.sliding_windows)

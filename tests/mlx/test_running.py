@@ -97,7 +97,7 @@ def text_after(model: Any, prompt: str, tokens: int) -> str:
 def size_of(folder: Path, model: Any) -> CacheSize:
     windows = [Window(w.size, _sinks(folder)) for w in QUICKSTART_MASK.windows]
     rows = QUICKSTART_MASK.mask.heads_per_layer(windows)
-    return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4)
+    return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4, state_bytes=0)
 
 
 def _sinks(folder: Path) -> int:

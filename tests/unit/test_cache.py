@@ -54,7 +54,7 @@ def test_the_formula_is_what_the_caches_hold(
     heads, batch, dim = 4, 2, 8
     narrow, wide = Window(WINDOW, sinks), Window(2 * WINDOW, sinks)
     rows = [{None: full, wide: wider, narrow: 4 - full - wider} for full, wider in counts]
-    size = CacheSize.of(rows, DecoderLayers(3, (0, 1, 2), heads, dim), itemsize=2)
+    size = CacheSize.of(rows, DecoderLayers(3, (0, 1, 2), heads, dim), 2, state_bytes=0)
     layouts = [HeadLayout.deploy(row) for row in rows]
     states = torch.zeros(batch, heads, length, dim, dtype=torch.bfloat16)
     dynamic, static = HybridCache(layouts), StaticHybridCache(layouts, length)

@@ -33,7 +33,7 @@ from pipeline.run.failures import Terminated
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from tests.elsewhere import ROOT
-from tests.hybrid_case import small_model
+from tests.hybrid_case import mask_of, small_model
 from tests.pipeline_case import Case, fake_table
 
 
@@ -101,6 +101,15 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = record["cache_bytes"][0]
     hybrid, original = (first[name] / 2**20 for name in ("hybrid", "original"))
     assert f"    1,024 tokens: {hybrid:.2f} MiB of KV cache, not {original:.2f}\n" in shown
+
+
+def test_show_says_that_states_are_not_in_its_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model("qwen3_next")
+    materialize(model, mask_of(model.config), Window(6)).save_pretrained(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(" beside the states of 1 layer of other kinds\n")
 
 
 def test_measure_prints_its_report_as_json_alone_or_where_it_is(

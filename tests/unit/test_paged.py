@@ -70,7 +70,8 @@ def test_requests_hold_the_pages_that_the_formula_says() -> None:
         hybrid.dtype,
     )
     kinds = decoder_layers(hybrid.config)
-    size = CacheSize.of(heads_by_window(hybrid.config), kinds, hybrid.dtype.itemsize)
+    rows = heads_by_window(hybrid.config)
+    size = CacheSize.of(rows, kinds, hybrid.dtype.itemsize, state_bytes=0)
     for length in (1, PAGE, WINDOW, WINDOW + 1, 30):
         name = f"of {length}"
         for allocator in cache.cache_allocators.values():

@@ -18,12 +18,20 @@ from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean,
 from bosch.analysis.optimality import Standing
 from bosch.errors import UserError
 from bosch.heads import HeadMask
+from bosch.model.cache import held_bytes
+from bosch.model.materialize import materialize
 from bosch.objective.evaluation_log import Evaluation
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands import options
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
-from pipeline.commands.study.headbench import Row, headbench_menu, records_of, table_of
+from pipeline.commands.study.headbench import (
+    Row,
+    cache_shares,
+    headbench_menu,
+    records_of,
+    table_of,
+)
 from pipeline.commands.study.runs import Measured
 from pipeline.commands.study.studied_model import Setting
 from recipes.study.make_composition_model import (
@@ -37,6 +45,7 @@ from stages.fields import Section
 from stages.measure.results import figures
 from stages.pages.charts import Picture
 from stages.search.stage import SearchConfig
+from tests.hybrid_case import mask_of, small_model, tokens
 from tests.pipeline_case import ROOT, Case
 
 
@@ -204,6 +213,16 @@ def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
     assert headbench_menu(study(300, Window(32, 6))) == tuple(
         Window(size, 6) for size in (32, 16, 8)
     )
+
+
+def test_headbench_counts_states_of_fixed_size_in_both_caches() -> None:
+    model = small_model("qwen3_next")
+    mask, ids = mask_of(model.config), tokens(1, 20)
+    hybrid = materialize(model, mask, Window(5))
+    original, cache = model(ids, use_cache=True).past_key_values, hybrid.new_cache()
+    hybrid(ids, past_key_values=cache)
+    study: Any = SimpleNamespace(model=model, held_out_set=SimpleNamespace(max_length=20))
+    assert cache_shares(study, mask, Window(5)) == (cache.num_bytes / held_bytes(original), None)
 
 
 def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 from bosch.commands import Command, print_json
+from bosch.model.cache_size import beside_states
 
 COMMAND = Command("say which heads of a hybrid model slide and what its KV cache holds", json=True)
 
@@ -39,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
     if sliding := record.get("swa_kv_heads_per_layer"):
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
         print(f"KV heads with {windows} tokens by layer:", ", ".join(counts))
+    beside = beside_states(record["layers_with_states"])
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
-        print(f"{entry['tokens']:>9,} tokens: {hybrid:,.2f} MiB of KV cache, not {original:,.2f}")
+        print(
+            f"{entry['tokens']:>9,} tokens: {hybrid:,.2f} MiB of KV cache, not {original:,.2f}"
+            f"{beside}"
+        )
     return 0

@@ -21,7 +21,7 @@ def hybrid_record(model: str) -> dict[str, Any]:
         raise UserError(f"{model}: is no hybrid model; expected one that bosch has made")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
     itemsize = 4 if "32" in str(text_config(config).dtype) else 2
-    size = CacheSize.of(rows, kinds, itemsize)
+    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # only a pass has the states
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
         if name.endswith("_per_layer")
@@ -37,4 +37,5 @@ def hybrid_record(model: str) -> dict[str, Any]:
         "cache_bytes": [
             {"tokens": n, "hybrid": size.dynamic(n), "original": size.original(n)} for n in _LENGTHS
         ],
+        "layers_with_states": len(kinds.states),
     }

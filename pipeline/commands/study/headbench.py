@@ -10,6 +10,7 @@ import numpy as np
 
 from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test, holm
 from bosch.heads import HeadMask
+from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
 from bosch.progress import progress
@@ -117,7 +118,7 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
 def _row(model: StudiedModel, point: Measured) -> Row:
     own, method = point.setting, METHODS[point.setting.method]
     windows = own.menu or model.recipe[SearchConfig].window
-    sizes = [_cache(model, run.mask, windows) for run in point.runs]
+    sizes = [cache_shares(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
         own.method, method.label, method.about, own.ratio, own.budget, point.results["score"],
@@ -139,15 +140,17 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
     return Row(
         f"uniform_{most_sinks}_sinks", f"Uniform, W = {window.size}, {sinks} sinks",
         "every head slides alike", ratio, None, np.tile(scores, (model.options.seeds, 1)),
-        [mask], window, *_cache(model, mask, window), 0.0,
+        [mask], window, *cache_shares(model, mask, window), 0.0,
     )  # fmt: skip
 
 
-def _cache(model: StudiedModel, mask: HeadMask, windows: Windows) -> tuple[float, float | None]:
+def cache_shares(
+    model: StudiedModel, mask: HeadMask, windows: Windows
+) -> tuple[float, float | None]:
     """Shares of the original's bytes: in `generate`, and in vLLM where it serves the mask."""
     rows = mask.heads_per_layer(windows)
     layers = decoder_layers(model.model.config)
-    size = CacheSize.of(rows, layers, model.model.dtype.itemsize)
+    size = CacheSize.of(rows, layers, model.model.dtype.itemsize, state_bytes(model.model))
     tokens = model.held_out_set.max_length
     share = size.dynamic(tokens) / size.original(tokens)
     if window_menu(windows)[0].sinks or layers.windows or layers.states:
