@@ -123,3 +123,9 @@ def test_launch_scripts_import_nothing_from_there(tmp_path: Path, more_hostile: 
     assert done.stdout.splitlines()[0] == "set up", done.stderr
     done = _run(script, more_hostile, **own, PYTHONPATH=f":{site}:")
     assert done.stdout.splitlines()[-1] == "['run', 'recipe.yaml']", done.stderr
+
+
+def test_a_command_works_in_the_folder_of_installed_packages() -> None:
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    done = _run([sys.executable, str(ENTRY), "--help"], Path(site))
+    assert done.returncode == 0, done.stderr

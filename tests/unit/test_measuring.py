@@ -298,6 +298,12 @@ def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run
     assert not (tmp_path / "none").exists()
 
 
+def test_figures_below_a_file_are_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^--output .*/file/out: cannot be created \(Not a dir"):
+        measurement.measure(str(folder / "model"), None, MeasureSettings(), tmp_path / "file/out")
+
+
 def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None:
     """The directory of every hybrid is called model."""
     places = [tmp_path / name / "model" for name in "ab"]
