@@ -156,7 +156,7 @@ def _silent_partners() -> str:
         with suppress(RuntimeError):
             dist.destroy_process_group()  # whoever waits for this process ends waiting
         deadline = time.monotonic() + REPORT_SECONDS
-        silent = [other for other in range(size) if other != rank]
+        silent = list(range(size))
         while silent and time.monotonic() < deadline:
             silent = [other for other in silent if not store.check([f"{_ALIVE}/{other}"])]
             time.sleep(0.2)

@@ -176,12 +176,13 @@ def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
     store.set("bosch/alive/2", "1")
     fail("Broken pipe", "^another process of this run does not answer")
     fail("wrong shapes", "^wrong shapes$", RuntimeError)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(
         "torch.distributed.distributed_c10d._get_default_store",
         Mock(side_effect=RuntimeError("the store is gone")),
     )
-    fail("Broken pipe", "^node 0, or its launcher, of this run does not answer")
+    for per_node, told in (("1", "^node 0, or its launcher, of"), ("2", "^another process of")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
+        fail("Broken pipe", f"{told} this run does not answer")
 
 
 def test_collectives_wait_as_long_as_the_work_around_them(monkeypatch):
