@@ -300,6 +300,19 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
         assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
 
 
+@pytest.mark.parametrize(
+    ("value_bytes", "shards", "sharing", "windows", "needed"),
+    [
+        (4, 1, 1, [8], 53248), (2, 1, 1, [8], 30848), (4, 1, 1, [8, 4], 61888),
+        (4, 2, 1, [8], 32768), (4, 1, 2, [8], 44544),
+    ],
+)  # fmt: skip
+def test_the_formula_of_a_gradients_memory(value_bytes, shards, sharing, windows, needed):
+    """Numbers as when tests/benchmarks/test_gradient_memory.py last compared it with peaks."""
+    sizes = memory.ActivationSizes(2, 8, 8, 4, 16, value_bytes, shards, sharing)
+    assert sizes.gradient(2, 32, *windows) == needed
+
+
 def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):
     objective, _ = searchable_with("qwen3")
     ours = np.array(objective.gate_gradient(random_mask(0)).values)

@@ -218,6 +218,12 @@ def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
     assert many.p_value < 0.05 and many.high < 0
 
 
+def test_a_test_of_methods_is_exact_for_few_samples_that_differ() -> None:
+    """Five of 35 are lost: by signs alone p = 2 / 2^5."""
+    lost = np.array([[0.0] * 5 + [1.0] * 30] * 2)
+    assert crossed_test(lost, np.ones((2, 35))).p_value == pytest.approx(2 / 2**5, abs=0.01)
+
+
 def test_subtasks_weigh_the_same() -> None:
     """One of 5 samples and one of 500: the mean of their means, as `mean_score` takes it."""
     values = np.concatenate([np.zeros(5), np.ones(500)])
