@@ -418,7 +418,9 @@ def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
     score = HeldOutWatch([{"input_ids": ids, "labels": labels}], 1).score(model, device)
     assert score["heldout_by_position"][0] == 0 < min(score["heldout_by_position"][1:])
     assert model.training == training
-    assert modes == [False, False] and caches == [None, None]
+    nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    assert HeldOutWatch([nothing], 1).score(model, device)["heldout_loss"] == 0
+    assert modes == [False] * 3 and caches == [None] * 3
 
 
 def test_wandb_gets_every_step_under_the_key_of_the_run(
