@@ -2,7 +2,7 @@
 
     python -m tests.golden_page
 
-writes them again; look at their diff.
+writes the reports again, `python -m tests.golden_comparison` the comparison; look at their diff.
 """
 
 from __future__ import annotations
@@ -163,10 +163,6 @@ def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> s
 
 
 def main() -> None:
-    from tests.unit.test_compare import Case, compared  # which reads this module
-
-    with tempfile.TemporaryDirectory() as folder:
-        COMPARED.write_text(compared(Case(Path(folder) / "case")), encoding="utf-8")
     for publish, file in REPORTS.items():
         with tempfile.TemporaryDirectory() as folder:
             file.write_text(golden_report(publish, Path(folder)), encoding="utf-8")

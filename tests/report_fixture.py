@@ -115,12 +115,13 @@ def publish_front(root: Path) -> dict[str, Path]:
         HeadMaskFile.of(
             mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio, sink_bias=bias
         ).save(folder / HEAD_MASK)
-    # A search by swaps whose fifth evaluation, of no finite best score, and whose last ended early.
+    # A search by swaps. The second evaluation has no log-likelihood, the fifth no best score; the
+    # fifth and sixth ended early, and the final mask was evaluated fourth.
     phases = ("anchors", "anchors", "start", "swaps", "swaps", "swaps", "final")
     searched = json.loads((inputs["search"] / SearchSummary.FILE).read_text())
     searched["trace"] = [
         {"phase": phase, "step": step, "subproblem": phase, "score": step / 10,
-         "log_likelihood": -step, "best_score": None if step == 5 else 0.7,
+         "log_likelihood": -step if step != 2 else None, "best_score": 0.7 if step != 5 else None,
          "is_bound": step in (5, 6), "mask": mask.key if step in (4, 6) else "another"}
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip

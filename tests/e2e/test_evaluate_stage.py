@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,12 +301,13 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
         loaded = models.load_evaluated(config, model, torch.device("cpu"), None, one.kv_budget)
         assert loaded.kv_budget == one.kv_budget
     # The command evaluate asks the budgets of a directory, too.
-    monkeypatch.setattr(selected, "_check_tokenizer", lambda *_: None)
+    hybrid = tmp_path / "materialize" / "model"
+    shutil.copytree(stages / "prepare" / "tokenizer", hybrid, dirs_exist_ok=True)
     monkeypatch.setattr(
         selected, "evaluate_models", lambda _, found, *__, **___: SimpleNamespace(content=found)
     )
     (tmp_path / "models.json").write_text(json.dumps({"models": {"one": "abc"}}))
-    asked = selected.run(config, {"one": tmp_path / "materialize" / "model"}, tmp_path)
+    asked = selected.run(config, {"one": hybrid}, tmp_path)
     assert [(one.name, one.identity) for one in asked] == [
         ("original", None), ("one", "abc"), (f"one @ {shares[2]}", f"abc-{slots[2]}"),
     ]  # fmt: skip

@@ -118,7 +118,7 @@ def compared(case: Case) -> str:
 
 
 def test_the_page_is_the_golden_one(case: Case) -> None:
-    """tests/golden_page.py writes the file again."""
+    """tests/golden_comparison.py writes the file again."""
     assert compared(case).splitlines() == COMPARED.read_text(encoding="utf-8").splitlines()
 
 
