@@ -380,6 +380,7 @@ def test_what_is_in_the_way_of_a_runs_files_is_named(
         (KeyboardInterrupt(), 130, "stopped; the same command resumes from here"),
         (OSError(errno.ENOSPC, "No space", "RUNS/x"), 1, "error: the disk of RUNS is full; free"),
         (OSError(errno.EROFS, "no", "RUNS/x"), 2, "error: runtime.output_root: RUNS cannot be w"),
+        (OSError(errno.ENOTDIR, "no", "RUNS/file/a/b"), 1, "error: RUNS/file: is in the way"),
         (OSError(errno.EROFS, "no", "/a"), 1,
          "error: unexpected OSError: [Errno 30] no: '/a'; the traceback is in RUNS/logs/bosch-"),
         (ZeroDivisionError("oh"), 1,
@@ -398,6 +399,7 @@ def test_the_exit_status_of_a_command(
         raise ends_with
 
     case.runs.mkdir()
+    (case.runs / "file").touch()
     monkeypatch.setattr("pipeline.commands.status.run", end)
     assert main(["status", str(case.file)]) == status
     error = capfd.readouterr().err

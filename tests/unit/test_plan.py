@@ -393,8 +393,13 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
     HeadMaskFile.of(
         HeadMask.all_sliding(1, 1), Window(4), model="", method="rand", swa_ratio=1.0
     ).save(mask)
+    given = ("search.method=given", f"search.mask={mask}")
     with pytest.raises(UserError, match="is no mask for"):
-        lines("search.method=given", f"search.mask={mask}")
+        lines(*given)
+    one_full = HeadMask.from_swa_kv_heads([[0, 1, 2]] * 4, 4)
+    HeadMaskFile.of(one_full, Window(4), model="", method="rand", swa_ratio=0.75).save(mask)
+    assert "of it because the ranks cannot share" not in lines(*given)[0]
+    assert "of it because the ranks cannot share" in lines(*given)[1]
 
 
 def test_the_plan_says_what_pages_hold(case: Case) -> None:
