@@ -40,7 +40,7 @@ from stages.train.parallel import layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
-from stages.train.watch import HeldOutWatch, NeedleWatch
+from stages.train.watch import HeldOutWatch, NeedleWatch, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +222,9 @@ class Loop:
         with self.stopwatch.timed("scores"):
             if self.budgets is not None:
                 self.unwrapped.set_kv_budget(None)
-            if self.needles is not None and self.needles.is_due(*step):
+            if self.needles is not None and is_due(self.needles, *step):
                 scores["needle_score"] = self.needles.score(self.model, device)
-            if self.held_out is not None and self.held_out.is_due(*step):
+            if self.held_out is not None and is_due(self.held_out, *step):
                 scores |= self.held_out.score(self.model, device)
         return scores
 

@@ -22,7 +22,13 @@ from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
 
 _PARTS = 4  # of a sequence, by position
-_SEED_OFFSET = 1_000_003  # other samples than the search's, from needles training does not see
+_SEED_OFFSET = 1_000_003  # makes other samples than the search's calibration set
+_ROUTERS = ("Router", "Gate")  # how transformers' names of their classes end
+
+
+def is_due(watch: NeedleWatch | HeldOutWatch, step: int, last_step: int) -> bool:
+    """Whether step `step` (from 1) ends with a score of `watch`; the last one does."""
+    return step % watch.every == 0 or step == last_step
 
 
 class NeedleWatch:
@@ -31,17 +37,13 @@ class NeedleWatch:
     def __init__(
         self, samples: Sequence[tuple[list[int], int]], every: int, sharing: int = 1
     ) -> None:
-        """`samples`: token ids, the last so many of which are the answer.
+        """`samples`: pairs of token ids and the length of the answer that ends them.
 
         `sharing`: processes that share each sample (`runtime.context_parallel`).
         """
         self._samples = samples
-        self._every = every
+        self.every = every
         self._sharing = sharing
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether step `step` (from 1) ends with a score; the last one does."""
-        return step % self._every == 0 or step == last_step
 
     @torch.no_grad()
     def score(self, model: Any, device: torch.device) -> float:
@@ -50,21 +52,23 @@ class NeedleWatch:
         All run equally many, since a sharded model's passes are collective.
         """
         size, own = processes() // self._sharing, rank() // self._sharing
-        counts = rank() % self._sharing == 0
+        is_first_of_group = rank() % self._sharing == 0
         correct = torch.zeros(1, dtype=torch.float64)
         was_training = model.training
         model.eval()
         for first in range(0, len(self._samples), size):
             number = first + own
             ids, answer_length = self._samples[number % len(self._samples)]
-            # What follows a sample changes nothing before it: whole chunks for those who share it.
+            # Padding at the end changes nothing before it; it fills whole chunks for the processes
+            # that share a sample.
             after = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
             input_ids = torch.tensor([ids + ids[-1:] * after], device=device)
             labels = torch.full_like(input_ids, IGNORED)
             answer = slice(len(ids) - answer_length, len(ids))
             labels[:, answer] = input_ids[:, answer]
             wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
-            correct += counts and number < len(self._samples) and not wrong.any().item()
+            is_counted = is_first_of_group and number < len(self._samples)
+            correct += is_counted and not wrong.any().item()
         model.train(was_training)
         return summed(correct, device).item() / len(self._samples)
 
@@ -75,25 +79,25 @@ class HeldOutWatch:
     def __init__(self, batches: Sequence[dict[str, Tensor]], every: int, sharing: int = 1) -> None:
         """`batches`: one sequence each, with labels; `sharing` processes share each."""
         self._batches = batches
-        self._every = every
+        self.every = every
         self._sharing = sharing
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether step `step` (from 1) ends with it; the last one does."""
-        return step % self._every == 0 or step == last_step
 
     @torch.no_grad()
     def score(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Fields of `TrainingStep`; called on every process, all of which run equally many."""
         size, own = processes() // self._sharing, rank() // self._sharing
         sums = torch.zeros(2, _PARTS, dtype=torch.float64)
-        routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+        routers = [m for m in model.modules() if type(m).__name__.endswith(_ROUTERS)]
         routed: list[list[Tensor]] = [[] for _ in routers]
 
         def note(number: int, module: Any, args: Any, output: Any) -> None:
-            routed[number].append(_routing(output))
+            routed[number].append(_routing(module, output))
 
         hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
+        # A graph that was compiled without the hooks would be used again, and call none of them.
+        compiled = {m: m._compiled_call_impl for m in model.modules()} if routers else {}
+        for module in compiled:
+            module._compiled_call_impl = None
         was_training = model.training
         model.eval()
         for first in range(0, len(self._batches), size):
@@ -112,6 +116,8 @@ class HeldOutWatch:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
+        for module, graph in compiled.items():
+            module._compiled_call_impl = graph
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {
@@ -127,11 +133,14 @@ class HeldOutWatch:
         return fields
 
 
-def _routing(output: Any) -> Tensor:
+def _routing(router: Any, output: Any) -> Tensor:
     """Of a router's logits [N, E] and choices [N, k]: entropies' sum, N, and tokens per expert."""
     logits, chosen = output[0].float(), output[-1]
-    logs = torch.log_softmax(logits, dim=-1)
-    entropy = -(logs.exp() * logs).sum()
+    if type(router).__name__ == "Gemma4TextRouter":  # its first output are probabilities
+        entropy = torch.special.entr(logits).sum()
+    else:
+        logs = torch.log_softmax(logits, dim=-1)
+        entropy = -(logs.exp() * logs).sum()
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
     head = torch.stack([entropy, entropy.new_tensor(len(logits))])
     return torch.cat([head, counts]).cpu()
