@@ -95,7 +95,8 @@ class HeldOutWatch:
 
         hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
         # A graph that was compiled without the hooks would be used again, and call none of them.
-        compiled = {m: m._compiled_call_impl for m in model.modules()} if routers else {}
+        graphs = ((m, m._compiled_call_impl) for m in model.modules() if routers)
+        compiled = {module: graph for module, graph in graphs if graph is not None}
         for module in compiled:
             module._compiled_call_impl = None
         was_training = model.training
