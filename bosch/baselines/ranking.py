@@ -33,23 +33,25 @@ def rank_units(
     most_local: Literal["largest", "smallest"],
     head_granularity: int = 1,
 ) -> Ranked:
-    """The ceil(rho N) most local KV groups become sliding; ties go to the lower index.
+    """The most local units of KV heads become sliding, ceil(rho x units); ties: the lower unit.
 
-    `scores` [L, HQ] are of query heads; `most_local` says which end of them is local. With
-    `head_granularity` g, units of g KV groups of similar score are ranked by their mean. Raises
-    ValueError when a score is not finite.
+    `scores` [L, HQ] are of query heads; `most_local` says whether a large or a small score means
+    local. With `head_granularity` g, units of g KV heads of similar score are ranked by their mean.
+    Raises ValueError when a score is not finite or g does not divide the KV heads of a layer.
     """
     if not np.isfinite(scores).all():
         raise ValueError("a head's score is not finite")
-    heads = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
-    heads = -heads if most_local == "largest" else heads
-    units = Units.by_value(heads, head_granularity)
-    keys = units.of_heads(heads).mean(axis=2).reshape(-1)
-    order = np.argsort(keys, kind="stable")
-    budget = swa_budget(keys.size, swa_ratio)
-    is_full = np.ones(keys.size, dtype=np.bool_)
+    head_scores = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
+    head_scores = -head_scores if most_local == "largest" else head_scores
+    units = Units.by_value(head_scores, head_granularity)
+    unit_scores = units.of_heads(head_scores).mean(axis=2).reshape(-1)
+    order = np.argsort(unit_scores, kind="stable")
+    budget = swa_budget(unit_scores.size, swa_ratio)
+    is_full = np.ones(unit_scores.size, dtype=np.bool_)
     is_full[order[:budget]] = False
     tied = 0
-    if 0 < budget < keys.size and keys[order[budget]] == keys[order[budget - 1]]:
-        tied = int((keys == keys[order[budget]]).sum())
+    if 0 < budget < unit_scores.size:
+        border = unit_scores[order[budget]]
+        if border == unit_scores[order[budget - 1]]:
+            tied = int((unit_scores == border).sum())
     return Ranked(units.head_mask(HeadMask(is_full.reshape(units.shape))), tied)

@@ -37,10 +37,11 @@ def gate_gradients(
     recompute: bool = True,
     split: ContextParallel | None = None,
 ) -> Tensor:
-    """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU in float64.
+    """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 
-    By the gates of all choices but the last; `layouts` give every head one choice, in order. The
-    model is in search mode. No parameter gets a gradient. With `recompute` the backward pass
+    It is computed in the model's dtype. `layouts`: full, then each window from the widest to the
+    narrowest; the narrowest has no gate, so entry k is for `layouts[k]`. The model is in search
+    mode. No parameter gets a gradient. With `recompute` the backward pass
     computes each layer a second time instead of keeping its activations: to the same bits.
     Where sequences are `split` over processes each has its own gates, and adds up its own answers.
     """
@@ -65,7 +66,8 @@ def gate_gradients(
             rows, columns, answers = rows[mine], columns[mine], answers[mine]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
-        # Also where no answer is its own: the other processes wait for its part of each layer.
+        # Every process runs this backward pass, even with no answer among its tokens: its layers
+        # exchange keys and values.
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     gradient = gradient.double()
     if split is not None:
@@ -78,7 +80,10 @@ def blended_attention(
     layouts: Sequence[HeadLayout],
     attention: Callable[..., Tensor] = compute_attention,
 ) -> Attend:
-    """Attention that returns the outputs of all layouts weighed by `gates` [HKV, K]."""
+    """Attention whose output is that of all layouts, weighted by `gates` [HKV, K].
+
+    The last layout has the weight that the gates leave.
+    """
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
         *others, narrowest = (attention(call._replace(layout=layout)) for layout in layouts)

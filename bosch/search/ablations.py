@@ -90,6 +90,6 @@ def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: Head
 
     def worth(layer: int) -> tuple[float, float]:
         whole = mask.with_layer(layer, [True] * mask.num_key_value_heads)
-        return settings.rank(*evaluator.evaluate(whole, "repair", f"layer {layer}").rank)
+        return settings.sort_key(*evaluator.evaluate(whole, "repair", f"layer {layer}").rank)
 
     return max((i for i, heads in enumerate(mask.swa_kv_heads) if heads), key=worth)

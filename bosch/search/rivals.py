@@ -54,7 +54,7 @@ def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchRes
             alone[head] = False
             mask = full.with_layer(layer, alone)
             result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
-            ranks.append(settings.rank(*result.rank))
+            ranks.append(settings.sort_key(*result.rank))
     # sorted() keeps the order of equal ones: the unit of lower index slides.
     order = sorted(range(len(ranks)), key=lambda unit: ranks[unit], reverse=True)
     bits = np.ones(len(ranks), dtype=np.bool_)

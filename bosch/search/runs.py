@@ -127,18 +127,17 @@ def static_mask(
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 
     `model` has full attention; it is left as it was. Raises UserError when its family is not
-    supported, RunError when it gives numbers that are not finite.
+    supported, RunError when it gives numbers that are not finite, ValueError when the granularity
+    does not divide the KV heads of a layer.
     """
     method = METHODS[name]
     scores = method.load()(model, calibration, window_size, **_read_settings(method, settings))
     _, heads = mask_shape(model.config)
-    try:
-        return rank_units(
-            scores, heads, settings.swa_ratio, method.most_local, settings.head_granularity
-        )
-    except ValueError as error:
-        fault = f"{name} gives scores that are not finite: {remedy(model)}"
-        raise RunError(fault) from error
+    if not np.isfinite(scores).all():
+        raise RunError(f"{name} gives scores that are not finite: {remedy(model)}")
+    return rank_units(
+        scores, heads, settings.swa_ratio, method.most_local, settings.head_granularity
+    )
 
 
 def unsearched_mask(

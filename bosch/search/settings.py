@@ -14,6 +14,9 @@ SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
 class SearchSettings:
     """Settings of a search for a head mask; numbers default to the paper's (B.2).
 
+    `SearchConfig`, the recipe's section `search`, says of every field what it is and checks its
+    value; here only the ratio, the budget and the granularity are checked again.
+
     `strict` is the published procedure: of masks of equal score the first one stays, layers of
     equal drop are ranked by index, and the last phase's mask is the result. By default the answers'
     log-likelihood decides between equal scores, layers that all tie get the uniform ratio, and the
@@ -49,8 +52,8 @@ class SearchSettings:
             )
         if self.head_granularity < 1:
             raise UserError(
-                f"search.head_granularity is {self.head_granularity}: heads are chosen by one or "
-                "more at a time, choose 1 or more"
+                f"search.head_granularity is {self.head_granularity}: a unit of choice has "
+                "at least one head, choose 1 or more"
             )
 
     @property
@@ -58,6 +61,8 @@ class SearchSettings:
         """Whether the answers' log-likelihood decides between masks of equal score."""
         return not self.strict
 
-    def rank(self, score: float, log_likelihood: float) -> tuple[float, float]:
-        """Order of masks: by score, then (where ties are broken) by log-likelihood."""
+    def sort_key(self, score: float, log_likelihood: float) -> tuple[float, float]:
+        """Sort key of a mask, larger is better: its score, then, where ties are broken, its
+        log-likelihood.
+        """
         return score, log_likelihood if self.break_ties else 0.0

@@ -95,7 +95,7 @@ def restore_units(
 
     def worth(mask: HeadMask) -> tuple[float, float]:
         result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)
-        return settings.rank(*result.rank)
+        return settings.sort_key(*result.rank)
 
     while surplus > 0:
         for layer in layers:

@@ -193,7 +193,8 @@ class TrainingStep(Record):
     `tokens_per_second` and `mfu` leave out the `checkpoint_seconds` since the step before and the
     time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
     token, `heldout_by_position` by quarter of the sequence. `router_entropy` in nats is a mean over
-    tokens and layers; `expert_load` is that of the busiest expert over its layer's mean.
+    tokens and layers, of the logits' softmax also where routers choose by sigmoids; `expert_load`
+    is that of the busiest expert over its layer's mean.
     `source_tokens` are those of each source of prepare so far.
     """
 

@@ -24,7 +24,8 @@ from stages.train.storage import processes, rank
 T = TypeVar("T")
 
 _PARTS = 4  # of a sequence, by position
-_SEED_OFFSET = 1_000_003  # other samples than the search's, from needles training does not see
+_SEED_OFFSET = 1_000_003  # makes other samples than the search's calibration set
+_ROUTERS = ("Router", "Gate")  # how transformers' names of their classes end
 
 
 class _Watch(Generic[T]):
@@ -58,22 +59,24 @@ class _Watch(Generic[T]):
 class NeedleWatch(_Watch[tuple[list[int], int]]):
     """By one pass over each sample, the answer given (BOSCH Eq. 4).
 
-    A sample is token ids, and how many of the last are the answer.
+    A sample is token ids and the length of the answer that ends them.
     """
 
     @torch.no_grad()
     def score(self, model: Any, device: torch.device) -> float:
         """The share in [0, 1]; called on every process; each runs its share of the samples."""
-        counts, correct = rank() % self._sharing == 0, torch.zeros(1, dtype=torch.float64)
+        is_first_of_group = rank() % self._sharing == 0
+        correct = torch.zeros(1, dtype=torch.float64)
         for (ids, answer_length), is_new in self._own_samples(model):
-            # What follows a sample changes nothing before it: whole chunks for those who share it.
+            # Padding at the end changes nothing before it; it fills whole chunks for the processes
+            # that share a sample.
             after = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
             input_ids = torch.tensor([ids + ids[-1:] * after], device=device)
             labels = torch.full_like(input_ids, IGNORED)
             answer = slice(len(ids) - answer_length, len(ids))
             labels[:, answer] = input_ids[:, answer]
             wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
-            correct += counts and is_new and not wrong.any().item()
+            correct += is_first_of_group and is_new and not wrong.any().item()
         return summed(correct, device).item() / len(self._samples)
 
 
@@ -87,13 +90,18 @@ class HeldOutWatch(_Watch[Batch]):
     def score(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Fields of `TrainingStep`; called on every process."""
         sums = torch.zeros(2, _PARTS, dtype=torch.float64)
-        routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+        routers = [m for m in model.modules() if type(m).__name__.endswith(_ROUTERS)]
         routed: list[list[Tensor]] = [[] for _ in routers]
 
         def note(number: int, module: Any, args: Any, output: Any) -> None:
-            routed[number].append(_routing(output))
+            routed[number].append(_routing(module, output))
 
         hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
+        # A graph that was compiled without the hooks would be used again, and call none of them.
+        graphs = ((m, m._compiled_call_impl) for m in model.modules() if routers)
+        compiled = {module: graph for module, graph in graphs if graph is not None}
+        for module in compiled:
+            module._compiled_call_impl = None
         for batch, is_new in self._own_samples(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
@@ -107,6 +115,8 @@ class HeldOutWatch(_Watch[Batch]):
                     sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
         for hook in hooks:
             hook.remove()
+        for module, graph in compiled.items():
+            module._compiled_call_impl = graph
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {
@@ -122,11 +132,14 @@ class HeldOutWatch(_Watch[Batch]):
         return fields
 
 
-def _routing(output: Any) -> Tensor:
+def _routing(router: Any, output: Any) -> Tensor:
     """Of a router's logits [N, E] and choices [N, k]: entropies' sum, N, and tokens per expert."""
     logits, chosen = output[0].float(), output[-1]
-    logs = torch.log_softmax(logits, dim=-1)
-    entropy = -(logs.exp() * logs).sum()
+    if type(router).__name__ == "Gemma4TextRouter":  # its first output are probabilities
+        entropy = torch.special.entr(logits).sum()
+    else:
+        logs = torch.log_softmax(logits, dim=-1)
+        entropy = -(logs.exp() * logs).sum()
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
     head = torch.stack([entropy, entropy.new_tensor(len(logits))])
     return torch.cat([head, counts]).cpu()

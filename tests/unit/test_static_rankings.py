@@ -274,6 +274,8 @@ def test_scores_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="not finite"):
         rank_units(np.array([[1.0, math.nan]]), 2, 0.5, "largest")
     model, calibration = case()
+    with pytest.raises(ValueError, match="reshape"):  # another fault is not taken for this one
+        static_mask("dcam", model, calibration, WINDOW, SearchSettings(0.5, head_granularity=3))
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
     with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):

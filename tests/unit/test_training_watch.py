@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
-from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.calibration import write_calibration
 from data_prep.text import haystack_words
@@ -37,7 +36,7 @@ from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
 from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
-from tests.hybrid_case import random_mask, small_model
+from tests.hybrid_case import EXPERT_CHANGES, small_model
 from tests.training_case import (
     SEQUENCE_LENGTH,
     TRAIN,
@@ -357,28 +356,52 @@ def test_the_held_out_loss_is_that_of_sequences_never_read(
         data.held_out(9)
 
 
-def test_routers_are_measured_on_held_out_sequences() -> None:
-    base = small_model("qwen3_moe")
-    model = materialize(base, random_mask(), Window(6))
+@pytest.mark.parametrize("family", sorted(EXPERT_CHANGES))
+def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
+    """A router is what returns choices of experts, as integers."""
+    model = small_model(family, **EXPERT_CHANGES[family])
     install_loss(model)
     ids = torch.arange(24)[None] % 50
     batches = [{"input_ids": ids + shift, "labels": ids + shift} for shift in (0, 1)]
-    routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
-    outputs: list[Any] = []
-    hooks = [r.register_forward_hook(lambda *call: outputs.append(call[2])) for r in routers]
+    outputs: dict[Any, list[Any]] = {}
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, tuple) and getattr(output[-1], "dtype", None) == torch.int64:
+            outputs.setdefault(module, []).append(output)
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
     score = HeldOutWatch(batches, 1).score(model, torch.device("cpu"))
     for hook in hooks:
         hook.remove()
-    probabilities = torch.cat([logits for logits, _, _ in outputs]).softmax(-1)
-    entropy = torch.special.entr(probabilities).sum(-1).mean()
-    assert score["router_entropy"] == pytest.approx(entropy.item(), rel=1e-5)
-    loads = []
-    for number in range(len(routers)):
-        chosen = torch.cat([chosen for _, _, chosen in outputs[number :: len(routers)]])
-        counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).double()
+    entropies, loads = [], []
+    for passes in outputs.values():
+        first, chosen = (torch.cat([one[place] for one in passes]) for place in (0, -1))
+        is_probability = torch.allclose(first.sum(-1), torch.ones(len(first)))
+        probabilities = first if is_probability else first.softmax(-1)
+        entropies.append(torch.special.entr(probabilities).sum(-1).mean().item())
+        counts = torch.bincount(chosen.flatten(), minlength=first.shape[-1]).double()
         loads.append((counts.max() / counts.mean()).item())
+    assert score["router_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
     assert score["expert_load"] == pytest.approx(max(loads))
-    assert all(not module._forward_hooks for module in routers)
+    assert all(not module._forward_hooks for module in outputs)
+
+
+def test_routers_of_compiled_layers_are_measured() -> None:
+    """After a pass whose graph has no hooks."""
+    scores = []
+    for is_compiled in (False, True):
+        model = small_model("qwen3_moe")
+        install_loss(model)
+        if is_compiled:
+            for layer in model.get_decoder().layers:
+                layer.compile(backend="eager")
+        ids, device = torch.arange(24)[None], torch.device("cpu")
+        NeedleWatch([(ids[0].tolist(), 2)], 1).score(model, device)
+        scores.append(HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device))
+        is_still = [layer._compiled_call_impl is not None for layer in model.get_decoder().layers]
+        assert is_still == [is_compiled] * 3
+    for name in scores[0]:
+        assert scores[1][name] == pytest.approx(scores[0][name], rel=1e-5)
 
 
 @pytest.mark.parametrize(
