@@ -7,7 +7,7 @@ no mask function.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -39,9 +39,11 @@ NAME = (
 )
 _STATE = "bosch_heads"
 Attend: TypeAlias = Callable[[nn.Module, AttentionCall], Tensor]
-# Attention modules whose layer does not tell them what a pass is asked for: with eager they always
-# return weights, as transformers' own eager attention does.
-_WITHOUT_OPTIONS = ("NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention")
+# Attention modules that do not receive `output_attentions`; with eager they always return weights,
+# as transformers' own eager attention does.
+_ALWAYS_RETURN_WEIGHTS = (
+    "NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,31 +133,27 @@ def attention_forward(
     state = head_state(module)
     if state is None:
         raise ValueError("no head mask is applied to this model: call bosch.apply_head_mask first")
-    shown = kwargs.get("output_attentions")
-    if shown is None:
-        shown = getattr(getattr(module, "config", None), "output_attentions", None)
-    if shown:
+    layout, context = state.layout, attention_mask
+    _check_supported(layout, kwargs)
+    with_weights = kwargs.get("output_attentions")
+    if with_weights is None:
+        with_weights = getattr(getattr(module, "config", None), "output_attentions", None)
+    if with_weights:
         check_shows_weights(state)
-    elif type(module).__name__ in _WITHOUT_OPTIONS:
-        shown = state.backend == "eager" and state.attend is None
+    elif type(module).__name__ in _ALWAYS_RETURN_WEIGHTS:
+        with_weights = state.backend == "eager" and state.attend is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = getattr(module, SINK_BIAS, None)
-    logits = kwargs.get("s_aux") if bias is None else bias
-    transform = LogitTransform(scale, kwargs.get("softcap"), logits, bias is not None)
-    layout, context = state.layout, attention_mask
+    sink_logits = kwargs.get("s_aux") if bias is None else bias
+    transform = LogitTransform(scale, kwargs.get("softcap"), sink_logits, bias is not None)
     if context is None or isinstance(context, AttentionContext):
         context = pass_context(context, query, key)
     dropout = dropout if state.attend is None else 0.0
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
         return state.attend(module, call), None
-    if kwargs.get("position_bias") is not None:
-        raise ValueError("hybrid attention does not support position_bias")
-    own = kwargs.get("sliding_window")
     if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         return paged_attention(module, call, kwargs), None
-    if own is not None and (layout.has_full or layout.windows != (Window(own),)):
-        raise ValueError(f"this layer has a window of its own, {own}, which its heads do not have")
     if not isinstance(context, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
     if attention_mask is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -166,11 +164,22 @@ def attention_forward(
                 f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
             )
         call = call._replace(key=key[:, :, :length], value=value[:, :, :length])
-    weights = attention_weights(call) if shown else None
+    weights = attention_weights(call) if with_weights else None
     out = compute_attention(call)
     if isinstance(key, CachedStates) and attention_mask is not None:
         key.settle(context)
     return out, weights
+
+
+def _check_supported(layout: HeadLayout, options: Mapping[str, Any]) -> None:
+    """Raise ValueError where a layer asks for what hybrid attention does not compute."""
+    if options.get("position_bias") is not None:
+        raise ValueError("hybrid attention does not support position_bias")
+    base_window = options.get("sliding_window")
+    if base_window is not None and (layout.has_full or layout.windows != (Window(base_window),)):
+        raise ValueError(
+            f"this layer has a window of its own, {base_window}, which its heads do not have"
+        )
 
 
 def check_shows_weights(state: HeadState) -> None:
@@ -207,13 +216,15 @@ def context_of_pass(
             f"hybrid attention takes a 2-D attention mask [batch, keys], not a "
             f"{attention_mask.ndim}-D one"
         )
-    fixed = isinstance(q_offset, Tensor)  # as caches of a fixed size have it
+    is_static_cache = isinstance(q_offset, Tensor)
     if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    whole = attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
-    if whole and offset == 0 and not fixed:
+    mask_covers_keys = (
+        attention_mask is not None and kv_length == attention_mask.shape[1] and not kv_offset
+    )
+    if mask_covers_keys and offset == 0 and not is_static_cache:
         offset = kv_length - q_length
     valid = None
     if attention_mask is not None:
@@ -252,9 +263,9 @@ def masks_for_generate(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """What `generate` hands to a pass with a cache of fixed size: the 2-D mask, of one size.
+    """The mask `generate` passes with a static cache: the 2-D padding mask.
 
-    What it means is worked out in the forward pass. transformers' own would make masks here.
+    It is padded to the cache's length; transformers' own function would build a 4-D mask.
     """
     if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
         return attention_mask
@@ -265,6 +276,6 @@ def masks_for_generate(
 
 
 def register_attention() -> None:
-    """Make `NAME` an attention implementation of transformers; again and again is harmless."""
+    """Make `NAME` an attention implementation of transformers; calling it twice is harmless."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, context_of_pass)

@@ -26,6 +26,7 @@ from bosch.model.interface import (
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.objective.patching import replace_attention
 from bosch.window import Window
 from stages.train.checkpoint import save_model
 from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
@@ -229,6 +230,21 @@ def test_what_hybrid_attention_cannot_honour_is_refused(
     else:
         with pytest.raises(ValueError, match=fault):
             attention_forward(module, *states, **options)
+
+
+@pytest.mark.parametrize(
+    "option", [{"sliding_window": WINDOW + 1}, {"position_bias": torch.zeros(1)}]
+)
+def test_attention_that_is_split_or_patched_refuses_the_same(option: dict[str, Any]) -> None:
+    model = small_model()
+    prepare_for_search(model)
+    module = attention_modules(model)[0]
+    query, key = torch.randn(1, 2 * KV_HEADS, 9, 8), torch.randn(1, KV_HEADS, 9, 8)
+    with (
+        replace_attention(module, lambda module, call: call.query),
+        pytest.raises(ValueError, match=r"a window of its own|does not support position_bias"),
+    ):
+        attention_forward(module, query, key, key, None, **option)
 
 
 @pytest.mark.parametrize(
