@@ -7,6 +7,8 @@ from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
+# With three significant digits, what is this much of a unit is written as one.
+_ROUNDED_UP = 0.9995
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -16,14 +18,17 @@ def format_score(value: float | None) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """A difference with its sign, a real minus included; none for 0."""
+    """A difference with its sign, a real minus included; none for 0, an en dash for NaN."""
+    if math.isnan(value):
+        return "–"
     text = f"{value:+.{digits}f}"
     return text[1:] if not float(text) else text.replace("-", "−")
 
 
 def format_share(value: float) -> str:
-    """A share in [0, 1] as a percentage, without a decimal where it is whole."""
-    return f"{100 * value:.1f}".removesuffix(".0") + " %"
+    """A share as a percentage, without a decimal where it is whole."""
+    percent = round(100 * value, 9)  # 100 * 0.29 is 28.999999999999996
+    return f"{percent:.{1 if percent % 1 else 0}f} %"
 
 
 def format_path(text: str) -> str:
@@ -38,16 +43,16 @@ def format_money(value: float, currency: str) -> str:
 
 def format_bytes(value: float) -> str:
     """Bytes in the largest binary unit that leaves at least one of it: `1.5 KiB`."""
-    if value == 0:
-        return "0 B"
-    power = min(max(int(math.log2(abs(value)) // 10), 0), len(_BINARY_UNITS) - 1)
-    return f"{_significant(value / 1024**power)} {_BINARY_UNITS[power]}"
+    power = 0
+    while abs(value) >= 1023.5 and power < len(_BINARY_UNITS) - 1:  # 1023.5 is written as 1024
+        value, power = value / 1024, power + 1
+    return f"{_significant(value)} {_BINARY_UNITS[power]}"
 
 
 def format_flops(value: float) -> str:
     """Floating-point operations in the largest unit that leaves at least one: `1.5 EFLOP`."""
     for power, unit in ((18, "EFLOP"), (15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP")):
-        if value >= 10**power:
+        if value >= _ROUNDED_UP * 10**power:
             return f"{_significant(value / 10**power)} {unit}"
     return f"{_significant(value)} FLOP"
 
@@ -55,7 +60,7 @@ def format_flops(value: float) -> str:
 def format_count(value: float) -> str:
     """A count in decimal thousands: `950`, `12.5k`, `1.3M`, `2.5B`."""
     for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
+        if abs(value) >= _ROUNDED_UP * factor:
             return f"{_significant(value / factor)}{suffix}"
     return _significant(value)
 
@@ -67,7 +72,7 @@ def format_length(value: int) -> str:
 
 def format_seconds(value: float) -> str:
     """A duration in its two largest units: `0.4 s`, `38 s`, `3 min 5 s`, `4 h 10 min`."""
-    if value < 10:
+    if round(value, 1) < 10:
         return f"{value:.1f} s"
     seconds = round(value)
     if seconds < 60:
@@ -82,11 +87,12 @@ def format_hours(hours: float) -> str:
     """Hours, or minutes below two of them: `less than a minute`, `38 min`, `1,234.5 h`."""
     if hours < 1 / 60:
         return "less than a minute"
-    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h"
+    minutes = round(hours * 60)
+    return f"{minutes} min" if minutes < 120 else f"{hours:,.1f} h"
 
 
 def _significant(value: float) -> str:
-    """Three significant digits without an exponent or trailing zeros."""
+    """At least three significant digits, without an exponent or trailing zeros."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -35,7 +35,7 @@ class Record(BaseModel):
             return cls.model_validate(content)
         except ValidationError as error:
             fault = error.errors()[0]
-            field = "".join(f" {'.'.join(map(str, fault['loc']))}:" for _ in fault["loc"][:1])
+            field = f" {'.'.join(map(str, fault['loc']))}:" if fault["loc"] else ""
             raise RunError(f"{place}:{field} {fault['msg']}; {RUN_AGAIN}") from None
 
 
@@ -46,7 +46,10 @@ class Summary(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The record published in a stage's folder."""
+        """The record published in a stage's folder.
+
+        Raises RunError where it is missing or damaged.
+        """
         path = folder / cls.FILE
         content = read_json(path)
         if content is None:
@@ -73,9 +76,9 @@ class WorkSummary(Summary):
 
     @classmethod
     def finished(cls, folder: Path) -> Self | None:
-        """The record of finished work; None, with a warning, where it or a file of it is damaged.
+        """The record of finished work.
 
-        Also None where there is none yet.
+        None where there is none yet, and, with a warning, where it or a file of it is damaged.
         """
         if not (folder / cls.FILE).exists():
             return None

@@ -20,7 +20,7 @@ from scipy import optimize, special
 Values = npt.NDArray[np.float64]
 
 _TAIL = 0.025
-_LEVEL = 2 * _TAIL
+LEVEL = 2 * _TAIL
 _POWER = 0.8
 # Losses of documents: so many have no interval, since of two kinds they are often all of one; below
 # each count, the tail of Student's, since skewed ones hold it less often.
@@ -119,7 +119,7 @@ def compare(
     baseline = mean_score([float(subtask.mean()) for subtask in b], counts)
     ratio = _ratio(difference, baseline, _correlation(differences, b))
     p_value = _sign_flips(differences, seed)
-    if p_value >= _LEVEL:
+    if p_value >= LEVEL:
         difference, ratio = _including(difference, 0.0), ratio and _including(ratio, 1.0)
     gains = sum(float(np.maximum(d, 0.0).mean()) for d in differences) / len(differences)
     return Comparison(
@@ -136,7 +136,7 @@ def visible_loss(samples: int, gains: float = 0.0) -> float | None:
     `gains` is the share of samples that the model wins nevertheless, which hide losses (Connor
     1987). None where not even the loss of every sample would be significant: too few samples.
     """
-    fewest = math.ceil(1 - math.log2(_LEVEL))  # all of them lost: p = 2 / 2^n
+    fewest = math.ceil(1 - math.log2(LEVEL))  # all of them lost: p = 2 / 2^n
     if samples < fewest:
         return None
 
@@ -256,7 +256,7 @@ def crossed_test(
     by_example = (a.mean(axis=0) - b.mean(axis=0)) * weights
     p_value = max(p_value, _sign_flips([by_example], seed))
     low, high = max(-1.0, mean - half(_TAIL)), min(1.0, mean + half(_TAIL))
-    if p_value >= _LEVEL:
+    if p_value >= LEVEL:
         low, high = min(low, 0.0), max(high, 0.0)
     return CrossedTest(mean, low, high, p_value)
 

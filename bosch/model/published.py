@@ -19,19 +19,27 @@ from bosch.model.families import Family
 
 def renames_weights(family: Family) -> bool:
     """Whether published checkpoints of a family have other names than its hybrids."""
-    mapping_of: Any = get_checkpoint_conversion_mapping
-    return mapping_of(family.model_type) is not None
+    return _conversions(family) is not None
 
 
 def published_names(
     weights: Iterable[tuple[str, Tensor]], family: Family, config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` under the published names; other names stay as they are."""
-    mapping_of: Any = get_checkpoint_conversion_mapping
-    conversions = mapping_of(family.model_type)
+    """`weights` under the published names; other names stay as they are.
+
+    They are converted one by one, as no published weight is joined from several of ours.
+    """
+    conversions = _conversions(family)
     if conversions is None:
         yield from weights
         return
+    # transformers reads no more than these of a model, and there is none here, only its weights.
     model: Any = SimpleNamespace(_weight_conversions=conversions, config=config)
     for name, weight in weights:
         yield from revert_weight_conversion(model, {name: weight}).items()
+
+
+def _conversions(family: Family) -> Any:
+    """transformers' conversions of a family's published weights; None where there are none."""
+    mapping_of: Any = get_checkpoint_conversion_mapping  # which has no types
+    return mapping_of(family.model_type)

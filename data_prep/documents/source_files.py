@@ -6,11 +6,14 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, open_regular
 from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 from data_prep.documents.mds_index import INDEX, read_index
+
+SourceKind = Literal["text", "jsonl", "parquet", "mds", "huggingface", "python_docs", "retrieval"]
 
 _PARQUET_MAGIC = b"PAR1"
 SUFFIXES = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,11 @@ from data_prep.documents import mds, records
 from data_prep.documents.mds_index import Shard, read_index
 from data_prep.documents.records import Filters
 from data_prep.documents.retrieval import retrieval_documents
-from data_prep.documents.source_files import source_files
+from data_prep.documents.source_files import SourceKind, source_files
 from data_prep.documents.tokenizer import WINDOW, TokenizerSpec, load_tokenizer
 from data_prep.text import Document, TextFile, haystack_words, pydoc_topics, read_utf8
 
 logger = logging.getLogger(__name__)
-
-SourceKind = Literal["text", "jsonl", "parquet", "mds", "huggingface", "python_docs", "retrieval"]
 
 PART_BYTES = 4 * 2**20
 _LIBRARY_PART_BYTES = 2**20
@@ -56,25 +54,30 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: some files, one file from `start` to `stop`, or an MDS folder's `shard`.
+    """A piece of a source: some files, or of one file or dataset what the other fields say.
 
-    `start` is a byte (JSONL), a row group (Parquet), a shard's number (Hugging Face) or a seed
-    (retrieval); `stop` a byte (JSONL) or the most characters of a document (retrieval).
+    `start` is a byte (JSONL), a row group (Parquet) or a shard's number (Hugging Face); `stop` is
+    the byte behind the part (JSONL); `shard` is one of an MDS folder. `retrieval` has no files, but
+    a `seed` and the `most_characters` of a document.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...] = ()
     start: int = 0
     stop: int = 0
     shard: Shard | None = None
+    seed: int = 0
+    most_characters: int = 0
 
 
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
     """The source's parts in an order drawn from `seed`; endless for `retrieval`.
 
-    Raises UserError when there is no file, or a file's header is damaged.
+    Raises UserError when there is no file, or a file's header is damaged; RunError where the hub
+    cannot be reached.
     """
     if source.kind == "retrieval":
         yield from _retrieval_parts(seed, sequence_length)
+        return
     parts = _PARTS[source.kind](source)
     for index in np.random.default_rng([seed, 0]).permutation(len(parts)):
         yield parts[index]
@@ -84,6 +87,7 @@ def read_part(part: Part, source: Source) -> Iterator[Document | None]:
     """The part's documents, empty ones included; None for one that a pattern leaves out.
 
     Raises UserError when a file is damaged; names the file and the byte, line, row or sample.
+    Raises RunError where the hub cannot be reached.
     """
     yield from _READERS[source.kind](part, source)
 
@@ -108,6 +112,7 @@ def _grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
 
 
 def _read_text(part: Part, source: Source) -> Iterator[Document]:
+    # WINDOW counts characters; a file has no more of them than bytes.
     for path in part.paths:
         yield TextFile(path) if path.stat().st_size > WINDOW else read_utf8(path)
 
@@ -115,6 +120,7 @@ def _read_text(part: Part, source: Source) -> Iterator[Document]:
 def _jsonl_parts(source: Source) -> list[Part]:
     parts = []
     for file in _source_files(source):
+        # A compressed file is one part.
         size = 1 if records.is_compressed(file) else max(1, file.stat().st_size)
         starts = range(0, size, PART_BYTES)
         parts += [Part((file,), at, min(at + PART_BYTES, size)) for at in starts]
@@ -137,7 +143,7 @@ def _mds_parts(source: Source) -> list[Part]:
     ]
     for part in parts:
         assert part.shard is not None
-        part.shard.file(part.paths[0])
+        part.shard.file(part.paths[0])  # raises where there is no such file
     return parts
 
 
@@ -190,11 +196,12 @@ def _retrieval_parts(seed: int, sequence_length: int) -> Iterator[Part]:
     longest = max(4000, 2 * sequence_length)
     for index in itertools.count():
         high, low = np.random.SeedSequence([seed, index]).generate_state(2, np.uint32).tolist()
-        yield Part((), start=high << 32 | low, stop=longest)
+        yield Part(seed=high << 32 | low, most_characters=longest)
 
 
 def _read_retrieval(part: Part, source: Source) -> Iterator[str]:
-    documents = retrieval_documents(part.start, haystack_words(None), characters=(500, part.stop))
+    characters = 500, part.most_characters
+    documents = retrieval_documents(part.seed, haystack_words(None), characters=characters)
     return itertools.islice(documents, _RETRIEVAL_DOCUMENTS)
 
 

@@ -71,9 +71,10 @@ def _check_name(repository: str) -> None:
 
 def _check_whole(folder: Path) -> None:
     """Raise UserError where a stage's files are not those that it has published, and no other."""
-    fault = hash_fault(folder, Manifest.read(folder).hashes)
-    manifest = read_json(folder / Manifest.FILE)
-    if manifest.get("sha256") != Manifest.digest(manifest):
+    manifest, content = Manifest.read(folder), read_json(folder / Manifest.FILE)
+    if content.get("sha256") == Manifest.digest(content):
+        fault = hash_fault(folder, manifest.hashes)
+    else:
         fault = f"{Manifest.FILE} was changed"
     if fault is not None:
         raise UserError(f"RUN {folder.parent}: {folder.name}: {fault}; run its recipe again")

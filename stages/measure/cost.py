@@ -6,24 +6,25 @@ from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize, beside_states
 from stages.cost import BYTES, Cost, Devices
 from stages.formats import format_bytes
-from stages.measure.stage import MeasureConfig
+from stages.measure.stage import MeasureConfig, MeasureSettings
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Prefill and decoding of both models, on one device, the first pass of each to warm up."""
+    """Prefill and decoding of both models on one device, each after a warm-up of two chunks."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     section, number = recipe[MeasureConfig], BYTES[recipe.model.dtype]
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     cache = CacheSize.of(rows, shape.kinds, number, state_bytes=0)
     longest = max(section.lengths)
-    flops = 0.0
+    flops, runs = 0.0, section.repeats * section.batch_size
     for shares in (None, window_shares(rows)):
         for length in section.lengths:
-            tokens = section.batch_size * (2 * length + section.decode_tokens)
-            flops += section.repeats * shape.forward_flops(tokens, length, shares)
+            flops += shape.forward_flops(runs * (length + section.decode_tokens), length, shares)
+            warm_up = min(length, 2 * MeasureSettings().chunk)
+            flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares)
     facts = [
         f"{section.repeats} runs of original and hybrid at each of "
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, one device",
@@ -31,4 +32,4 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
         f"{beside_states(len(shape.kinds.states))}",
     ]
-    return Cost(flops, 1e6, facts)
+    return Cost(flops, facts=facts)

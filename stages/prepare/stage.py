@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
 from data_prep.documents.mds_index import read_index
-from data_prep.documents.source_files import check_source, is_local, source_files, tokenizer_files
+from data_prep.documents.source_files import (
+    SourceKind,
+    check_source,
+    is_local,
+    source_files,
+    tokenizer_files,
+)
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (
@@ -104,13 +110,11 @@ class SourceConfig(Section):
     """One source of training documents."""
 
     name: Line = Field(description="Name in statistics and logs.")
-    kind: Literal["text", "jsonl", "parquet", "mds", "huggingface", "python_docs", "retrieval"] = (
-        Field(
-            description=(
-                "text, jsonl, parquet, mds: files below `path`. huggingface: a dataset of the hub, "
-                "streamed. python_docs: the standard library's "
-                "source and pydoc's topics. retrieval: synthetic key-value and needle documents."
-            )
+    kind: SourceKind = Field(
+        description=(
+            "text, jsonl, parquet, mds: files below `path`. huggingface: a dataset of the hub, "
+            "streamed. python_docs: the standard library's "
+            "source and pydoc's topics. retrieval: synthetic key-value and needle documents."
         )
     )
     path: Annotated[PathText | None, Input(_documents, _check_documents, _is_dataset)] = Field(
@@ -181,6 +185,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"
+    if [source.kind for source in sources].count("retrieval") > 1:
+        yield "prepare.sources: two of kind retrieval give the same documents; keep one"
     for index, source in enumerate(sources):
         where = f"prepare.sources.{index}"
         if source.kind in _PATH_KINDS and not source.path:

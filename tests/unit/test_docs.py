@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,15 @@ from pathlib import Path
 import pytest
 
 from bosch.commands import command_parser
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from pipeline.cli import commands, main
 from pipeline.commands import new
 from pipeline.recipe.load import load_recipe
+from tests.hybrid_case import random_mask, small_model
 from tests.notebook import NOTEBOOK, code_cells, run_notebook
+from tests.report_fixture import publish
+from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -146,3 +153,21 @@ def test_the_notebook_is_kept_without_outputs_and_says_what_it_needs(
     monkeypatch.setenv("BOSCH_RUN", str(tmp_path))
     with pytest.raises(SystemExit, match=f"{tmp_path} holds no finished run: launch/torchrun.sh"):
         run_notebook(NOTEBOOK)
+
+
+def test_the_notebook_runs_without_training_and_without_a_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path, without=("train",))
+    model = tmp_path / "materialize" / "model"
+    hybrid = materialize(small_model(vocab_size=512), random_mask(), Window(8))
+    hybrid.save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    shutil.copy(tmp_path / "search" / "head_mask.json", model)
+    scores = tmp_path / "evaluate" / "scores.json"
+    content = json.loads(scores.read_text())
+    content["checkpoints"]["original"] = {}
+    scores.write_text(json.dumps(content))
+    monkeypatch.setenv("BOSCH_RUN", str(tmp_path))
+    assert run_notebook(NOTEBOOK)["folder"] == model
+    assert re.search("original  +–", capsys.readouterr().out)

@@ -158,6 +158,10 @@ def test_relative_paths_start_where_they_were_written(
             "prepare.sources: the name 'a' stands twice; statistics need it once",
         ),
         (
+            "prepare.sources=[{name: a, kind: retrieval}, {name: b, kind: retrieval}]",
+            "prepare.sources: two of kind retrieval give the same documents; keep one",
+        ),
+        (
             "prepare.sources.0.tokenizer=org/name",
             "prepare.sources.0: tokenizer is needed by kind mds and by no other kind",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -98,7 +99,7 @@ def test_extent_is_never_flat(values: list[float]) -> None:
 
 
 def test_formats() -> None:
-    assert format_score(None) == "–"
+    assert format_score(None) == signed(math.nan, 1) == "–"
     assert [signed(value, 1) for value in (1.25, -1.25, 0.04, -0.04)] == [
         "+1.2",
         "−1.2",
@@ -107,20 +108,28 @@ def test_formats() -> None:
     ]
     assert format_score(96.04) == "96.0"
     assert format_share(0.875) == "87.5 %"
-    assert format_share(0.75) == "75 %"
+    assert [format_share(value) for value in (0.75, 0.29, 0.9996, 0.0004, 1.5, 0)] == [
+        "75 %", "29 %", "100.0 %", "0.0 %", "150 %", "0 %",
+    ]  # fmt: skip
     assert [format_bytes(value) for value in (0, 512, 1536, 1024**2, 3.5 * 1024**3)] == [
         "0 B", "512 B", "1.5 KiB", "1 MiB", "3.5 GiB",
+    ]  # fmt: skip
+    assert [format_bytes(value) for value in (1023, 1024**2 - 1, -(1024**3) + 1, 1024**5)] == [
+        "1023 B", "1 MiB", "-1 GiB", "1024 TiB",
     ]  # fmt: skip
     assert [format_count(value) for value in (0, 950, 12_500, 1.3e6, 2.5e9, 100_000)] == [
         "0", "950", "12.5k", "1.3M", "2.5B", "100k",
     ]  # fmt: skip
-    assert [format_length(value) for value in (600, 1024, 32768)] == ["600", "1k", "32k"]
-    assert [format_seconds(value) for value in (0.42, 38.4, 59.6, 185, 3600, 15_000)] == [
-        "0.4 s", "38 s", "1 min 0 s", "3 min 5 s", "1 h 0 min", "4 h 10 min",
+    assert [format_count(value) for value in (999.4, 999.5, 999_499, 999_999, 999_999_999)] == [
+        "999", "1k", "999k", "1M", "1B",
     ]  # fmt: skip
-    assert [format_hours(value) for value in (0.01, 0.5, 1.99, 2, 1234.5)] == [
+    assert [format_length(value) for value in (600, 1024, 32768)] == ["600", "1k", "32k"]
+    assert [format_seconds(value) for value in (0.42, 9.96, 38.4, 59.6, 185, 3600, 15_000)] == [
+        "0.4 s", "10 s", "38 s", "1 min 0 s", "3 min 5 s", "1 h 0 min", "4 h 10 min",
+    ]  # fmt: skip
+    assert [format_hours(value) for value in (0.01, 0.5, 1.99, 1.999, 1234.5)] == [
         "less than a minute", "30 min", "119 min", "2.0 h", "1,234.5 h",
     ]  # fmt: skip
-    assert [format_flops(value) for value in (12, 2e9, 1e12, 3.25e15, 1.5e18, 2e21)] == [
+    assert [format_flops(value) for value in (12, 2e9, 999.9e9, 3.25e15, 1.5e18, 2e21)] == [
         "12 FLOP", "2 GFLOP", "1 TFLOP", "3.25 PFLOP", "1.5 EFLOP", "2000 EFLOP",
     ]  # fmt: skip

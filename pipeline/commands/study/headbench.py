@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from bosch.analysis.intervals import Estimate, crossed_mean, crossed_test, holm
+from bosch.analysis.intervals import LEVEL, Estimate, crossed_mean, crossed_test, holm
 from bosch.heads import HeadMask
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
@@ -40,9 +41,10 @@ _UNTRAINED, _TRAINED = "untrained", "trained"
 class Row:
     """One selector at one ratio: held-out exact match [S, E], shares of the original's cache.
 
-    `masks` are the seeds' masks, one where all seeds have it, with the `windows` of sliding heads.
+    `masks` are the seeds' masks, of uniform windows one, with the `windows` of sliding heads.
     `cache` is that of `generate` at the longest held-out example, `served` that of vLLM on one GPU
-    at 32k tokens (None: not served), the mean over seeds; `passes` the work of the search.
+    at 32k tokens (None: not served), means over the seeds; `passes` is the median work of their
+    searches, in full forward passes.
     """
 
     method: str
@@ -107,6 +109,7 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
     window = model.recipe[SearchConfig].window
     menu: list[Window] = []
     sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
+    # The shortest of the sets' longest examples.
     shortest = min(one.max_length for one in sets)
     size = max(1, window.size // 4)
     while size + window.sinks < shortest and len(menu) < MOST_WINDOWS:
@@ -121,12 +124,18 @@ def _row(model: StudiedModel, point: Measured) -> Row:
     sizes = [cache_shares(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
-        own.method, method.label, method.about, own.ratio, own.budget, point.results["score"],
-        [run.mask for run in point.runs], windows,
-        fmean(share for share, _ in sizes),
-        fmean(served) if len(served) == len(sizes) else None,
-        point.cost("full_forward_equivalents"),
-    )  # fmt: skip
+        method=own.method,
+        label=method.label,
+        about=method.about,
+        ratio=own.ratio,
+        budget=own.budget,
+        scores=point.results["score"],
+        masks=[run.mask for run in point.runs],
+        windows=windows,
+        cache=fmean(share for share, _ in sizes),
+        served=fmean(served) if len(served) == len(sizes) else None,
+        passes=point.cost("full_forward_equivalents"),
+    )
 
 
 def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
@@ -137,11 +146,20 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
     window = Window(slots - sinks + 1, sinks)
     mask = HeadMask.all_sliding(layers, heads)
     scores = model.held_out(mask, window)[:, 0]
+    cache, served = cache_shares(model, mask, window)
     return Row(
-        f"uniform_{most_sinks}_sinks", f"Uniform, W = {window.size}, {sinks} sinks",
-        "every head slides alike", ratio, None, np.tile(scores, (model.options.seeds, 1)),
-        [mask], window, *cache_shares(model, mask, window), 0.0,
-    )  # fmt: skip
+        method=f"uniform_{most_sinks}_sinks",
+        label=f"Uniform, W = {window.size}, {sinks} sinks",
+        about="every head slides alike",
+        ratio=ratio,
+        budget=None,
+        scores=np.tile(scores, (model.options.seeds, 1)),
+        masks=[mask],
+        windows=window,
+        cache=cache,
+        served=served,
+        passes=0.0,
+    )
 
 
 def cache_shares(
@@ -176,10 +194,10 @@ def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
     return with_training
 
 
-def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, object]]:
+def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a ratio, the best untrained first."""
     own = [row for row in rows if row.ratio == ratio]
-    records: list[dict[str, object]] = [
+    records: list[dict[str, Any]] = [
         {
             "method": row.method, "label": row.label, "about": row.about, "swa_ratio": ratio,
             "budget_per_layer": row.budget, "seeds": len(row.scores),
@@ -195,13 +213,13 @@ def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[
     return records
 
 
-def _tested(scores: Sequence[Results]) -> list[dict[str, object]]:
+def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
     """Mean and interval of each selector, and its paired test against the best one (Holm)."""
     best = max(range(len(scores)), key=lambda number: scores[number].mean())
     others = [number for number in range(len(scores)) if number != best]
     tests = {number: crossed_test(scores[number], scores[best]) for number in others}
     corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
-    columns: list[dict[str, object]] = []
+    columns: list[dict[str, Any]] = []
     for number, one in enumerate(scores):
         estimate, test = crossed_mean(one, is_score=True), tests.get(number)
         columns.append(
@@ -214,12 +232,12 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, object]]:
     return columns
 
 
-def table_of(ratio: float, records: Sequence[dict[str, object]], kinds: Sequence[str]) -> Table:
+def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[str]) -> Table:
     header = ["selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}"]
     own = [record for record in records if record["swa_ratio"] == ratio]
     rows: list[list[str | Cell]] = [
         [
-            str(record["label"]), str(record["about"]), _text_of(record["budget_per_layer"], "d"),
+            record["label"], record["about"], _text_of(record["budget_per_layer"], "d"),
             _text_of(record["full_passes"], ".1f"), _text_of(record["cache_generate"], ".1%"),
             _text_of(record["cache_vllm"], ".1%"),
         ]
@@ -231,10 +249,10 @@ def table_of(ratio: float, records: Sequence[dict[str, object]], kinds: Sequence
             "held-out score" if kind == _UNTRAINED else "after training", "less the best", "p, Holm"
         ]  # fmt: skip
         p_values = [record[f"{prefix}p_holm"] for record in own]
-        near = [value is None or float(str(value)) >= 0.05 for value in p_values]
+        near = [value is None or value >= LEVEL for value in p_values]
         for row, record, is_near in zip(rows, own, near, strict=True):
             rank = 0 if not is_near else 1 if sum(near) == 1 else 2
-            estimate = Estimate(*(record[f"{prefix}{one}"] for one in ("score", "low", "high")))  # type: ignore[arg-type]
+            estimate = Estimate(*(record[f"{prefix}{one}"] for one in ("score", "low", "high")))
             row += [
                 Cell(interval_text(estimate), rank),
                 _text_of(record[f"{prefix}difference"], "+.3f"),
