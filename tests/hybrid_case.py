@@ -154,10 +154,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "conv", "full_attention"], "num_dense_layers": 1,
         "moe_intermediate_size": 16, **_EXPERTS,
     },
-    "lfm3": {
-        "head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"],
-        "moe_intermediate_size": 16, **_EXPERTS,
-    },
+    "lfm3": {"head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"]},
     **{family: {} for family in _TEXT},
 }  # fmt: skip
 # An older transformers has no code for the newest families (docs/reference/families.md).
