@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.model.families import logit_scale
+from bosch.model.families import logit_scale, text_config
 from bosch.objective.answers import scaled_logits
 from stages.train.footprint import chunk_tokens
 
@@ -181,7 +181,7 @@ def install_loss(
     Raises UserError when the model's own loss has a term for its router.
     """
     config = model.config
-    if getattr(config, "output_router_logits", False):
+    if getattr(text_config(config), "output_router_logits", False):
         raise UserError(
             "config.json of the model has output_router_logits = true, and training has no loss "
             "of the router; set it to false"

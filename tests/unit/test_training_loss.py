@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bosch.errors import UserError
+from bosch.model.families import text_config
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.train import loss as training_loss
@@ -215,8 +216,9 @@ def test_liger_leaves_scaled_logits_to_the_chunked_loss(
     assert bool(calls) == fused
 
 
-def test_a_loss_of_the_router_is_refused() -> None:
-    model = materialize(small_model("qwen3_moe"), random_mask(), Window(WINDOW))
-    model.config.output_router_logits = True
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+def test_a_loss_of_the_router_is_refused(family: str) -> None:
+    model = materialize(small_model(family), random_mask(), Window(WINDOW))
+    text_config(model.config).output_router_logits = True
     with pytest.raises(UserError, match="output_router_logits = true"):
         install_loss(model)

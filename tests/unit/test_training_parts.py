@@ -547,14 +547,18 @@ def test_how_a_model_is_loaded_for_training(
     assert asked == [(Path("folder"), {**options, "device": where, "weights": weights})]
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
 def test_a_backend_is_asked_for_all_that_the_model_has(
-    case: Path, monkeypatch: pytest.MonkeyPatch
+    is_nested: bool, case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
     folder = case / "materialize" / "model"
     config = load_config(str(folder))
     config.attention_dropout = 0.1
     config.hybrid_attention["sinks"] = 3
+    if is_nested:  # as in a model that takes images
+        text, table = config, config.hybrid_attention
+        config = SimpleNamespace(hybrid_attention=table, get_text_config=lambda decoder: text)
     monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
     monkeypatch.setattr(model, "logit_needs", lambda config: {"softcap": "it"})
     monkeypatch.setattr(model, "fastest_backend", lambda *_, **options: asked.update(options))
