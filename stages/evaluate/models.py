@@ -136,7 +136,7 @@ def _count_cached(
             for suite in suites
             for subtask in suite.subtasks
             for model in models
-            for index in folder.answered(model, subtask)
+            for index in folder.read(model, subtask)
         )
         make_folder(path.parent)
         write_json(path, {"answers": answers})
