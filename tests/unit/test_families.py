@@ -84,6 +84,8 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     torch.testing.assert_close(logits_of(model, ids), original, **_NEAR)
     with torch.inference_mode():
         same = model(ids, use_cache=False, output_attentions=True).attentions
+    if family in ("granite_swa", "granitemoe_swa"):  # their own weights leave the sinks out
+        same = tuple(own / own.sum(dim=-1, keepdim=True) for own in same)
     torch.testing.assert_close(same, weights, **_NEAR)
     assert torch.equal(_greedy(model, ids), text)
     apply_head_mask(model, mask, windows)
