@@ -142,8 +142,7 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
         match = _OF_PROCESS.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
-            written = max(path.lstat().st_mtime, newest_below(path))
-            if is_dead or time.time() - written > seconds:
+            if is_dead or time.time() - max(path.lstat().st_mtime, newest_below(path)) > seconds:
                 remove(path)
 
 

@@ -118,10 +118,15 @@ def generate(
             )
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        # Another sample's answer may be longer than what this batch's longest prompt leaves.
-        most = min(max_new_tokens, (positions or sys.maxsize) - len(batch[0].prompt_ids))
-        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, shared)
-        yield list(zip(batch, outputs, strict=True))
+        # Another sample's answer may be longer than what this batch's longest prompt leaves; one of
+        # the batch's own that would be cut is asked alone.
+        room = (positions or sys.maxsize) - len(batch[0].prompt_ids)
+        is_cut = any((question.new_tokens or max_new_tokens) > room for question in batch)
+        for part in [[question] for question in batch] if is_cut else [batch]:
+            room = (positions or sys.maxsize) - len(part[0].prompt_ids)
+            most = min(max_new_tokens, room)
+            outputs = _generate_batch(model, tokenizer, part, most, stop_at_newline, shared)
+            yield list(zip(part, outputs, strict=True))
 
 
 @torch.inference_mode()

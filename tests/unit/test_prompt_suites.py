@@ -704,6 +704,10 @@ def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatc
     short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
     assert len(list(generate(model, tokenizer, [short, just], 6, 1))) == 2
     assert asked == [4, 6]
+    # In one batch the longer answer would be cut.
+    asked.clear()
+    assert len(list(generate(model, tokenizer, [short, just], 6, 2))) == 2
+    assert asked == [4, 6]
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:
