@@ -338,9 +338,11 @@ def write_tables(
                 answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
     for suite in suites:
         # What is left out of one model's average is left out of all: they are compared.
-        for model in models:
-            if (model.name, suite.name) in answers:
-                suite.missing |= not_shares(answers[model.name, suite.name].scores)
+        tasks = {subtask.task for subtask in suite.subtasks}
+        for (_, name), own in answers.items():
+            if name == suite.name:
+                unusable = not_shares(own.scores)
+                suite.missing |= {task: unusable[task] for task in tasks & unusable.keys()}
     for model in models:
         checkpoints[model.name] = {}
         for suite in suites:

@@ -119,10 +119,10 @@ class HeldOutWatch(_Watch[Batch]):
             module._compiled_call_impl = graph
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
-        fields: dict[str, Any] = {
-            "heldout_loss": total / max(count, 1),
-            "heldout_by_position": (sums[0] / sums[1].clamp(min=1)).tolist(),
-        }
+        fields: dict[str, Any] = {}
+        if count:  # a 0 of sequences that predict nothing would look like the best loss
+            fields["heldout_loss"] = total / count
+            fields["heldout_by_position"] = (sums[0] / sums[1].clamp(min=1)).tolist()
         if routers:
             layers = [torch.stack(passes).double().sum(0) for passes in routed]
             totals = summed(torch.stack(layers), device)

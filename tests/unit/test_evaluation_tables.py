@@ -346,6 +346,11 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert found["a"] == hybrid["harness"]["a"] and "against_original" in found
     alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
+    # Only the original's score is no share.
+    one_odd = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [0.5]}})
+    odd = write_tables([model("hybrid")], [one_odd], folder, tmp_path / "later", tmp_path)
+    assert "odd" not in odd["checkpoints"]["hybrid"]["harness"]
+    assert odd["missing"]["harness"].keys() == {"odd"}
 
     suite.missing["hybrid"] = "too long"
     half = write_tables(models, [suite], folder, tmp_path, None)
