@@ -68,6 +68,20 @@ def test_the_formula_is_what_the_caches_hold(
         assert size.dynamic(length) == size.original(length)
 
 
+@torch.enable_grad()
+def test_gradients_of_chunks_with_a_cache_are_those_of_one_pass() -> None:
+    model, ids = _hybrid(2), tokens(2, 20)
+
+    def gradients(*chunks: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        cache = model.new_cache()
+        logits = [model(chunk, past_key_values=cache).logits for chunk in chunks]
+        torch.cat(logits, 1).square().mean().backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    torch.testing.assert_close(gradients(*ids.split(7, 1)), gradients(ids), **_NEAR)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("sinks", "more"), [(0, ()), (4, ()), (2, (3, 15))])
 def test_generate_equals_generate_without_cache(
