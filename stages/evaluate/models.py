@@ -95,14 +95,14 @@ def evaluate_models(
     own = work_dir / "answers"
     rank, shared = state.process_index, None
     folder = AnswerFolder(own, config.shared, rank)
-    share: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
+    rank_options: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
         folder = SharedAnswers(own, config.shared, rank, shared)
-        share = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
+        rank_options = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
-        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, share, tables)
+        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, rank_options, tables)
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
@@ -154,14 +154,14 @@ def _suites(
     tokenizer: Any,
     calibration: CalibrationNeedles | None,
     own: Path,
-    share: dict[str, Any],
+    rank_options: dict[str, Any],
     tables: dict[str, Any],
 ) -> list[Suite]:
     """The suites of a recipe; `tables` gets what scores.json says of prompts and texts."""
     section, suites = config.section, list[Suite]()
     chat, tables["prompts"] = _chat_template(section, tokenizer)
     common = {
-        **share, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
+        **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
     }  # fmt: skip
     if (needle := section.needle) is not None:

@@ -107,10 +107,12 @@ class PromptSuite(Suite):
 
     def _question(self, subtask: Subtask, index: int) -> Question:
         if (subtask, index) not in self._questions:
-            self._questions[subtask, index] = self._made(self._samples[subtask][index], index)
+            self._questions[subtask, index] = self._make_question(
+                self._samples[subtask][index], index
+            )
         return self._questions[subtask, index]
 
-    def _made(self, sample: PromptSample, index: int) -> Question:
+    def _make_question(self, sample: PromptSample, index: int) -> Question:
         turns = sample.turns()
         if self.chat is not None:
             text = self.chat.text(turns)
