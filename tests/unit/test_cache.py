@@ -350,6 +350,16 @@ def test_generate_compiles_the_chunks_of_a_prompt(beams: int, graphs: int) -> No
     assert torch.equal(result, model.generate(ids, **options))
 
 
+def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
+    model, ids = _few_layers(1, 4), tokens(2, LENGTH)
+    cache = model.new_static_cache(LENGTH)
+    cache.early_initialization(2, KV_HEADS, model.config.head_dim, model.dtype, model.device)
+    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        result = _in_chunks(step, cache, ids, [10, 10, 10])
+    torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
+
+
 def test_static_cache_of_transformers_is_exact_in_both_modes() -> None:
     """It holds every token of every head; decoding with it compiles as well."""
     ids, hybrid = tokens(2, LENGTH), _hybrid(4)
