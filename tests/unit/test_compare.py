@@ -384,6 +384,7 @@ def test_the_highest_is_bold_only_where_it_is_shown_to_be(capsys: Any) -> None:
     assert "| Fisher | **40.0 (39.0–41.0)** | <u>30.0 (29.0–31.0)</u> |" in text
     assert "| BOSCH+ | 15.0 (14.0–16.0) | 1.0 (0.0–2.0) |" in text
     assert "| Original | 97.0 (96.0–98.0) | 97.0 (96.0–98.0) |" in text
+    assert "| Fisher | 0.75 | – | – | 0.500 | -1.000 | 3 |" in text
     assert text.index("Layer-level") < text.index("Head-level") < text.index("Not in the paper")
     tests = {(one.ratio, one.method): one for one in compared.tests("untrained", "needle")}
     assert tests.keys() == {
