@@ -52,9 +52,18 @@ def test_batch_is_micro_times_accumulation_times_processes(
     assert planned.tokens == 3 * tokens
 
 
-def test_a_batch_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(UserError, match=r"train\.batch_tokens: 130 is no multiple of"):
-        schedule(batch_tokens=130)
+@pytest.mark.parametrize(
+    ("world_size", "fields", "said"),
+    [
+        (1, {"batch_tokens": 130}, r"train\.batch_tokens: 130 is no multiple of"),
+        (3, {}, r"a batch of 4 sequences cannot be divided .* on 3 process"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(
+    world_size: int, fields: dict[str, int], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        schedule(world_size, **fields)
 
 
 @given(steps=st.integers(1, 60), warmup=st.floats(0, 1), least=st.floats(0, 0.9))
