@@ -441,8 +441,10 @@ def test_generate_goes_on_with_a_cache_of_the_user(hybrid: Any, assisted: bool) 
     assert all(isinstance(layer, HybridCacheLayer) for layer in cache.layers)
 
 
-def test_an_empty_static_cache_of_the_user_where_layers_hold_states_too() -> None:
-    base, ids = small_model("falcon_h1"), tokens(2, LENGTH)
+@pytest.mark.parametrize("family", ["falcon_h1", "olmo3"])
+def test_an_empty_static_cache_of_the_user_where_layers_differ(family: str) -> None:
+    """Where layers hold states too, or have room for their own window alone."""
+    base, ids = small_model(family), tokens(2, LENGTH)
     hybrid = materialize(base, mask_of(base.config), Window(7, 2))
     cache = StaticCache(config=hybrid.config, max_cache_len=LENGTH + 8)
     options = {"max_new_tokens": 6, "do_sample": False}
