@@ -272,6 +272,9 @@ def _in_chunks(forward: Any, cache: Any, ids: Tensor, sizes: list[int], **padded
             part["position_ids"] = padded["position_ids"][:, start:stop]
         outputs.append(forward(input_ids=ids[:, start:stop], past_key_values=cache, **part).logits)
         start = stop
+        if isinstance(cache, HybridCache):  # what slid out is gone after every chunk
+            sliding = [g for x in cache.hybrid_layers for g in x.groups if g.group.window]
+            assert all(g.keys.shape[2] <= g.group.window.held(stop) for g in sliding)
     assert start == ids.shape[1] == int(cache.get_seq_length())
     return torch.cat(outputs, dim=1)
 
