@@ -198,6 +198,12 @@ def test_damaged_file_is_named_whoever_reads_it(model, corpus, tmp_path, workers
         run(config(model, corpus, workers=workers), tmp_path / "out")
 
 
+def test_a_folder_without_files_of_a_model_has_no_tokenizer(corpus, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match="nothing: no tokenizer could be loaded"):
+        run(config(tmp_path / "nothing", corpus), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
