@@ -16,7 +16,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.heads import HeadMask
-from bosch.model.cache import HybridCache
+from bosch.model.cache import HybridCache, HybridCacheLayer
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
 from bosch.model.materialize import materialize
@@ -66,6 +66,15 @@ def test_the_formula_is_what_the_caches_hold(
     assert static.num_bytes == batch * size.static(length)
     if length < WINDOW:
         assert size.dynamic(length) == size.original(length)
+
+
+def test_sinks_that_come_once_the_window_is_full() -> None:
+    layer = HybridCacheLayer(full_first(0, 1, Window(2, 4)))
+    for number in range(7):
+        states = torch.full((1, 1, 1, 1), float(number))
+        layer.update(states, states)
+        layer.settle(AttentionContext(1, number))
+    assert layer.groups[0].sink_keys.flatten().tolist() == [0, 1, 2, 3]
 
 
 @torch.enable_grad()

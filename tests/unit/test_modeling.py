@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import bosch
@@ -245,6 +245,21 @@ def test_a_hybrid_takes_no_other_mask() -> None:
     hybrid = materialize(small_model(), random_mask(), Window(WINDOW))
     with pytest.raises(UserError, match="hybrid already"):
         apply_head_mask(hybrid, random_mask(), Window(WINDOW))
+    with (
+        pytest.raises(UserError, match="hybrid already"),
+        head_mask(hybrid, random_mask(), Window(WINDOW)),
+    ):
+        pass
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="1 weights are missing"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
