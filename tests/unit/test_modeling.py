@@ -25,7 +25,7 @@ from bosch.model.interface import (
 )
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import apply_head_mask, prepare_for_search
+from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
 from bosch.objective.patching import replace_attention
 from bosch.window import Window
 from stages.train.checkpoint import save_model
