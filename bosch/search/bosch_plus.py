@@ -351,7 +351,7 @@ class _Search:
         mask, best = self._mask(bits), track.best.evaluation
         self.left -= 1
         evaluation = self.evaluator.evaluate(mask, phase, subproblem, can_win=best.beaten_by)
-        won = not evaluation.is_bound and best.beaten_by(*evaluation.rank)
+        won = best.beaten_by(*evaluation.rank)  # never by a bound: its evaluation had lost
         if won:
             track.best = _Incumbent(mask, evaluation)
             track.failed_swaps[:] = 0

@@ -270,6 +270,44 @@ def test_every_start_and_every_move_has_its_turn():
     assert moves == {"gradients", "swap", "kick", "regrowth", "gates"}
 
 
+class Summed(Shared):
+    """Keeps the sum of the gradients that came before each mask."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.total, self.before = 0.0, {}
+
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+        self.before.setdefault(mask.key, self.total)
+        return super().evaluate(mask, shared_layers, can_win=can_win)
+
+    def gate_gradient(self, mask, share=0, shares=1):
+        gradient = super().gate_gradient(mask, share, shares)
+        self.total = self.total + np.array(gradient.values)
+        return gradient
+
+
+def test_one_start_has_the_units_of_greatest_mean_worth():
+    scorer = Summed(8, 8, 0)
+    _, evaluator = exact(scorer, 0.75)
+    [key] = [point.mask for point in evaluator.trace if point.subproblem == "mean"]
+    worth, full = scorer.before[key], HeadMask.from_key(key).is_full
+    assert worth[full].min() > worth[~full].max()
+
+
+def test_the_log_tells_each_gradient_each_better_mask_and_what_is_left(caplog):
+    caplog.set_level("INFO", logger="bosch.search.bosch_plus")
+    result, evaluator = exact(Layered(6, 8, 2, noise=0.05), 0.75)
+    first, *lines = caplog.messages
+    assert first == "bosch_plus: 12 of 48 units stay full, 60 passes to spend"
+    assert all(line.endswith(" passes left") for line in lines)
+    gradients = [line for line in lines if " gradient " in line]
+    assert len(gradients) == evaluator.costs()["gradients"]
+    better = [float(line.split()[-4].rstrip(",")) for line in lines if "best mask so far" in line]
+    assert better == sorted(better) and len(better) > 2
+    assert better[-1] == pytest.approx(result.evaluation.log_likelihood, abs=1e-4)
+
+
 class KnownOnBudget(Layered):
     """Additive; gradients tell the units' worth only where at most a quarter of them is full."""
 

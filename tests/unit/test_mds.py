@@ -245,7 +245,8 @@ def test_numbers_of_every_type_are_read(tmp_path, bits, place):
     """In arrays whose type and shape stand in the encoding or before the data."""
     kinds = ["uint", "int", "float" if bits > 8 else "int"]
     name, code = f"{kinds[place]}{bits}", bits + kinds.index(kinds[place])
-    data, shape = np.array([[1, 2, 3]], name), bytes([2 << 2, 1, 3])
+    data = np.array([[1, 2, 3]], name)
+    shape = bytes([2 << 2 | place]) + np.array([1, 3], f"<u{1 << place}").tobytes()
     for encoding in (
         (f"ndarray:{name}:1,3", data.tobytes()),
         (f"ndarray:{name}", shape + data.tobytes()),

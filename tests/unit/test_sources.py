@@ -183,6 +183,11 @@ def test_damaged_source(tmp_path, kind, name, content, message):
     assert "\n" not in str(caught.value)
 
 
+def test_empty_lines_count_from_record_to_record(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(empty_lines(600_000) * 2)
+    assert read(Source("s", "jsonl", str(tmp_path))) == ["x", "x"]
+
+
 def test_unusual_values_beside_the_text(tmp_path):
     number = b"1" * 5000
     record = b'{"n": ' + number + b', "m": [-' + number + b'], "text": "a\\ud83d\\ude00\\u0000b"}\n'
