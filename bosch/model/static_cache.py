@@ -116,7 +116,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         recent = past
         if count > 1:
             recent, slots = torch.cat([past, new], dim=2), torch.cat([slots, steps])
-        last = min(count, ring)
+        last = min(count, ring)  # no place twice: a GPU does not say which of two it keeps
         past.index_copy_(2, cached.sinks + steps[-last:] % ring, new[:, :, -last:])
         return CachedGroup(recent, slots=slots)
 

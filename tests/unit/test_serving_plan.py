@@ -36,6 +36,7 @@ from bosch.vllm.plan import (
     any_mask,
     engine_on,
     module_plan,
+    packed_groups,
     padding_refusal,
     rank_order,
     served_caches,
@@ -80,6 +81,12 @@ def test_unequal_modules_are_as_few_as_fill_the_blocks(
     assert list(unequal.sizes) == sizes
     request = Request(32 * 1024, 16, 2048)
     assert unequal.request_bytes(request, 1) <= 1.05 * equal.request_bytes(request, 1)
+
+
+def test_groups_are_filled_from_the_largest_module_down() -> None:
+    """Filled as they come, a block of two heads would have no room for one of two and one."""
+    modules, blocks = {None: [1, 1, 2], 10: [2]}, {None: 10, 10: 10}
+    assert packed_groups(modules, blocks) == (2, {None: [[2], [0, 1]], 10: [[0]]})
 
 
 def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
