@@ -22,6 +22,7 @@ from pipeline.run.runner import Choice, Runner
 from stages.context import ModelConfig
 from stages.evaluate.answers import TaskGroup, content_identity
 from stages.evaluate.scores import SelectedScores, write_samples
+from stages.evaluate.stage import STAGE as EVALUATE
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
 from stages.recipe import World
@@ -152,6 +153,8 @@ def test_what_is_evaluated_or_a_choice_from_it_starts_no_process(
     monkeypatch.setattr(evaluation, "VERSIONS", "generation-0-scoring-0")
     assert run(case, checkpoints=["hybrid"]) == 0
     assert len(launches.orders) == 4
+    document = json.loads((Path(launches.orders[-1]["work_dir"]) / "models.json").read_text())
+    assert document["code"] == [EVALUATE.version, "generation-0-scoring-0"]
     case.content["evaluate"]["needle"]["samples"] = 3
     case.save()
     original = launches.orders[-1]

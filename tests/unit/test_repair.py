@@ -68,7 +68,12 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
     stranger = saved(tmp_path / "stranger", tuned=30.0)
     base = tmp_path / "base"
     small_model().save_pretrained(base)
+    wide = tmp_path / "wide"
+    materialize(small_model(hidden_size=64), random_mask(), Window(6)).save_pretrained(wide)
+    with pytest.raises(UserError, match=r"base has model_type = |has hybrid_attention = None, and"):
+        repair(base, base, tmp_path / "out", 1.0)
     for source, share, reason in (
+        (wide, 1.0, "_proj.weight of .*wide has another shape"),
         (other, 1.0, "has hybrid_attention = "),
         (base, 1.0, "has model_type = qwen3, and"),
         (stranger, 1.0, "_proj.weight of .*stranger is not what .* was fine-tuned from"),
@@ -81,7 +86,9 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
         repair(tuned, tuned, other, 1.0)
     with pytest.raises(UserError, match=r"tuned/sub/out lies in .*tuned, which is copied"):
         repair(tuned, tuned, other / ".." / "tuned" / "sub" / "out", 1.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "other", "base", "stranger"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "tuned", "other", "base", "stranger", "wide"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

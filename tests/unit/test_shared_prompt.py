@@ -98,6 +98,17 @@ def test_the_beginning_is_computed_once(sizes: list[int], batches: int, prefill:
     assert sum(counts) == prefill + batches * len(sizes) * (NEW_TOKENS - 1)
 
 
+def test_a_beginning_of_twice_the_length_is_computed_anew() -> None:
+    model = _model("0")
+    counts, shared = _count_tokens(model), SharedPrompt(model)
+    shared.cache(*_padded(_prompts([3, 9])))
+    for size, computed in ((80, 0), (150, BEGINNING + 149)):
+        counts.clear()
+        alike = _prompts([size])[0].expand(2, -1)
+        assert shared.cache(alike, torch.ones_like(alike)) is not None
+        assert sum(counts) == computed
+
+
 @pytest.mark.parametrize("kind", ["original", "0", "4"])
 @pytest.mark.parametrize("asked", [1, 4, 30])
 def test_logits_after_the_beginning_are_those_of_whole_rows(kind: str, asked: int) -> None:
@@ -164,9 +175,8 @@ def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
     assert shared.cache(ids, torch.ones_like(ids)) is None
     alike = torch.full((2, 90), 3)
     assert shared.cache(alike, torch.ones_like(alike)) is not None
-    padded_far = torch.ones_like(alike)
-    padded_far[0, :70] = 0
-    assert shared.cache(alike, padded_far) is None
+    # Padding of one row is longer than what all share.
+    assert shared.cache(*_padded(_prompts([1, 150]))) is None
     other = SharedPrompt(small_model("gemma2"))
     assert other.cache(alike, torch.ones_like(alike)) is None
 
