@@ -175,8 +175,10 @@ def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
     assert shared.cache(ids, torch.ones_like(ids)) is None
     alike = torch.full((2, 90), 3)
     assert shared.cache(alike, torch.ones_like(alike)) is not None
-    # Padding of one row is longer than what all share.
-    assert shared.cache(*_padded(_prompts([1, 150]))) is None
+    # Of what is shared, a row's padding leaves too little, or is longer than that.
+    assert shared.cache(*_padded(_prompts([3, 9]))) is not None
+    for size in (50, 150):
+        assert shared.cache(*_padded(_prompts([1, size]))) is None
     other = SharedPrompt(small_model("gemma2"))
     assert other.cache(alike, torch.ones_like(alike)) is None
 
