@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bosch.errors import UserError
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
+from bosch.model.search_mode import set_sink_bias
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
@@ -25,7 +28,7 @@ from stages.train.loss import install_loss
 from stages.train.model import load_for_training
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
-from tests.hybrid_case import mask_of, small_config, small_model, tokens
+from tests.hybrid_case import LAYERS, mask_of, random_mask, small_config, small_model, tokens
 from tests.training_case import make_case, metrics, train_here, train_in_processes
 from tests.unit.test_training_loss import LargestTensor, gradients
 
@@ -157,6 +160,21 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
     install_loss(student, distillation=TeacherLoss(teacher, 1.0, 1.0))
     ids = tokens(2, 12)
     assert abs(student(input_ids=ids, labels=ids)["loss"].item()) < 1e-6
+
+
+def test_a_teacher_has_no_sink_bias(tmp_path: Path) -> None:
+    """No head of it slides, whatever the hybrid's file holds; a hybrid that slides needs its own."""
+    base, ids = small_model().eval(), tokens(2, 12)
+    expected = base.get_decoder()(ids).last_hidden_state
+    set_sink_bias(base, [[0.5] * 8] * LAYERS)
+    materialize(base, random_mask(), Window(WINDOW)).save_pretrained(tmp_path)
+    train, model = TrainConfig(mixed_precision="no"), ModelConfig(path="unused")
+    teacher = load_teacher(tmp_path, model, train, Runtime(), CPU)
+    torch.testing.assert_close(teacher(ids, None), expected)
+    config = load_config(str(tmp_path))
+    del config.hybrid_attention["sink"]
+    with pytest.raises(UserError, match=r"have no place .*sink_bias first"):
+        load_model(tmp_path, config=config)
 
 
 SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}
