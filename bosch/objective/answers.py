@@ -31,6 +31,32 @@ def scaled_logits(config: Any, logits: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
+    """States [T, C] before the output head for ids [T], and whether the head gives the logits.
+
+    It does not where the model changes them in a way that `scaled_logits` does not know.
+    """
+    states: list[Tensor] = []
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    try:
+        own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    return states[0][0], same_but_rounding(own, answer_logits(model, states[0][0]), model.dtype)
+
+
+def same_but_rounding(own: Tensor, other: Tensor, dtype: torch.dtype, operations: int = 1) -> bool:
+    """Whether two results of one shape are the same, computed in `dtype` by different kernels.
+
+    The norm of their difference is at most the part of that of `own` that rounding explains.
+    Numbers that are not finite count as the same: they end a run with an error that names them.
+    """
+    share = operations * (1e-3 if dtype == torch.float32 else 1e-2)
+    return not bool((own.float() - other.float()).norm() > share * own.float().norm())
+
+
+@torch.inference_mode()
 def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
     """Results of each example [E, 2] of a model as it is, an original or a hybrid one.
 

@@ -28,7 +28,12 @@ from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.model.tensor_parallel import own_shard
 from bosch.objective.activation_cache import ActivationCache
-from bosch.objective.answers import answer_logits, answer_results
+from bosch.objective.answers import (
+    answer_logits,
+    answer_results,
+    same_but_rounding,
+    states_and_check,
+)
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
@@ -41,6 +46,7 @@ from bosch.window import Window, Windows, window_menu
 logger = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 16
+_ALL_LAYERS = 10  # times as much rounding as in one operation
 _REUSE_BYTES = 2 * 1024**3
 
 CanWin = Callable[[float, float], bool]
@@ -403,7 +409,7 @@ class Objective:
 
     @torch.inference_mode()
     def check_output_head(self, mask: HeadMask) -> None:
-        """Raise UserError where the output head over our states does not give the model's logits.
+        """Raise UserError where our states or the output head over them are not the model's.
 
         Done once; the model must be under `mask`, with its sequences in one process.
         """
@@ -411,15 +417,21 @@ class Objective:
             return
         self._checked = True
         ids = self._batches[0].input_ids[0, :_CHECK_TOKENS]
-        own = self.model(input_ids=ids[None].to(self.model.device), use_cache=False).logits[0]
+        states, is_head_known = states_and_check(self.model, ids)
         answer = len(ids) - 1
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
         forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
-        ours = answer_logits(self.model, forward.answer_states(0, batch, mask)[0])
-        if not torch.allclose(own[:-1].float(), ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+        ours = forward.answer_states(0, batch, mask)[0]
+        name = type(self.model).__name__
+        if not is_head_known:
             raise UserError(
-                f"model.path: {type(self.model).__name__} changes its logits after the output head "
-                "in a way this search does not know"
+                f"model.path: {name} changes its logits after the output head in a way this "
+                "search does not know"
+            )
+        if not same_but_rounding(states[:-1], ours, self.model.dtype, _ALL_LAYERS):
+            raise UserError(
+                f"model.path: {name} does more than its layers one after the other, which this "
+                "search computes"
             )
 
 

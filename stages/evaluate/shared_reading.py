@@ -19,7 +19,7 @@ from bosch.journal import Journal
 from bosch.model.cache import HybridCache
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.answers import answer_logits
+from bosch.objective.answers import answer_logits, states_and_check
 from stages.context import Runtime
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 
@@ -93,12 +93,8 @@ class SharedReading:
         return split.whole(torch.cat(losses)[None])[0, : targets.shape[1]]
 
 
-@torch.inference_mode()
 def _check_output_head(model: Any) -> None:
-    ids = torch.arange(1, 17, device=model.device)[None]
-    states = model.get_decoder()(ids, use_cache=False).last_hidden_state
-    own, ours = model(ids, use_cache=False).logits[0].float(), answer_logits(model, states[0])
-    if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+    if not states_and_check(model, torch.arange(1, 17))[1]:
         raise ModelError(
             "it changes its logits after the output head in a way that shared reading does not "
             "know; set runtime.evaluate_parallel: data"
