@@ -422,16 +422,12 @@ class Objective:
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
         forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
         ours = forward.answer_states(0, batch, mask)[0]
-        name = type(self.model).__name__
-        if not is_head_known:
+        if not is_head_known or not same_but_rounding(
+            states[:-1], ours, self.model.dtype, _ALL_LAYERS
+        ):
             raise UserError(
-                f"model.path: {name} changes its logits after the output head in a way this "
-                "search does not know"
-            )
-        if not same_but_rounding(states[:-1], ours, self.model.dtype, _ALL_LAYERS):
-            raise UserError(
-                f"model.path: {name} does more than its layers one after the other, which this "
-                "search computes"
+                f"model.path: {type(self.model).__name__} changes its states before the output "
+                "head, or its logits after it, in a way this search does not know"
             )
 
 

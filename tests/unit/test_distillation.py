@@ -163,7 +163,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
 
 
 def test_a_teacher_has_no_sink_bias(tmp_path: Path) -> None:
-    """No head of it slides, whatever the hybrid's file holds; a hybrid that slides needs its own."""
+    """No head of it slides, whatever the file holds; a hybrid whose heads slide needs its own."""
     base, ids = small_model().eval(), tokens(2, 12)
     expected = base.get_decoder()(ids).last_hidden_state
     set_sink_bias(base, [[0.5] * 8] * LAYERS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
-from bosch.model.search_mode import apply_head_mask, mask_shape
+from bosch.model.search_mode import apply_head_mask, mask_shape, set_sink_bias
 from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
+from bosch.objective.answers import same_but_rounding
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.objective.flops import sliding_pairs
@@ -683,3 +686,35 @@ def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room(
     assert [(layer, batch) for layer, _, batch in cache.entries] == [(4, 0)] and cache.bytes == 4
     cache.add(mask, 5, 0, torch.zeros(3))  # more than all that may be kept
     assert cache.bytes == 4 and cache.peak_bytes == 8
+
+
+def scaled_logits(model, *args, **kwargs):
+    output = type(model).forward(model, *args, **kwargs)
+    output.logits = 1.05 * output.logits
+    return output
+
+
+def scaled_states(model, input_ids, use_cache=None):
+    states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
+    return SimpleNamespace(logits=model.get_output_embeddings()(1.05 * states))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
+    model, calibration = searchable()
+    model.to(dtype)
+    set_sink_bias(model, np.linspace(-1, 1, LAYERS * 8).reshape(LAYERS, 8).tolist())
+    Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
+    for forward in (scaled_logits, scaled_states) if dtype == torch.float32 else (scaled_logits,):
+        model.forward = partial(forward, model)
+        with pytest.raises(UserError, match="head, or its logits after it, in a way this search"):
+            Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
+
+
+def test_states_of_two_kernels_in_half_precision_are_the_same():
+    states = torch.randn(200, 64)
+    other = states + 0.005 * torch.randn(200, 64)
+    assert same_but_rounding(states, other, torch.bfloat16)
+    assert not same_but_rounding(states, other, torch.float32)
+    assert same_but_rounding(states, other, torch.float32, 10)
+    assert same_but_rounding(states, torch.full_like(states, torch.nan), torch.float32)
