@@ -46,13 +46,16 @@ class _Watch(Generic[T]):
     def _own_samples(self, model: Any) -> Iterator[tuple[T, bool]]:
         """This process's samples, with `model` in evaluation mode, and whether each is a new one.
 
-        All run equally many, since a sharded model's passes are collective: some once more.
+        All run equally many, since a sharded model's passes are collective: some once more. Layers
+        that were compiled run as they are: lengths of all kinds would be compiled one by one, which
+        torch does not always survive, and graphs call no hooks that they were made without.
         """
         size, own = processes() // self._sharing, rank() // self._sharing
         was_training = model.training
         model.eval()
-        for number in range(own, len(self._samples) + own, size):
-            yield self._samples[number % len(self._samples)], number < len(self._samples)
+        with torch.compiler.set_stance("force_eager"):
+            for number in range(own, len(self._samples) + own, size):
+                yield self._samples[number % len(self._samples)], number < len(self._samples)
         model.train(was_training)
 
 
@@ -97,11 +100,6 @@ class HeldOutWatch(_Watch[Batch]):
             routed[number].append(_routing(module, output))
 
         hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
-        # A graph that was compiled without the hooks would be used again, and call none of them.
-        graphs = ((m, m._compiled_call_impl) for m in model.modules() if routers)
-        compiled = {module: graph for module, graph in graphs if graph is not None}
-        for module in compiled:
-            module._compiled_call_impl = None
         for batch, is_new in self._own_samples(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
@@ -115,8 +113,6 @@ class HeldOutWatch(_Watch[Batch]):
                     sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
         for hook in hooks:
             hook.remove()
-        for module, graph in compiled.items():
-            module._compiled_call_impl = graph
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {}

@@ -386,20 +386,27 @@ def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
     assert all(not module._forward_hooks for module in outputs)
 
 
-def test_routers_of_compiled_layers_are_measured() -> None:
-    """After a pass whose graph has no hooks."""
-    scores = []
+def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> None:
+    """Samples of many lengths, after a pass whose graph has no hooks."""
+    scores, passes = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: passes.append("compiled") or graph(*args)
+
+    device = torch.device("cpu")
     for is_compiled in (False, True):
         model = small_model("qwen3_moe")
         install_loss(model)
-        if is_compiled:
-            for layer in model.get_decoder().layers:
-                layer.compile(backend="eager")
-        ids, device = torch.arange(24)[None], torch.device("cpu")
-        NeedleWatch([(ids[0].tolist(), 2)], 1).score(model, device)
+        for layer in model.get_decoder().layers if is_compiled else ():
+            layer.compile(backend=backend)
+        ids = torch.arange(24)[None]
+        model(input_ids=ids, labels=ids)
+        before = len(passes)
+        NeedleWatch([(ids[0, :size].tolist(), 2) for size in (24, 17, 9)], 1).score(model, device)
         scores.append(HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device))
-        is_still = [layer._compiled_call_impl is not None for layer in model.get_decoder().layers]
-        assert is_still == [is_compiled] * 3
+        assert len(passes) == before
+        model(input_ids=ids, labels=ids)
+        assert (len(passes) > before) == is_compiled
     for name in scores[0]:
         assert scores[1][name] == pytest.approx(scores[0][name], rel=1e-5)
 
