@@ -229,7 +229,13 @@ class VariableTracking(RulerTask):
         self.length, self.new_tokens = min(self._EXAMPLE_LENGTH, length // 2), 0
         self.step = 5
         self._bisect(self.length)
-        draft = self.sample(0).draft
+        try:
+            draft = self.sample(0).draft
+        except UserError:
+            raise UserError(
+                f"its worked example does not fit into {self.length} of {length} tokens; raise the "
+                "length or leave the task out"
+            ) from None
         self._example = f"{draft.text} {' '.join(draft.answers)}\n"
         self._example_names = draft.answers
         self.length, self.new_tokens = length, new_tokens
