@@ -297,7 +297,7 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
         )
     unexpected = set(info["unexpected_keys"])
     layouts = deploy_layouts(model.config) if is_hybrid(model.config) else []
-    if not any(layout.windows for layout in layouts if layout):  # a hybrid's, every head full
+    if not any(layout.windows for layout in layouts if layout):  # no head here has use for a bias
         unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."

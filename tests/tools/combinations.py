@@ -94,7 +94,7 @@ def drawn(rng: random.Random, models: Path) -> list[str]:
         overrides += [f"model.path={_model(models, rng.choice(_FAMILIES))}"]
         overrides += [f"search.method={rng.choice(_RIVALS)}"]
     else:
-        method = rng.choice(list(METHODS.keys() - {"given"}))
+        method = rng.choice([name for name in METHODS if name != "given"])
         overrides += [f"search.method={method}"]
         options += _FRONT if method == "front" else []
     if rng.random() < 0.4:
