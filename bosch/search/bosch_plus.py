@@ -39,8 +39,7 @@ from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, Phase
 from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
 from bosch.search.gradient_search import Move, Worth
-from bosch.search.methods import LEAST_PLUS_BUDGET, plus_budget
-from bosch.search.settings import SearchSettings
+from bosch.search.settings import LEAST_PLUS_BUDGET, SearchSettings, plus_budget
 from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)

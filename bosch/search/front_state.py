@@ -15,8 +15,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, slots_of
 from bosch.search.evaluator import SHARES, Evaluator, Phase, SlotBudgets
 from bosch.search.gradient_search import Worth
-from bosch.search.methods import front_budget
-from bosch.search.settings import SearchSettings
+from bosch.search.settings import SearchSettings, front_budget
 
 logger = logging.getLogger(__name__)
 

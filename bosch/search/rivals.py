@@ -14,8 +14,7 @@ from bosch.heads import HeadMask
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Gates
-from bosch.search.methods import plus_budget
-from bosch.search.settings import SearchSettings, SolverName
+from bosch.search.settings import SearchSettings, SolverName, plus_budget
 from bosch.search.subproblem import optimise_layers
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from bosch.errors import UserError
 
 SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
+
+# Passes that bosch_plus may spend however small kappa is.
+LEAST_PLUS_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -66,3 +70,13 @@ class SearchSettings:
         log-likelihood.
         """
         return score, log_likelihood if self.break_ties else 0.0
+
+
+def plus_budget(settings: SearchSettings, num_layers: int) -> int:
+    """kappa L / 10: what bosch_plus may spend, gradients counted at their cost in evaluations."""
+    return max(LEAST_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
+
+
+def front_budget(settings: SearchSettings, num_layers: int) -> int:
+    """What a search of a front may spend: half as much again as `bosch_plus` on one budget."""
+    return math.ceil(1.5 * plus_budget(settings, num_layers))

@@ -43,9 +43,8 @@ from bosch.objective.evaluation_log import (
 )
 from bosch.search.allotment import allotted
 from bosch.search.evaluator import CanWin, Evaluator, SlotBudgets
-from bosch.search.methods import front_budget
 from bosch.search.runs import find_mask, run_method
-from bosch.search.settings import SearchSettings
+from bosch.search.settings import SearchSettings, front_budget
 from tests.benchmarks.landscapes import NAMES
 from tests.benchmarks.window_landscapes import TOKENS, WindowLandscape
 

@@ -26,9 +26,8 @@ from bosch.search.bosch_plus import bosch_plus
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import RunningWorth, scaled
 from bosch.search.gradient_search import Move, Worth
-from bosch.search.methods import plus_budget
 from bosch.search.runs import find_mask
-from bosch.search.settings import SearchSettings
+from bosch.search.settings import SearchSettings, plus_budget
 from bosch.window import Window
 from tests.benchmarks.landscapes import RATIO, landscape
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask

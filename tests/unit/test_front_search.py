@@ -29,9 +29,9 @@ from bosch.search.front import FrontSearch
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
 from bosch.search.loss import Anchors
-from bosch.search.methods import METHODS, front_budget
+from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
-from bosch.search.settings import SearchSettings
+from bosch.search.settings import SearchSettings, front_budget
 from bosch.window import Window
 from tests.benchmarks.window_landscapes import TOKENS, Values, WindowLandscape
 from tests.search_case import WINDOW, evaluator_of, searchable

@@ -1,0 +1,110 @@
+"""All methods: what each is called, reads, may spend and which function runs it.
+
+A method is registered by a file in this folder. Its function stands there too, with torch imported
+inside it, or in a file of its own. Neither torch nor numpy is imported here: recipes, plans and
+comparisons read the table, `bosch.search.runs` runs a method.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from bosch.search.settings import SearchSettings
+
+Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "profile", "file"]
+
+# Evaluations of the model as it is and of all heads sliding.
+ANCHORS = 2
+
+
+def no_search(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+    """The bound of a method that asks for no score: the anchors and the final mask."""
+    return ANCHORS + 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to find a head mask.
+
+    `label` is its name in tables, `about` says in a few words what it does. `runner` is
+    "module:function"; the function's signature depends on the kind (see `bosch.search.runs`).
+    `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
+    `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
+    that of `most_evaluations`. `most_local` is the end of a ranking's scores that becomes sliding.
+    `gradients`: it reads gradients of gates where the scorer has them. `several_windows`: recipes
+    may give it several windows. `finds_front`: it finds masks for a row of budgets, one of which is
+    chosen later.
+    """
+
+    label: str
+    kind: Kind
+    runner: str
+    about: str
+    settings: frozenset[str] = frozenset()
+    bound: Callable[[SearchSettings, int, int], int] = no_search
+    in_paper: bool = True
+    most_local: Literal["largest", "smallest"] = "largest"
+    gradients: bool = False
+    several_windows: bool = False
+    finds_front: bool = False
+
+    @property
+    def searches(self) -> bool:
+        """Whether it spends a budget of evaluations."""
+        return "budget_per_layer" in self.settings
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether it reads a model's attention on whole examples in one process."""
+        return self.kind in ("ranking", "profile")
+
+    @property
+    def seeded(self) -> bool:
+        """Whether another seed may give another mask."""
+        return "seed" in self.settings
+
+    def most_evaluations(self, settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+        """Upper bound of the evaluations of S(z), the two anchors and the final mask included.
+
+        L layers of `num_heads` KV heads, of which `head_granularity` are a unit of choice.
+        """
+        return self.bound(settings, num_layers, num_heads // settings.head_granularity)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function that runs the method."""
+        module, _, function = self.runner.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(name: str, method: Method) -> None:
+    """Add a method behind the others of its kind; raises ValueError where the name is taken."""
+    if name in METHODS:
+        raise ValueError(f"there is a method '{name}'")
+    kinds = get_args(Kind)
+    entries = sorted({**METHODS, name: method}.items(), key=lambda item: kinds.index(item[1].kind))
+    METHODS.clear()
+    METHODS.update(entries)
+
+
+def register_all(folders: Iterable[str]) -> None:
+    """Import every file of these folders of the package: each registers its methods."""
+    for module in pkgutil.iter_modules(folders):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+register_all(__path__)
+
+# Those that find a mask by themselves.
+FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[*METHODS]
