@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from data_prep.tasks.tables import RulerTask
+from stages.evaluate.prompts import SUITES
 
 PresetName = Literal["short", "long", "reasoning"]
 
@@ -79,10 +80,8 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
         Benchmark("InfiniteBench", "arXiv:2402.13718", "xinrongzhang2022/InfiniteBench",
                   ("infinitebench",), documents=3_900, prompt=180_000, answer=100,
                   packages=("rouge_score",)),
-        Benchmark("NoLiMa", "arXiv:2502.05167", "amodaresi/NoLiMa", section="nolima"),
-        Benchmark("MRCR", "arXiv:2409.12640", "openai/mrcr", section="mrcr"),
-        Benchmark("HELMET's RAG and recall", "arXiv:2410.02694", "princeton-nlp/HELMET",
-                  section="helmet"),
+        *(Benchmark(suite.title, suite.source, suite.public_data, section=name)
+          for name, suite in SUITES.items()),
     ),
     "reasoning": (
         # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.

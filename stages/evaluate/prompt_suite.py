@@ -1,4 +1,4 @@
-"""A suite of prompts made of a user's files, on one rank: NoLiMa, MRCR, HELMET."""
+"""A suite of prompts made of a user's files, on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from data_prep.text import encode_answer, encode_prompt
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
-from stages.evaluate.prompt_sections import PromptEvaluation
+from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.suite import Records, Suite, answer_record
 
 Turns = list[dict[str, str]]

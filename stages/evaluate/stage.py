@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from bosch.backends import lacking
 from bosch.errors import UserError
@@ -22,12 +22,7 @@ from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PresetName, benchmarks, task_settings
-from stages.evaluate.prompt_sections import (
-    HelmetEvaluation,
-    MrcrEvaluation,
-    NolimaEvaluation,
-    PromptEvaluation,
-)
+from stages.evaluate.prompts import SUITES, PromptEvaluation
 from stages.exchange import split_faults
 from stages.fields import Count, Flag, Line, PathText, Section, different, parse_number
 from stages.inputs import Hasher, Input, hashed_files, prose
@@ -213,8 +208,8 @@ class PositionEvaluation(Section):
     )
 
 
-class EvaluateConfig(Section):
-    """Scores of the original, the untrained hybrid and every checkpoint."""
+class _Suites(Section):
+    """The suites, and how all of them ask."""
 
     presets: Annotated[list[PresetName], AfterValidator(different)] = Field(
         default=[],
@@ -235,9 +230,22 @@ class EvaluateConfig(Section):
     needle: NeedleEvaluation | None = NeedleEvaluation()
     harness: HarnessEvaluation | None = None
     positions: PositionEvaluation | None = None
-    nolima: NolimaEvaluation | None = None
-    mrcr: MrcrEvaluation | None = None
-    helmet: HelmetEvaluation | None = None
+
+
+# A field for each folder of `prompts`.
+if TYPE_CHECKING:
+    _AllSuites = _Suites
+else:
+    _AllSuites = create_model(
+        "_AllSuites",
+        __base__=_Suites,
+        **{name: (suite | None, None) for name, suite in SUITES.items()},
+    )
+
+
+class EvaluateConfig(_AllSuites):
+    """Scores of the original, the untrained hybrid and every checkpoint."""
+
     rivals: Annotated[list[MethodName], AfterValidator(different), AfterValidator(unsearched)] = (
         Field(
             default=[],
@@ -330,7 +338,7 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
     yield from split_faults(loaded, field)
     if evaluate.harness is not None:
         yield (
-            f"{field}: context splits needle, positions, nolima, mrcr and helmet; evaluate.harness "
+            f"{field}: context splits all suites but evaluate.harness, which "
             "reads its prompts in one process: set data, or leave it out (evaluate.presets too)"
         )
     rankings = [name for name in evaluate.rivals if METHODS[name].kind == "ranking"]
@@ -445,10 +453,7 @@ def missing_ruler_file(task: str, folder: str | None) -> str | None:
 def suite_title(name: str) -> str:
     """A suite's name for people."""
     titles = {"needle": "Needle", "harness": "Other tasks"}
-    field = EvaluateConfig.model_fields.get(name)
-    kinds = get_args(field.annotation) if field is not None else ()
-    own = [kind.title for kind in kinds if issubclass(kind, PromptEvaluation)]
-    return own[0] if own else titles.get(name, name)
+    return SUITES[name].title if name in SUITES else titles.get(name, name)
 
 
 STAGE = Stage(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.recipe.stage_list import STAGES
+from stages.evaluate import prompts
 from stages.evaluate.answers import VERSIONS
-from stages.evaluate.prompt_sections import PromptEvaluation
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".json")
@@ -72,8 +72,8 @@ def closure(module: str) -> set[str]:
         if one not in modules and one not in _NO_RESULT:
             modules.add(one)
             pending += imports(one)
-            if one == PromptEvaluation.__module__:  # what makes the prompts is loaded by its name
-                pending += [entry(kind.maker) for kind in PromptEvaluation.__subclasses__()]
+            if one == prompts.__name__:  # what makes the prompts is loaded by its name
+                pending += [f"{suite.__module__}.samples" for suite in prompts.SUITES.values()]
     return modules
 
 

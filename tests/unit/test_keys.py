@@ -28,7 +28,9 @@ from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Choice, Runner
 from stages.context import StageConfig
-from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
+from stages.evaluate.prompts.helmet import Helmet
+from stages.evaluate.prompts.mrcr import Mrcr
+from stages.evaluate.prompts.nolima import Nolima
 from stages.evaluate.stage import HarnessEvaluation, NeedleEvaluation
 from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
@@ -394,9 +396,9 @@ def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
 @pytest.mark.parametrize(
     ("section", "read", "ignored"),
     [
-        (NolimaEvaluation, "haystack/a.txt", "haystack/a.md"),
-        (MrcrEvaluation, "a.parquet", "a.csv"),
-        (HelmetEvaluation, "kilt/nq-dev-multikilt_1000_k50_dep6.jsonl", "kilt/nq.jsonl"),
+        (Nolima, "haystack/a.txt", "haystack/a.md"),
+        (Mrcr, "a.parquet", "a.csv"),
+        (Helmet, "kilt/nq-dev-multikilt_1000_k50_dep6.jsonl", "kilt/nq.jsonl"),
         (HarnessEvaluation, "mmlu_anatomy/test.jsonl", "mmlu_anatomy/test.json"),
         (partial(NeedleEvaluation, tasks=["qa_1"]), "squad.json", "wiki.json"),
         (partial(NeedleEvaluation, tasks=["cwe"]), "english_words.json", "squad.json"),

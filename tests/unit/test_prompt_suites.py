@@ -29,8 +29,6 @@ from tokenizers.processors import TemplateProcessing
 from bosch.errors import UserError
 from data_prep.documents.records import read_rows
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks import helmet, mrcr, nolima
-from data_prep.tasks.tables import HELMET_TASKS
 from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
@@ -39,9 +37,14 @@ from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.harness_tasks import preset_gaps
-from stages.evaluate.mrcr import read_samples as read_mrcr
-from stages.evaluate.prompt_sections import HelmetEvaluation, MrcrEvaluation, NolimaEvaluation
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
+from stages.evaluate.prompts.helmet import Helmet
+from stages.evaluate.prompts.helmet import samples as helmet
+from stages.evaluate.prompts.helmet.tasks import HELMET_TASKS
+from stages.evaluate.prompts.mrcr import Mrcr
+from stages.evaluate.prompts.mrcr import samples as mrcr
+from stages.evaluate.prompts.nolima import Nolima
+from stages.evaluate.prompts.nolima import samples as nolima
 from stages.evaluate.scores import read_samples
 from tests import helmet_case, nolima_case
 from tests.evaluation_case import score_original
@@ -134,7 +137,7 @@ def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_end
 
 
 def test_a_book_that_is_too_short_is_named_before_a_model_is_loaded(folder: Path) -> None:
-    section = NolimaEvaluation(data_dir=str(folder / "nolima"), lengths=[400_000])
+    section = Nolima(data_dir=str(folder / "nolima"), lengths=[400_000])
     with pytest.raises(UserError, match=r"txt: its .* no room for a context of 400,000 at depth 0"):
         section.make(nolima_case.tokenizer(), 0)
     spans: list[Any] = []
@@ -203,14 +206,14 @@ def test_a_row_that_stands_twice_counts_once(
     again = [rows[1], {**rows[2], "n_chars": 1}, {**rows[3], "answer": "aB3Another."}]
     copy = tmp_path / "mrcr" / "copy.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in again))
-    files = MrcrEvaluation(data_dir=str(tmp_path / "mrcr"), lengths=[512]).data_files
-    samples = list(read_mrcr(files, 1000))
+    files = Mrcr(data_dir=str(tmp_path / "mrcr"), lengths=[512]).data_files
+    samples = list(mrcr.read_samples(files, 1000))
     assert len(samples) == 7 and {one.answer for one in samples} == {
         *(row["answer"] for row in rows), "aB3Another.",
     }  # fmt: skip
     assert "copy.jsonl: left out 2 that equal an earlier row of MRCR's data" in caplog.text
     caplog.clear()
-    assert len(list(read_mrcr(files[:1], 1000))) == 3 and not caplog.text
+    assert len(list(mrcr.read_samples(files[:1], 1000))) == 3 and not caplog.text
 
 
 def test_scores_are_upstreams() -> None:
@@ -302,7 +305,7 @@ MODEL = Evaluated("original", ModelConfig(path="x"))
 def mrcr_suite(
     folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **given: Any
 ) -> PromptSuite:
-    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[*lengths])
+    section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[*lengths])
     given = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **given}
     suite = PromptSuite(
         name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
@@ -336,7 +339,7 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     assert digests(lengths=(256, 4096)) == {plain}
     other = nolima_case.tokenizer()
     other.add_tokens(["another token"])
-    section = MrcrEvaluation(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
+    section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
     changed = [
         digests(files={"a": "0"}), digests(seed=1), digests(tokenizer=other),
         digests(section=section), digests(chat=template(nolima_case.tokenizer())),
@@ -374,7 +377,7 @@ def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
     texts = [mrcr.plain_text(turns) if chat is None else chat.text(turns), row["answer"]]
     tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
     length = (tokens + more[0]) if not more[1] else 2 * tokens - 1 + more[0]
-    section = MrcrEvaluation(data_dir=str(tmp_path), lengths=[length, 8])
+    section = Mrcr(data_dir=str(tmp_path), lengths=[length, 8])
     assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0, chat)] == [
         (length, answer)
     ] * is_in
@@ -432,29 +435,33 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
     ):
         path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
         with pytest.raises(UserError, match=sentence):
-            list(read_mrcr([path], 1000))
+            list(mrcr.read_samples([path], 1000))
     for text, sentence in (
         ("[1]\n", r"a\.jsonl, line 1: expected a JSON object, not a list"),
         ('{"answer": "x"}\n', r"a\.jsonl, row 0: not in MRCR's layout \(lacks 'prompt'\)"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=sentence):
-            list(read_mrcr([path], 1000))
+            list(mrcr.read_samples([path], 1000))
 
 
 def test_parquet_of_other_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
-    assert [one.needles for one in read_mrcr([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
     longest = max(len(row["prompt"]) for row in conversations())
-    assert len([*read_mrcr([path], longest)]) == 6 > len([*read_mrcr([path], longest - 1)])
+    assert (
+        len([*mrcr.read_samples([path], longest)])
+        == 6
+        > len([*mrcr.read_samples([path], longest - 1)])
+    )
     lists = [{**row, "prompt": json.loads(row["prompt"])} for row in conversations()]
     parquet.write_table(pa.Table.from_pylist(lists), path)
     with pytest.raises(UserError, match=r"a\.parquet: column `prompt` is of type list"):
-        list(read_mrcr([path], 1000))
+        list(mrcr.read_samples([path], 1000))
     parquet.write_table(pa.table({"prompt": ["[]"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet: no column `answer`"):
-        list(read_mrcr([path], 1000))
+        list(mrcr.read_samples([path], 1000))
 
 
 def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
@@ -465,7 +472,7 @@ def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
     parquet.write_table(pa.table({**columns, "prompt": long}), path, compression="zstd")
     assert path.stat().st_size < 10_000
     started = time.process_time()
-    assert not list(read_mrcr([path], 1000))
+    assert not list(mrcr.read_samples([path], 1000))
     assert time.process_time() - started < 20
 
 
@@ -475,7 +482,7 @@ def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -
     (tmp_path / "set.json").write_text(json.dumps(nolima_case.NEEDLE_SET))
     (tmp_path / "data" / "set").write_text(json.dumps(nolima_case.NEEDLE_SET))
     for name in ("../set.json", str(tmp_path / "set.json"), "set", "haystack/../needle_set.json"):
-        section = NolimaEvaluation(data_dir=str(tmp_path / "data"), needle_set=name)
+        section = Nolima(data_dir=str(tmp_path / "data"), needle_set=name)
         [fault] = section.missing_files(tmp_path / "data")
         assert "it is named by its place in this folder" in fault
 
@@ -515,7 +522,7 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
 
 
 def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
-    section = NolimaEvaluation(data_dir=str(folder / "nolima"), lengths=[400], depths=4)
+    section = Nolima(data_dir=str(folder / "nolima"), lengths=[400], depths=4)
     samples = section.make(nolima_case.tokenizer(), 0)
     assert len(samples) == len(RECORDED["400"])
     system, user = samples[-1].turns()
@@ -538,7 +545,7 @@ def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
 
 def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
     section = {"data_dir": str(folder / "helmet"), "lengths": [8192], **section}
-    return HelmetEvaluation(**section).make(nolima_case.tokenizer(), 42)
+    return Helmet(**section).make(nolima_case.tokenizer(), 42)
 
 
 def test_helmets_prompts_are_its_own(folder: Path) -> None:
@@ -625,7 +632,7 @@ def test_helmets_score_is_that_an_answer_is_contained(
 
 def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
     """The names of its archive; k is the count of passages or pairs."""
-    section = HelmetEvaluation(
+    section = Helmet(
         data_dir=str(tmp_path), lengths=[8192, 16384, 32768, 65536, 131072], samples=10
     )
     passages, named = ["50", "105", "220", "440", "1000"], dict[str, list[str]]()
@@ -651,7 +658,7 @@ def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) ->
     keys = folder / "json_kv" / "test_k105_dep6.jsonl"
     row = json.loads(keys.read_text().partition("\n")[0])
     keys.write_text(json.dumps({**row, "context": "x" * 8192}))
-    section = HelmetEvaluation(data_dir=str(folder), lengths=[8192], tasks=["json_kv"])
+    section = Helmet(data_dir=str(folder), lengths=[8192], tasks=["json_kv"])
     (sample,) = section.make(tokenizer, 0)
     assert len(tokenizer(sample.plain(sample.turns()))["input_ids"]) == 8192 - sample.new_tokens
     (sample,) = section.make(tokenizer, 0, template(tokenizer))
@@ -662,11 +669,11 @@ def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) ->
 
 def test_helmets_data_is_checked(tmp_path: Path) -> None:
     folder = helmet_case.write_case(tmp_path / "helmet")
-    section = HelmetEvaluation(data_dir=str(folder), lengths=[8192, 16384])
+    section = Helmet(data_dir=str(folder), lengths=[8192, 16384])
     missing = list(section.missing_files(folder))
     assert len(missing) == 5 and "kilt/nq-dev-multikilt_1000_k105_dep6.jsonl" in "".join(missing)
     with pytest.raises(ValueError, match="4,096 is none of HELMET's lengths"):
-        HelmetEvaluation(data_dir=str(folder), lengths=[4096])
+        Helmet(data_dir=str(folder), lengths=[4096])
     file = folder / "kilt" / "nq-dev-multikilt_1000_k50_dep6.jsonl"
     file.write_text('{"question": "Why?", "answers": [], "ctxs": []}\n')
     with pytest.raises(UserError, match=r"dep6\.jsonl, row 0: not in HELMET's layout \(answers"):

@@ -1,7 +1,8 @@
 """NoLiMa (arXiv:2502.05167): needles whose questions share no words with them, in shuffled books.
 
 Needle sets and books are read in their public layout (adobe-research/NoLiMa at commit 7532e4e,
-whose prompts these are to the character): a JSON list of experiments, and .txt files.
+whose prompts these are to the character): a JSON list of experiments, and .txt files. A task of the
+suite is a kind of question.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from string import Formatter
@@ -19,6 +21,9 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import load_user_json
 from data_prep.text import read_utf8
+from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.prompt_suite import PromptSample, Turns
+from stages.evaluate.prompts.nolima import Nolima
 
 _BASE_SEED = 42
 _MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred
@@ -262,3 +267,42 @@ def _distractor_depth(rng: np.random.RandomState, depth: float, length: int) -> 
 def score(output: str, answers: Sequence[str]) -> float:
     """1 where the output contains one of the answers, letter by letter."""
     return float(any(answer in output for answer in answers))
+
+
+def samples(
+    section: Nolima, tokenizer: Any, seed: int, chat: ChatTemplate | None
+) -> list[PromptSample]:
+    """The needles of the set at every depth of every book, or as many as are asked for.
+
+    Raises UserError when the needle set or a book cannot be read, or a book is too short.
+    """
+    folder = Path(section.data_dir)
+    own = folder / "task_template.txt"
+    template = read_utf8(own).removesuffix("\n") if own.is_file() else None
+    tests = needle_tests(folder / section.needle_set, template)
+    books = [Book(path, tokenizer) for path in section.books(folder)]
+    prompts = []
+    for length in section.lengths:
+        every = samples_of(tests, len(books), section.depths, length)
+        rng = np.random.default_rng([seed, length])
+        chosen = rng.permutation(len(every))[: section.samples]
+        for index in sorted(chosen.tolist()):
+            sample = every[index]
+            sample.check_room(books[sample.book], length)  # before a model is loaded
+            prompts.append(
+                PromptSample(
+                    task=sample.test.kind,
+                    length=length,
+                    turns=partial(_turns, sample, books[sample.book], length),
+                    answers=sample.answers,
+                    new_tokens=section.max_new_tokens,
+                    score=partial(score, answers=sample.answers),
+                )
+            )
+    return prompts
+
+
+def _turns(sample: NolimaSample, book: Book, length: int) -> Turns:
+    system = sample.test.system_prompt
+    turns = [{"role": "system", "content": system}] if system else []
+    return [*turns, {"role": "user", "content": sample.prompt(book, length)}]

@@ -1,0 +1,103 @@
+"""Suites whose prompts are made of files that a user names; no torch.
+
+Each is a folder here: its section `SUITE`, and in `samples.py` the function `samples` of (section,
+tokenizer, seed, chat template), which returns what is asked and how it is scored. The folder's name
+is the section's in `evaluate`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from bosch.errors import UserError
+from data_prep.documents.source_files import files_below
+from stages.fields import Count, PathText, Section, different
+from stages.inputs import Hasher, Input, hashed_files
+from stages.stage import call
+
+if TYPE_CHECKING:
+    from stages.evaluate.chat import ChatTemplate
+
+
+def _identity(section: PromptEvaluation, folder: str | None, hasher: Hasher) -> Any:
+    if folder is None or not Path(folder).is_dir():
+        return None
+    files = [Path(folder, name) for name in section.files(Path(folder))]
+    return hashed_files(folder, files, hasher)
+
+
+def _check(where: str, section: PromptEvaluation, folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(f"{where}: there is no folder {folder}")
+    for fault in section.missing_files(Path(folder)):
+        raise UserError(f"{where}: {fault}")
+
+
+# The mark by which the folder is resolved, hashed and checked.
+DataFolder = Annotated[PathText, Input(_identity, _check)]
+
+
+class PromptEvaluation(Section):
+    """What all of them have: data, lengths, samples.
+
+    `source` and `public_data` say whose it is and where its data is found, `read` are the endings
+    of its files. `published` is how many samples the public data has of each of `kinds` at a
+    length, `new_tokens` how long an answer is, about.
+    """
+
+    title: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    public_data: ClassVar[str] = ""
+    read: ClassVar[tuple[str, ...]] = ()
+    published: ClassVar[int] = 0
+    kinds: ClassVar[int] = 1
+    new_tokens: ClassVar[int] = 0
+
+    data_dir: DataFolder = Field(description="Folder of the benchmark's data.")
+    lengths: Annotated[list[Count], AfterValidator(different)] = Field(
+        default=[4096, 8192, 16384, 32768], min_length=1, description="Tokens of the context."
+    )
+    samples: Count | None = Field(
+        None, description="Samples at each length, drawn by the seed; default: all."
+    )
+
+    def missing_files(self, folder: Path) -> Iterator[str]:
+        """What the folder lacks, a message each."""
+        yield from ()
+
+    def files(self, folder: Path) -> list[str]:
+        """Names of the folder's files that are read."""
+        paths = [path for path in files_below(folder) if path.suffix in self.read]
+        return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+    @property
+    def data_files(self) -> list[Path]:
+        """These files, by name."""
+        return [Path(self.data_dir, name) for name in self.files(Path(self.data_dir))]
+
+    @property
+    def most_tokens(self) -> tuple[str, int]:
+        """Tokens of the longest prompt and its answer, as far as known, and the fields that say."""
+        return "lengths", max(self.lengths)
+
+    @property
+    def most_samples(self) -> int:
+        """Samples at a length, of the public data."""
+        return self.kinds * min(self.samples or self.published, self.published)
+
+    def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
+        """The samples of all lengths, which hold what a chat template adds, too."""
+        return call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)
+
+
+# By name, as the recipe has it.
+SUITES: dict[str, type[PromptEvaluation]] = {
+    module.name: importlib.import_module(f"{__name__}.{module.name}").SUITE
+    for module in pkgutil.iter_modules(__path__)
+}

@@ -1,0 +1,44 @@
+"""MRCR: its section of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from stages.evaluate.prompts import DataFolder, PromptEvaluation
+from stages.fields import Count, different
+
+
+class Mrcr(PromptEvaluation):
+    """OpenAI's MRCR: the i-th of 2, 4 or 8 answers to equal requests in a conversation."""
+
+    title = "MRCR"
+    source = "arXiv:2409.12640"
+    public_data = "openai/mrcr"
+    read = (".parquet", ".jsonl")
+    published = 100
+    kinds = 3
+    new_tokens = 600
+
+    data_dir: DataFolder = Field(
+        description="Folder with the Parquet files of openai/mrcr, or JSONL of the same fields."
+    )
+    lengths: Annotated[list[Count], AfterValidator(different)] = Field(
+        default=[8192, 16384, 32768],
+        min_length=1,
+        description="Most tokens of a conversation and its answer; the least are half as many.",
+    )
+    samples: Count | None = Field(
+        None, description="Samples at each length and count of needles, the first; default: all."
+    )
+
+    def missing_files(self, folder: Path) -> Iterator[str]:
+        """A file of samples."""
+        if not self.files(folder):
+            yield f"{folder} has no Parquet or JSONL file of openai/mrcr"
+
+
+SUITE = Mrcr

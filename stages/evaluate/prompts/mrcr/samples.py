@@ -1,0 +1,146 @@
+"""MRCR (openai/mrcr; the task is of arXiv:2409.12640): which of several equal requests is meant.
+
+A conversation holds 2, 4 or 8 requests of the same wording; the model repeats the i-th answer after
+a random string. Read from the data's public layout, Parquet or JSONL with the same fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bosch.errors import UserError
+from bosch.files import parse_json
+from data_prep.documents.records import read_rows
+from data_prep.text import encode_answer
+from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.prompt_suite import PromptSample
+from stages.evaluate.prompts.mrcr import Mrcr
+
+logger = logging.getLogger(__name__)
+
+FIELDS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
+_MOST_NEEDLES = 1000
+
+
+class MrcrSample(NamedTuple):
+    """A conversation whose last turn asks, its answer, and how that begins."""
+
+    needles: int
+    turns: list[dict[str, str]]
+    answer: str
+    prefix: str
+
+
+def sample_of(row: Mapping[str, Any]) -> MrcrSample:
+    """The sample of a row; raises KeyError, TypeError or ValueError where the row is none."""
+    prompt, answer, prefix, needles = (row[name] for name in FIELDS)
+    if not isinstance(prompt, str):
+        raise ValueError("prompt is no text that holds JSON")
+    turns = [
+        {"role": turn["role"], "content": turn["content"]} for turn in parse_json(prompt.encode())
+    ]
+    # Without one of these every output would have the same score.
+    if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
+        raise ValueError("a conversation, its answer and the string before it must not be empty")
+    texts = [text for turn in turns for text in turn.values()]
+    "".join([answer, prefix, *texts]).encode()  # texts alone, and no half a surrogate
+    if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
+        raise ValueError(f"n_needles is {needles!r:.60}")
+    return MrcrSample(needles, turns, answer, prefix)
+
+
+def plain_text(turns: list[dict[str, str]]) -> str:
+    """The conversation for a model without a chat template, ending where its answer begins."""
+    spoken = [f"{turn['role'].capitalize()}: {turn['content']}" for turn in turns]
+    return "\n\n".join([*spoken, "Assistant:"])
+
+
+def score(output: str, answer: str, prefix: str) -> float:
+    """Ratio of difflib's SequenceMatcher of output and answer behind the random string.
+
+    0 where the output, without blanks around it, does not begin with the string.
+    """
+    output = output.strip()
+    if not output.startswith(prefix):
+        return 0.0
+    return SequenceMatcher(None, output.removeprefix(prefix), answer.removeprefix(prefix)).ratio()
+
+
+# More than any tokenizer's tokens have on average.
+_CHARACTERS_PER_TOKEN = 16
+
+
+def samples(
+    section: Mrcr, tokenizer: Any, seed: int, chat: ChatTemplate | None
+) -> list[PromptSample]:
+    """The samples of each length: conversation and answer take at most this length in tokens.
+
+    Upstream counts those of another tokenizer, so its bins hold other samples.
+
+    Raises UserError when a file is not in the public layout.
+    """
+    chosen, counts = [], Counter[tuple[int, int]]()
+    most = _CHARACTERS_PER_TOKEN * max(section.lengths)
+    for sample in read_samples(section.data_files, most):
+        open_lengths = [
+            length
+            for length in section.lengths
+            if section.samples is None or counts[sample.needles, length] < section.samples
+        ]
+        if not open_lengths:
+            continue
+        text = plain_text(sample.turns) if chat is None else chat.text(sample.turns)
+        answer = len(encode_answer(tokenizer, sample.answer))
+        tokens = len(encode_answer(tokenizer, text)) + answer
+        for length in open_lengths:
+            if not length / 2 < tokens <= length:
+                continue
+            counts[sample.needles, length] += 1
+            chosen.append(
+                PromptSample(
+                    task=f"{sample.needles} needles",
+                    length=length,
+                    turns=partial(getattr, sample, "turns"),
+                    answers=(sample.answer,),
+                    new_tokens=answer,
+                    score=partial(score, answer=sample.answer, prefix=sample.prefix),
+                    plain=plain_text,
+                )
+            )
+    return chosen
+
+
+def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:
+    """The samples of the files with no more characters than that, in order, equal rows once.
+
+    Raises UserError when a file or a row of it is not in the public layout.
+    """
+    seen, repeated = set[bytes](), Counter[Path]()
+    for path in files:
+        for number, row in enumerate(read_rows(path, FIELDS)):
+            try:
+                if len(row["prompt"]) > most_characters:
+                    continue
+                sample = sample_of(row)
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise UserError(
+                    f"{path}, row {number}: not in MRCR's layout ({reason}); its fields are "
+                    f"{', '.join(FIELDS)}"
+                ) from None
+            content = hashlib.sha256(repr(sample).encode()).digest()
+            if content in seen:
+                repeated[path] += 1
+                continue
+            seen.add(content)
+            yield sample
+    for path, rows in repeated.items():
+        # Counted again, they would make the score look more certain than it is.
+        logger.warning("%s: left out %d that equal an earlier row of MRCR's data", path, rows)

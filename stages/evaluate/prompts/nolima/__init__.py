@@ -1,0 +1,56 @@
+"""NoLiMa: its section of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from pydantic import Field
+
+from stages.evaluate.prompts import DataFolder, PromptEvaluation
+from stages.fields import Count, PathText
+
+
+class Nolima(PromptEvaluation):
+    """NoLiMa: needles that share no words with their questions, in books (arXiv:2502.05167)."""
+
+    title = "NoLiMa"
+    source = "arXiv:2502.05167"
+    public_data = "amodaresi/NoLiMa"
+    read = (".txt", ".json")
+    published = 7540
+    new_tokens = 192
+
+    data_dir: DataFolder = Field(
+        description=(
+            "Folder with a needle set (needle_set.json), its books (haystack/**/*.txt) and, for "
+            "sets without templates, task_template.txt with {haystack} and {question}."
+        )
+    )
+    needle_set: PathText = Field(
+        "needle_set.json", description="The needle set's place below data_dir."
+    )
+    depths: Count = Field(26, description="Depths of the needle in each book, from 0 to 100 %.")
+    max_new_tokens: Count = Field(192, description="Tokens generated, beside the context's.")
+
+    @property
+    def most_tokens(self) -> tuple[str, int]:
+        return "lengths and max_new_tokens", max(self.lengths) + self.max_new_tokens
+
+    def missing_files(self, folder: Path) -> Iterator[str]:
+        """A needle set and a book."""
+        if self.needle_set not in self.files(folder):
+            yield (
+                f"{folder} has no needle set {self.needle_set} of NoLiMa; it is named by its place "
+                "in this folder, like needle_set.json"
+            )
+        elif not self.books(folder):
+            yield f"{folder} has no books haystack/**/*.txt of NoLiMa"
+
+    def books(self, folder: Path) -> list[Path]:
+        """The books among the folder's files, by name."""
+        places = map(PurePosixPath, self.files(folder))
+        return [folder / p for p in places if p.parts[0] == "haystack" and p.suffix == ".txt"]
+
+
+SUITE = Nolima
