@@ -188,10 +188,10 @@ class StageConfig(Generic[OwnSection]):
     """Resolved configuration of one stage.
 
     `section` is the stage's own section of the recipe; `upstream` holds the sections of the stages
-    it depends on, by stage name. `runtime` and `shared` do not enter the stage's key. `shared` is a
-    folder that other runs may use too, to pay for nothing twice. `model_identity` is the hash of
-    what the stage reads of the base model. `stamps` are those of the input files when the stage
-    began. `other_stages` are all that a recipe may have besides.
+    it depends on, by their key in the recipe. `runtime` and `shared` do not enter the stage's key.
+    `shared` is a folder that other runs may use too, to pay for nothing twice. `model_identity` is
+    the hash of what the stage reads of the base model. `stamps` are those of the input files when
+    the stage began. `other_stages` are all that a recipe may have besides.
     """
 
     section: OwnSection

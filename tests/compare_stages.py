@@ -27,7 +27,7 @@ def hybrid_score(method: str, ratio: float, seed: int | None) -> float:
 def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     section = config.section
     assert isinstance(section, SearchConfig)
-    score = hybrid_score(section.method, section.swa_ratio, section.seed)
+    score = hybrid_score(section.method, section.stated_ratio or 0.0, section.seed)
     summary = {
         "anchors": {},
         "best_score": score / 100,
@@ -54,7 +54,7 @@ def materialize(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path)
     mask = HeadMask.from_swa_kv_heads([[0, 1], [0, 1, 2], [1], []], 4)
     (work_dir / MODEL).mkdir()
     HeadMaskFile.of(
-        mask, Window(section.window_size), model="m", method=section.method,
+        mask, section.window, model="m", method=section.method,
         swa_ratio=mask.swa_ratio, seed=0,
     ).save(work_dir / MODEL / HEAD_MASK)  # fmt: skip
     MaterializeSummary(

@@ -115,7 +115,7 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
         return budget
     original = original_slots(config)
     fitting: list[int] = []
-    if isinstance(budget, float) and 0 < budget <= 1:
+    if type(budget) in (int, float) and 0 < budget <= 1:
         most = budget * original * (1 + 1e-12)  # a share of slots that was rounded down names them
         fitting = [slots for slots in budgets if slots <= most]
     if not fitting:

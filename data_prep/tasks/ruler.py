@@ -76,7 +76,7 @@ class RulerTask(ABC):
 
     step: int  # by which RULER shrinks a haystack that does not fit
     smallest = 1
-    noise = 0  # tokens by which drafts of one length may differ
+    spread = 0  # tokens by which drafts of equal characters may differ
 
     def __init__(
         self, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
@@ -90,10 +90,10 @@ class RulerTask(ABC):
 
     @abstractmethod
     def draw(self, index: int, size: int) -> Draft:
-        """The next draft of sample `index`, as it is measured while the size is fitted."""
+        """The next draft of sample `index`, by which the size is fitted."""
 
     def draft(self, index: int, size: int) -> Draft:
-        """The next draft of sample `index` as it is answered."""
+        """The next prompt of sample `index`: for vt with a worked example, which no fit counts."""
         return self.draw(index, size)
 
     def fit(self) -> list[int]:
@@ -101,7 +101,7 @@ class RulerTask(ABC):
         return self._bisect(self.length - self.new_tokens)
 
     def _bisect(self, limit: int) -> list[int]:
-        """RULER's bisection from three times what one step's tokens suggest."""
+        """RULER's bisection below three times the size that one step's tokens suggest."""
         first = max(self.step, self.smallest)
         per_unit = self.counter.tokens(self.draw(0, first).text) / first
         # Below RULER's lengths a step is so small that the prompt's other text hides its tokens.
@@ -110,19 +110,22 @@ class RulerTask(ABC):
         return [first, *self._halve(first, most, limit)]
 
     def _halve(self, low: int, high: int, limit: int) -> list[int]:
-        """Set `size` to the largest in [low, high] that has `limit` tokens; returns sizes drawn."""
+        """Set `size` to the largest in [low, high] whose draft has at most `limit` tokens.
+
+        `low` where none has. Returns the sizes drawn.
+        """
         sizes, self.size = [], low
         while low <= high:
             middle = (low + high) // 2
             sizes.append(middle)
-            if self.counter.fits(self.draw(0, middle).text, limit, self.noise):
+            if self.counter.fits(self.draw(0, middle).text, limit, self.spread):
                 self.size, low = middle, middle + 1
             else:
                 high = middle - 1
         return sizes
 
     def replay(self, fit: Sequence[int], samples: Sequence[Sequence[int]]) -> None:
-        """Draw again what `fit` and `sample` drew, counting no tokens; `size` is to be set."""
+        """Draw again what `fit` and `sample` drew, without a tokenizer; the caller sets `size`."""
         for size in fit:
             self.draw(0, size)
         for index, sizes in enumerate(samples):
@@ -174,7 +177,7 @@ class NeedleTask(RulerTask):
         keys: list[str] = []
         values: list[list[str]] = []
         for _ in range(spec.needles):
-            keys.append(self._draw_key())
+            keys.append(self._draw_key(keys))
             values.append([self._draw_value(keys[-1]) for _ in range(spec.values)])
         pairs = [(key, v) for key, many in zip(keys, values, strict=True) for v in many]
         needles = [needle_sentence(key, value, spec.value) for key, value in pairs]
@@ -189,16 +192,20 @@ class NeedleTask(RulerTask):
             context = " ".join([*texts, " ".join(sentences[places[-1] :])])
         else:
             is_noise = spec.haystack == "noise"
-            lines = [NOISE_LINE if is_noise else self._distractor() for _ in range(size)]
+            lines = [NOISE_LINE if is_noise else self._distractor(keys) for _ in range(size)]
             context = "\n".join(hide(needles, lines, rng.sample(range(size), len(needles))))
         chosen = rng.sample(range(spec.needles), spec.queries)
         answers = [value for at in chosen for value in values[at]]
         return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
 
-    def _draw_key(self) -> str:
-        if self.spec.key == "words":
-            return self.random.choice(self.corpus.words.keys)
-        return draw_value(self.random, self.spec.key)
+    def _draw_key(self, used: Sequence[str]) -> str:
+        """A key; with the built-in words, which are few, none of those used."""
+        if self.spec.key != "words":
+            return draw_value(self.random, self.spec.key)
+        while True:
+            key = self.random.choice(self.corpus.words.keys)
+            if self.corpus.words.is_upstream or key not in used:
+                return key
 
     def _draw_value(self, key: str) -> str:
         """A value; with the built-in words one that calibration and training do not use."""
@@ -211,8 +218,8 @@ class NeedleTask(RulerTask):
     def _sentences(self, size: int) -> list[str]:
         return split_as_ruler(take_words(self.corpus.essay, 0, size).strip())
 
-    def _distractor(self) -> str:
-        key = self._draw_key()
+    def _distractor(self, used: Sequence[str]) -> str:
+        key = self._draw_key(used)
         return needle_sentence(key, self._draw_value(key), self.spec.value)
 
 
@@ -296,7 +303,7 @@ class CommonWords(RulerTask):
 
     step = 10
     smallest = _COMMON_WORDS
-    noise = 500  # tokens: ten words are repeated thirty times each
+    spread = 500  # ten words are repeated thirty times each
     _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 
     def __init__(self, *args: Any) -> None:
@@ -397,15 +404,24 @@ class FrequentWords(RulerTask):
 
     def sample(self, index: int) -> Sample:
         draft, size = self.draw(index, self.size), self.size
-        while self.counter.tokens(draft.text) > self._limit:
+        while self.counter.tokens(draft.text) > self._limit or not self._has_three(size):
             if size <= self.step:
                 raise UserError(
-                    f"it does not fit into {self.length} tokens; raise the length or leave the "
-                    "task out"
+                    f"it does not fit into {self.length} tokens: that many hold no three words "
+                    "which appear more often than all others; raise the length or leave the task "
+                    "out"
                 )
-            size -= self.step
+            size -= self.step if self._has_three(size) else 1
             draft = draft._replace(text=self._text(size))
         return Sample(draft, self.counter.ids(draft.text), [size])
+
+    def _has_three(self, size: int) -> bool:
+        """Whether the answers, of ranks 2 to 4, are in the text, and all more often than the rest.
+
+        Always from some 70 words on: RULER's own lengths have more.
+        """
+        third, next_one = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
+        return third > next_one
 
     def _text(self, size: int) -> str:
         ranks = np.arange(1, len(self._vocabulary) + 1)
@@ -427,7 +443,7 @@ class QuestionAnswering(RulerTask):
     """A question on documents among others, from a local file of SQuAD or HotpotQA."""
 
     _PREFIX = " Answer:"
-    _ORDER = (
+    _TASK = (
         "Answer the question based on the given documents. Only give me the answer and do not "
         "output any other words."
     )
@@ -443,26 +459,28 @@ class QuestionAnswering(RulerTask):
 
     def draw(self, index: int, size: int) -> Draft:
         if index >= len(self._questions):
-            raise UserError(f"{self._path}: holds {len(self._questions):,} questions; ask for less")
+            raise UserError(
+                f"{self._path}: holds {len(self._questions):,} questions; lower "
+                "evaluate.needle.samples"
+            )
         one = self._questions[index]
         own, related = one.documents, one.related
         size = max(size, len(own))
         if size >= len(self._documents):
             repeats = math.ceil(size / len(self._documents))
             documents = (self._documents * repeats)[:size]
+        elif size - len(own) > len(related):
+            used = {*own, *related}
+            unused = [at for at in range(len(self._documents)) if at not in used]
+            others = related + self.random.sample(unused, size - len(own) - len(related))
+            documents = [self._documents[at] for at in own + others]
         else:
-            if size - len(own) > len(related):
-                used = {*own, *related}
-                unused = [at for at in range(len(self._documents)) if at not in used]
-                count = size - len(own) - len(related)
-                numbers = own + related + self.random.sample(unused, count)
-            else:
-                numbers = own + self.random.sample(related, size - len(own))
-            documents = [self._documents[at] for at in numbers]
+            others = self.random.sample(related, size - len(own))
+            documents = [self._documents[at] for at in own + others]
         random.Random(self.seed).shuffle(documents)
         context = "\n\n".join(f"Document {i}:\n{d}" for i, d in enumerate(documents, 1))
         text = (
-            f"{self._ORDER}\n\nThe following are given documents.\n\n{context}\n\n{self._ORDER}"
+            f"{self._TASK}\n\nThe following are given documents.\n\n{context}\n\n{self._TASK}"
             f"\n\nQuestion: {one.text}{self._PREFIX}"
         )
         return Draft(text, self._PREFIX, one.answers, [])
@@ -485,5 +503,5 @@ def ruler_task(
         "vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords
     }  # fmt: skip
     if task not in classes:
-        raise UserError(f"{task} is no task of RULER: choose from {', '.join(NEW_TOKENS)}")
+        raise UserError(f"{task} is not a task of RULER: choose from {', '.join(NEW_TOKENS)}")
     return classes[task](*arguments)

@@ -30,8 +30,9 @@ from data_prep.text import TokenCounter
 
 logger = logging.getLogger(__name__)
 
-# To be raised when samples change: those of all tasks, or of one alone.
-_GENERATOR, _GENERATOR_OF_TASK = 2, {"cwe": 3}
+# To be raised when samples change: those of all tasks, and by how much more those of one.
+_GENERATOR = 2
+_MORE = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1, "cwe": 1, "fwe": 1}
 # How much of a prompt's end is kept beside its answer.
 TAIL_CHARACTERS = 300
 # Fields of the lines of samples.jsonl: of the first, and of a sample's.
@@ -77,7 +78,7 @@ class SampleFolder:
         """All that the samples depend on."""
         file = self._data_file
         return {
-            "generator": _GENERATOR_OF_TASK.get(self.task, _GENERATOR),
+            "generator": _GENERATOR + _MORE.get(self.task, 0),
             "task": self.task,
             "length": self.length,
             "new_tokens": self.new_tokens,

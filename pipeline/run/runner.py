@@ -312,7 +312,7 @@ class Runner:
             "model": _typed(model),
             "seed": recipe.seed,
             "runtime": _typed(recipe.runtime),
-            "upstream": {name: _typed(self._node(name).section) for name in upstream},
+            "upstream": {one.stage.key: _typed(one.section) for one in map(self._node, upstream)},
             "inputs": {
                 name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
             },

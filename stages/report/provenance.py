@@ -30,10 +30,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
     """Gather the resolved recipe from `config` and the rest from the stages' manifests."""
     model = PurePath(config.model.path).name
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
-    for stage, section in config.upstream.items():
-        values = section.model_dump(mode="json")
-        if values not in recipe.values():  # two stages may have one section
-            recipe[stage] = values
+    recipe |= {key: section.model_dump(mode="json") for key, section in config.upstream.items()}
     search = results.search
     share = f"ρ = {search.sliding / search.total:.3g}"
     subtitle = f"{model} made hybrid: {share}, W = {search.window_sizes}"

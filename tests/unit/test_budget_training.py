@@ -228,6 +228,7 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
     case = make_case(tmp_path / "whole", front=front)
     whole = AutoConfig.from_pretrained(case / "materialize" / "model")
     assert named_budgets(whole, "all") == SLOTS
+    assert named_budgets(config, [1]) == SLOTS[-1:]  # a share, as 1.0 is
     assert named_budgets(whole, [1.0]) == (128,)
     single = make_case(tmp_path / "single")
     for budgets in ("all", [0.5]):

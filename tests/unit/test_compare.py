@@ -187,9 +187,12 @@ def test_a_stopped_comparison_goes_on(case: Case, stop_at: int) -> None:
     assert len(stopped.orders) + len(resumed.orders) == 14
 
 
-def test_a_stage_that_fails_is_named_with_its_combination(case: Case) -> None:
-    with pytest.raises(RunError, match=r"BOSCH at 0\.25: stopped"):
-        comparison(case, "--methods", "bosch", "--ratios", "0.25", launches=Launches(1))
+@pytest.mark.parametrize("stop_at", [0, 3], ids=["prepare", "original"])
+def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
+    case: Case, stop_at: int
+) -> None:
+    with pytest.raises(RunError, match=r"BME at 0\.25: stopped"):
+        comparison(case, "--methods", "bosch,bme", "--ratios", "0.25", launches=Launches(stop_at))
 
 
 def test_a_model_without_scores_is_said(
@@ -248,6 +251,55 @@ def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
     Runner(load_recipe(case.file, env={}, stages=table()), Choice(until="original"), launches).run()
     comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
     assert launches.count("original") == 1 and launches.count("evaluate") == 1
+
+
+def test_what_fails_before_the_original_is_run_leaves_the_others_their_scores(case: Case) -> None:
+    """Stage original comes after the search and is the same for all."""
+
+    class OutOfMemory(Launches):
+        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
+            if order["section"]["values"].get("method") == "fisher":
+                raise RunError("out of memory")
+            return super().__call__(order, world)
+
+    launches = OutOfMemory()
+    result = comparison(case, "--methods", "fisher,bme", "--ratios", "0.5", launches=launches)
+    assert [one.method for one in result.failures] == ["fisher"]
+    assert [one.method for one in result.results] == ["bme"]
+
+
+def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: Case) -> None:
+    case.content["search"] = {
+        "method": "front", "windows": [16, 64], "points": [0.4, 0.6, 0.8],
+        "budget": {"kv_cache": "0.6 @ 128", "cache_dtype": "float8"},
+    }  # fmt: skip
+    case.save()
+    launches = Launches()
+    recipe = load_recipe(case.file, env={}, stages=table())
+    Runner(recipe, Choice(until="search"), launches).run()
+    result = comparison(case, "--methods", "front", "--ratios", "0.5,0.75", launches=launches)
+    assert len(result.results) == 2 and launches.count("search") == 1
+    made = [order for order in launches.orders if order["stage"] == "materialize"]
+    budgets = [order["upstream"]["search"]["values"]["budget"] for order in made]
+    assert [(one["ratio"], one["kv_cache"], one["context"]) for one in budgets] == [
+        (0.5, None, 128), (0.75, None, 128),
+    ]  # fmt: skip
+    assert {one["cache_dtype"] for one in budgets} == {"float8"}
+
+
+def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(case: Case) -> None:
+    case.content["search"] = {
+        "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
+        "budget": {"kv_cache": "0.6 @ 256"},
+    }  # fmt: skip
+    case.content["evaluate"]["budgets"] = case.content["train"]["budgets"] = "all"
+    case.content["measure"] = {"lengths": [512]}
+    case.save()
+    launches = Launches()
+    result = comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
+    assert len(result.results) == 1
+    stages = ["prepare", "search", "materialize", "original", "evaluate"]
+    assert [order["stage"] for order in launches.orders] == stages
 
 
 def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:

@@ -413,8 +413,8 @@ def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
     assert named == [
         f"evaluate.presets: long: {title}: its data ({data}) is not named: evaluate.{name}.data_dir"
         for title, data, name in (
+            ("HELMET", "princeton-nlp/HELMET", "helmet"),
             ("MRCR", "openai/mrcr", "mrcr"),
-            ("HELMET's RAG and recall", "princeton-nlp/HELMET", "helmet"),
         )
     ]
 

@@ -128,6 +128,37 @@ def test_a_list_of_words_is_as_long_as_where_every_draft_is_counted(seed, size, 
     assert task.size == size
 
 
+@pytest.mark.parametrize("task", ["niah_multikey_1", "niah_multikey_2", "niah_multiquery"])
+def test_a_key_has_one_value_where_keys_are_few(task, tokenizer, data):
+    """Of a key that is drawn again a question would have two right answers."""
+    words = WordLists(PairedWords(ADJECTIVES[:5], NOUNS[:3]), NOUNS, False)
+    corpus = _corpus(data, words=words)
+    generator = ruler_task(task, corpus, 1, 2000, 16, TokenCounter(tokenizer))
+    generator.fit()
+    for index in range(20):
+        draft = generator.sample(index).draft
+        needles = re.findall(r"special magic numbers? for (\S+) is: (\d+)", draft.text)
+        assert len(needles) >= 4
+        for key, value in draft.needles:
+            assert {own for name, own in needles if name == key} == {value}
+
+
+@pytest.mark.parametrize("length", [180, 200, 260, 300, 350, 500, 1000, 2000])
+def test_three_words_stand_out_however_short_the_text(length, tokenizer):
+    task = ruler_task("fwe", _corpus(None), 1, length, 16, TokenCounter(tokenizer))
+    task.fit()
+    try:
+        drafts = [task.sample(index).draft for index in range(3)]
+    except UserError as fault:
+        assert length < 350 and "hold no three words which appear more often" in str(fault)
+        return
+    for draft in drafts:
+        words = re.findall(r"coded words\. (.*)\nQuestion", draft.text)[0].split()
+        counts = Counter(word for word in words if word != "...").most_common(4)
+        assert {word for word, _ in counts[:3]} == {*draft.answers}
+        assert len(counts) == 3 or counts[2][1] > counts[3][1]
+
+
 class _Counted(ruler.RulerTask):
     """Drafts of as many tokens as their size."""
 
@@ -233,12 +264,12 @@ def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data,
     paths = {folder("cwe").path, replace(folder("cwe"), tokenizer=tiny_tokenizer()).path}
     for name, value in (
         ("words_identity", lambda: "others"), ("sentences_identity", lambda: "others"),
-        ("_GENERATOR_OF_TASK", {"cwe": 99}),
+        ("_GENERATOR", 99), ("_MORE", {"cwe": 99}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(samples, name, value)
             paths.add(folder("cwe").path)
-    assert len(paths) == 5
+    assert len(paths) == 6
 
 
 def _without(folder, line, field):
@@ -293,7 +324,7 @@ def test_missing_and_damaged_data(tmp_path, tokenizer, data):
     with pytest.raises(UserError, match="too few for 32,768 tokens: install the package"):
         corpus = _corpus(data, words=OWN_WORDS)
         ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer)).fit()
-    with pytest.raises(UserError, match="niah_9 is no task of RULER"):
+    with pytest.raises(UserError, match="niah_9 is not a task of RULER"):
         make("niah_9", data)
     for task, length, said in (
         ("qa_1", 80, "qa_1 at 80 tokens: it does not fit"),

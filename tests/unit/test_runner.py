@@ -89,6 +89,9 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     output = published(case, "train", "output.json")
     assert set(output["inputs"]) == {"prepare", "materialize"}
     assert output["upstream"] == ["materialize", "prepare", "search"]
+    # The page shows sections by their place in the recipe: `original` has that of evaluate.
+    report = json.loads((case.output("report") / "output.json").read_text())
+    assert set(report["upstream"]) < set(case.content) | {"materialize"}
     manifest = published(case, "train")
     assert manifest["config"]["batch_tokens"] == 512
     assert manifest["summary"] == {"stage": "train", "rank": 0}

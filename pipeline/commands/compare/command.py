@@ -7,6 +7,7 @@ other: what is in the store is reused, and a stopped comparison resumes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ from pipeline.run.runner import Choice, Runner
 from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Ratios, Section
 from stages.formats import format_seconds
-from stages.recipe import LoadedRecipe
+from stages.recipe import LoadedRecipe, Recipe
+from stages.search.budget import Budget
 from stages.search.stage import SearchConfig
 from stages.train.stage import TrainConfig
 
@@ -127,7 +129,7 @@ def run_comparison(
             ran = runner.run() > 0
         except (UserError, RunError) as error:
             stops_all = isinstance(error, LostRankError) or is_disk_full(error)
-            if stops_all or not _is_shared_work_done(runner):
+            if stops_all or _stopped_in_shared_work(runner):
                 raise type(error)(f"{combination}: {error}") from error
             failures[combination] = str(error)
             print(f"compare: {combination}: {error}", file=sys.stderr, flush=True)
@@ -144,15 +146,11 @@ def run_comparison(
     return comparison
 
 
-def _is_shared_work_done(runner: Runner) -> bool:
-    """Whether the stages that all combinations have in common are published."""
-    shared = [
-        node
-        for node in runner.nodes
-        if node.name in runner.chosen
-        and "search" not in (node.name, *upstream_of(node.name, runner.nodes))
-    ]
-    return all(runner.store.manifest(node.name, str(node.key)) is not None for node in shared)
+def _stopped_in_shared_work(runner: Runner) -> bool:
+    """Whether a run has stopped in a stage that all combinations have in common."""
+    states = [state for state in runner.states() if state.node.name in runner.chosen]
+    first = next((state.node.name for state in states if state.state != "cached"), "search")
+    return "search" not in (first, *upstream_of(first, runner.nodes))
 
 
 @dataclass
@@ -193,9 +191,9 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
         for seed in _seeds_of(method, options.seeds or (), _own_seed(loaded))
         for ratio in options.ratios
     ]
-    faults += dict.fromkeys(
-        fault for combination in combinations for fault in _unreachable(loaded, combination)
-    )
+    recipes = [_recipe_of(loaded, one, options) for one in combinations]
+    unreachable = map(_unreachable, recipes, combinations)
+    faults += dict.fromkeys(itertools.chain.from_iterable(unreachable))
     if faults:
         raise UserError(listing("compare", faults))
     return combinations
@@ -214,19 +212,24 @@ def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
 
 
 def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str]:
-    """Faults of the recipe with this method and ratio; the recipe itself has none."""
-    search = _search_of(loaded.recipe[SearchConfig], combination)
-    changed = replace(loaded, recipe=loaded.recipe.model_copy(update={"search": search}))
-    for fault in find_faults(changed, input_files=False):
+    """Faults of a combination's recipe; that of the comparison has none."""
+    for fault in find_faults(loaded, input_files=False):
         message = fault.removeprefix("search.swa_ratio: ")
         yield f"--ratios {combination.ratio:g} with {combination.method}: {message}"
 
 
-def _search_of(search: SearchConfig, combination: Combination) -> SearchConfig:
+def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:
+    """The recipe's search at another ratio; a front counts caches as the recipe does."""
+    search = recipe[SearchConfig]
     changes: dict[str, object] = {"swa_ratio": combination.ratio, "budget": None}
+    if methods.METHODS[combination.method].finds_front:
+        own = search.chosen_budget
+        amount = dict.fromkeys(Budget.ALTERNATIVES[0]) | {"ratio": combination.ratio}
+        counted = {"context": own.context or own.tokens}
+        changes = {"swa_ratio": None, "budget": own.model_copy(update=amount | counted)}
     if not combination.own_seed:
         changes["seed"] = combination.seed
-    return search.by_method(combination.method).model_copy(update=changes)
+    return search.by_method(combination.method).model_copy(update=changes).completed(recipe)
 
 
 def _recipe_of(
@@ -234,13 +237,14 @@ def _recipe_of(
 ) -> LoadedRecipe:
     recipe = loaded.recipe
     evaluate = recipe.get(EvaluateConfig)
-    assert evaluate is not None
+    # A comparison has every method as a combination of its own.
+    own = {"rivals": [], "windows": [], "budgets": "chosen"}
     changes = {
         "name": f"{recipe.name}/compare/{combination.folder}",
-        # A comparison has every method as a combination of its own.
-        "evaluate": evaluate.model_copy(update={"rivals": [], "windows": []}),
-        "search": _search_of(recipe[SearchConfig], combination),
+        "evaluate": None if evaluate is None else evaluate.model_copy(update=own),
+        "search": _search_of(recipe, combination),
         "rival": None,
+        "measure": None,
         "train": recipe.get(TrainConfig) if options.with_training else None,
     }
     return replace(loaded, recipe=recipe.model_copy(update=changes))

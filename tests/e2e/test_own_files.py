@@ -1,0 +1,67 @@
+"""A method, a backend and a suite of one file or folder: nothing else in the tree names them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.pipeline_case import ROOT, Case
+from tests.tiny_data import save_tiny_model
+
+OWN = ROOT / "tests"
+# Plan and run, all in one process.
+COMMANDS = """
+import sys
+from pathlib import Path
+from pipeline.cli import main
+from pipeline.recipe.load import load_recipe
+from pipeline.run.runner import Choice, Runner
+from pipeline.run.worker import execute
+
+assert main(["plan", sys.argv[1]]) == 0
+Runner(load_recipe(Path(sys.argv[1]), (), env={}), Choice(), lambda order, _: execute(order)).run()
+"""
+
+
+def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Path) -> None:
+    house = tmp_path / "house"
+    for package in ("bosch", "data_prep", "stages", "pipeline"):
+        no_cache = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, house / package, ignore=no_cache)
+    shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
+    shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
+    shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/prompts/recall")
+
+    case = Case(tmp_path)
+    shutil.rmtree(case.model)
+    save_tiny_model(case.model)
+    lines = ["the cat sat on the mat", "one two three"]
+    (case.corpus / "a.txt").write_text("\n".join(lines * 400))
+    del case.content["train"]
+    case.content["prepare"]["calibration"]["length"] = 1024
+    case.content["search"] |= {"method": "last_layers"}
+    recall = {"data_dir": str(case.corpus), "lengths": [32], "samples": 2}
+    case.content["evaluate"] = {"needle": None, "recall": recall, "rivals": ["last_layers"]}
+    case.content["runtime"] |= {"attention": "plain"}
+    case.save()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, case.file],
+        env={**os.environ, "PYTHONPATH": str(house)},
+        cwd=house,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Recall: up to 2 samples at each length" in done.stdout
+    table = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
+    assert table["method"] == "last_layers"
+    models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]
+    assert set(models) == {"original", "hybrid", "last_layers"}
+    assert models["hybrid"]["recall"]["last word"]["32"]["samples"] == 2
+    page = (case.output("report") / "index.html").read_text()
+    assert "LAST" in page and "Recall" in page
