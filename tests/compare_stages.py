@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.window import Window
 from stages.context import StageConfig
 from stages.evaluate.scores import Scores, write_samples
 from stages.materialize.stage import MODEL, MaterializeSummary

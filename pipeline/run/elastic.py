@@ -1,7 +1,7 @@
 """torchrun for `pipeline.run.worker`, without its tracebacks: the runner says what went wrong.
 
-Ends with the exit status of the first process that failed for a reason of its own, and leaves its
-number in ENDED beside the order.
+Ends with the exit status of the first process that failed by itself, not because another one had
+gone, and writes its rank into ENDED beside the order.
 
 Its arguments are torchrun's options, and the command of the worker.
 """
@@ -48,10 +48,17 @@ def main() -> int:
     except SignalException as stop:
         return 128 + stop.sigval
     except (DistError, RendezvousError) as error:
-        reason = " ".join(str(error).split())[:200]
-        message = f"the first node does not answer this one's launcher ({reason})"
+        control, reason = Path(sys.argv[-1]).parent, " ".join(str(error).split())
         with contextlib.suppress(OSError):
-            write_json(Path(sys.argv[-1]).parent / f"{LOST_RANK}.node.json", {"message": message})
+            if "EADDRINUSE" in reason:
+                message = (
+                    f"this node's MASTER_PORT is in use ({reason[:200]}); name a free one on all "
+                    "nodes"
+                )
+                write_json(control / "failure.node.json", {"kind": "user", "message": message})
+                return 1
+            message = f"the launchers of the nodes do not meet ({reason[:200]})"
+            write_json(control / f"{LOST_RANK}.node.json", {"message": message})
         return LOST_RANK_STATUS
     return 0
 
@@ -72,7 +79,8 @@ def forward_signal(signum: int, frame: object) -> None:
 def first_reason(statuses: Mapping[int, int]) -> tuple[int, int]:
     """Which of several processes ended first for a reason of its own, and with which status.
 
-    `statuses` by process, in the order of their ends; 128 + n where signal n (-n here) killed one.
+    `statuses` by process, in the order in which torchrun noticed their ends; 128 + n where signal n
+    (-n here) killed one.
     """
     for rank, status in statuses.items():
         if status == REQUEUE_STATUS:  # all have saved; the last to leave are ended by torchrun

@@ -38,7 +38,12 @@ def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
         (failed((0, 1, 1), (1, 2, 75)), 75, {"ended.json": {"rank": 1}}),
         (SignalException("", signal.SIGINT), 130, {}),
         (DistError("no\nanswer"), 76, {"lost-rank.node.json": {
-            "message": "the first node does not answer this one's launcher (no answer)"
+            "message": "the launchers of the nodes do not meet (no answer)"
+        }}),
+        (DistError("port: 29500, code: -98, name: EADDRINUSE"), 1, {"failure.node.json": {
+            "kind": "user",
+            "message": "this node's MASTER_PORT is in use (port: 29500, code: -98, name: "
+            "EADDRINUSE); name a free one on all nodes",
         }}),
     ],
 )  # fmt: skip
