@@ -1,4 +1,4 @@
-"""Units of choice: g KV heads of a layer that become full or sliding together.
+"""Units of choice: groups of g KV heads of a layer that become full or sliding together.
 
 With g above 1 every layer's full count is a multiple of g, which a serving engine may need: for
 tensor parallel ranks, or for few and large attention modules. A method chooses among units by a
@@ -32,7 +32,7 @@ class Units:
     def by_value(cls, values: Values, granularity: int) -> Units:
         """Heads of similar value [L, H], those of least value in a layer's first unit.
 
-        So a unit holds few heads of great value beside others that only its size makes full.
+        So valuable heads share units, and few others become full only to fill a unit.
         """
         order = np.argsort(values, axis=1, kind="stable")
         return cls(order.reshape(len(order), -1, granularity))
@@ -50,6 +50,6 @@ class Units:
         choices[rows, self.heads] = mask.choices[:, :, None]
         return HeadMask.of_choices(choices)
 
-    def of_heads(self, values: Values) -> Values:
+    def gather(self, values: Values) -> Values:
         """Values [L, H] of heads by unit, [L, H / g, g]."""
         return np.take_along_axis(values[:, None, :], self.heads, axis=2)

@@ -5,7 +5,8 @@
 #   launch/setup_engine.sh vllm    .venv-vllm: about two minutes and 3.5 GB
 #   launch/setup_engine.sh mlx     .venv-mlx: about one minute and 1.5 GB
 #
-# On a machine with CUDA: pip install ".[vllm]" instead; on one with Apple's chip: ".[mlx]".
+# On a machine with CUDA: pip install "vllm>=0.32,<0.34", then pip install --no-deps . (vLLM asks for
+# an older transformers); on one with Apple's chip: pip install ".[mlx]".
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 engine=${1:-}

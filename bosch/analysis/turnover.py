@@ -1,8 +1,8 @@
 """How masks differ: turnover between ratios, its swap test, Jaccard distances between methods.
 
-Turnover (BOSCH §4.3, Table 3) is what slides at a small ratio and not at a larger one; the swap
-test (C.1, Tables 5, 19 and 20) is what it costs to exchange those heads. Jaccard distances are
-those of §4.2, Figures 2 and 7.
+Turnover (BOSCH §4.3, Table 3) is the share of the heads that slide at a small ratio and are full at
+a larger one; the swap test (C.1, Tables 5, 19 and 20) is what it costs to exchange those heads.
+Jaccard distances are those of §4.2, Figures 2 and 7.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
 def _sliding_sets(
     first: HeadMask, second: HeadMask
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """The sets A of both masks as bits: True for a sliding KV head, [N] each."""
+    """The sets A of both masks as boolean vectors, [N] each: True for a sliding KV head."""
     if first.is_full.shape != second.is_full.shape:
         raise ValueError(f"masks of shape {first.is_full.shape} and {second.is_full.shape}")
     return ~first.is_full.reshape(-1), ~second.is_full.reshape(-1)

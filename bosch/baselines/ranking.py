@@ -44,7 +44,7 @@ def rank_units(
     head_scores = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
     head_scores = -head_scores if most_local == "largest" else head_scores
     units = Units.by_value(head_scores, head_granularity)
-    unit_scores = units.of_heads(head_scores).mean(axis=2).reshape(-1)
+    unit_scores = units.gather(head_scores).mean(axis=2).reshape(-1)
     order = np.argsort(unit_scores, kind="stable")
     budget = swa_budget(unit_scores.size, swa_ratio)
     is_full = np.ones(unit_scores.size, dtype=np.bool_)

@@ -1,8 +1,8 @@
 """`hybrid_attention` of a configuration: how many KV heads of each layer have which window.
 
-With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several the ascending
-`window_sizes` in place of the first, and `swa_kv_heads_per_layer`: for each layer, how many of its
-heads have each of them. `sink: bias` says that each query head of a sliding head has an extra logit
+With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several: the ascending
+`window_sizes` instead of `window_size`, and `swa_kv_heads_per_layer`: how many heads of each layer
+have each of them. `sink: bias` says that each query head of a sliding head has an extra logit
 in its softmax, the parameter `sink_bias` [query heads] of its layer's attention.
 
 A model that serves several budgets has these counts in each of `budgets`, beside its `kv_slots` at
@@ -77,7 +77,7 @@ def budget_table(
 def heads_by_window(config: Any) -> Rows:
     """Heads of each window, as `head_table` takes them, from a hybrid's configuration.
 
-    Of several budgets those of its `kv_budget`. Raises UserError when its `hybrid_attention` is
+    With several budgets, those of `kv_budget`. Raises UserError when its `hybrid_attention` is
     damaged or holds no such budget.
     """
     slots = chosen_budget(config)
@@ -104,8 +104,8 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
     if not budgets:
         if budget is not None:
             raise UserError(
-                f"{where}: kv_budget is {budget!r:.60}, and the model has one head layout alone; "
-                "make it from a front to have several"
+                f"{where}: kv_budget is {budget!r:.60}, and the model has a single head layout; "
+                "search.method front makes one with several budgets"
             )
         return None
     table = _table(config)

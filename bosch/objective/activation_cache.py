@@ -24,8 +24,9 @@ class LayerActivations:
     """Cached tensors of one layer for one batch, under the mask's rows below that layer.
 
     `state` [E, T, C] is the layer's input, `outputs` [E, T, HQ, D] the attention outputs before the
-    output projection, of all heads under each choice of `HeadMask.choices`. The last layer's hold
-    the answers' positions only. `starts` counts the passes that began at this layer.
+    output projection, of all heads under each choice of `HeadMask.choices`. With `answers_only` the
+    last layer's cover only the positions that predict answers. `starts` counts the passes that
+    began at this layer.
     """
 
     state: Tensor | None = None
@@ -118,8 +119,8 @@ class ActivationCache:
     def _make_room(self, size: int, key: Key) -> bool:
         """Drop the least recently used entries until `size` bytes fit; False where they do not.
 
-        What the last two passes used stays, unless the new entry is pinned: else a pass over more
-        than the memory holds would drop each entry just before the next pass needs it.
+        Entries of this pass and the one before stay, unless the new one is pinned: else passes that
+        use more than the memory holds would drop each entry just before the next one needs it.
         """
         if size > self.max_bytes:
             return False

@@ -212,7 +212,7 @@ class Evaluator:
         """
         scorer: Any = self.scorer
         gradient = self._gradient(scorer.gate_gradient, f"{share}/{shares}", mask, share, shares)
-        by_unit = self.units.of_heads(np.array(gradient.values, dtype=np.float64))
+        by_unit = self.units.gather(np.array(gradient.values, dtype=np.float64))
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
 
     def window_values(self, mask: HeadMask, share: int, shares: int) -> Values:
@@ -227,7 +227,7 @@ class Evaluator:
         name = f"{share}/{shares} windows"
         gradient = self._gradient(scorer.window_gradient, name, mask, share, shares)
         changes = np.moveaxis(np.array(gradient.values, dtype=np.float64), 2, 0)
-        by_unit = np.stack([self.units.of_heads(one).sum(axis=2) for one in changes], axis=2)
+        by_unit = np.stack([self.units.gather(one).sum(axis=2) for one in changes], axis=2)
         values = by_unit - by_unit[..., -1:]
         return np.asarray(values, dtype=np.float64)
 

@@ -1,9 +1,9 @@
-"""Gates learned by gradient at an exact ratio: what `learned_gates` and a start of `bosch_plus` do.
+"""Gates learned by gradient at an exact ratio, for `learned_gates` and one start of `bosch_plus`.
 
-After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, a
-multiplier holds the expected number of full units at the budget, and ascent on the answers'
-log-likelihood moves the logits. A head mask is binary, so each step draws a mask on budget from the
-logits and takes the gradient there (straight through).
+After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, and
+ascent on the answers' log-likelihood moves the logits. A head mask is binary, so each step draws a
+mask on budget, the units of largest logits with Gumbel noise, and takes the gradient there
+(straight through).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Gates:
     def learn(self, gradient: Values) -> None:
         """One step of ascent by the gradient at a drawn mask; its largest entry sets the scale."""
         self._logits = self._logits + _STEP * scaled(gradient)
-        # The multiplier: at an exact ratio the logits' mean is of no consequence.
+        # At an exact ratio their mean decides nothing: 0 keeps them small.
         self._logits = self._logits - self._logits.mean()
 
     def mask(self) -> Bits:
@@ -43,7 +43,7 @@ class Gates:
 
 
 def largest(values: Values, count: int) -> Bits:
-    """The `count` largest values; of equal ones those of lower index."""
+    """Mask of the `count` largest values; of equal ones those of lower index."""
     bits = np.zeros(len(values), dtype=np.bool_)
     bits[np.argsort(-values, kind="stable")[:count]] = True
     return bits
@@ -56,10 +56,10 @@ def scaled(gradient: Values) -> Values:
 
 
 class RunningWorth:
-    """Mean worth of each unit over the steps in a row whose gradients agree on it.
+    """Running mean of each unit's worth, which starts again where a gradient disagrees with it.
 
     A gradient of one share of the examples is noisy, so that a mean over shares is better. But a
-    unit whose substitutes slid is worth more than before: its mean starts again.
+    unit whose substitutes slid is worth more than before.
     """
 
     def __init__(self, units: int) -> None:

@@ -201,7 +201,7 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
         raise RunError(f"{name} gives losses that are not finite: {remedy(objective.model)}")
     group = settings.head_granularity
     evaluator.units = Units.by_value(losses[..., -1], group)
-    by_choice = [evaluator.units.of_heads(one).sum(axis=2) for one in np.moveaxis(losses, 2, 0)]
+    by_choice = [evaluator.units.gather(one).sum(axis=2) for one in np.moveaxis(losses, 2, 0)]
     anchors = evaluator.anchors(settings.swa_ratio, len(windows))
     budgets = evaluator.slot_budgets or SlotBudgets(objective.calibration.max_length)
     held = [budgets.context, *(window.held(budgets.context) for window in windows)]

@@ -41,7 +41,7 @@ from data_prep.text import TokenCounter, essay_identity
 _CHAIN_HOPS = 4
 _COMMON_WORDS = 10
 # From here on RULER's own steps are used; below, its smallest haystacks do not fit.
-_SHORTEST_LENGTH = 4096
+SHORTEST_LENGTH = 4096
 # RULER draws again, forever, where one step of haystack does not fit.
 _REDRAWS = 200
 
@@ -83,7 +83,7 @@ class RulerTask(ABC):
     ) -> None:
         self.corpus, self.seed, self.length, self.new_tokens = corpus, seed, length, new_tokens
         self.counter = counter
-        self.is_short = length < _SHORTEST_LENGTH
+        self.is_short = length < SHORTEST_LENGTH
         self.random = random.Random(seed)
         self.numbers = np.random.RandomState(seed)
         self.size = 0

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,16 +23,19 @@ from bosch.errors import RunError, UserError
 from bosch.files import canonical_json, file_digest, make_folder
 from bosch.journal import Journal
 from data_prep.tasks.needles import Needle
-from data_prep.tasks.ruler import Corpus, Sample, ruler_task
+from data_prep.tasks.ruler import SHORTEST_LENGTH, Corpus, Sample, ruler_task
 from data_prep.tasks.tables import DATA_FILES
 from data_prep.tasks.words import sentences_identity, words_identity
 from data_prep.text import TokenCounter
 
 logger = logging.getLogger(__name__)
 
-# To be raised when samples change: those of all tasks, and by how much more those of one.
+# To be raised when samples change: those of all tasks, and by how much more those of one, with the
+# built-in words, or below RULER's lengths.
 _GENERATOR = 2
-_MORE = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1, "cwe": 1, "fwe": 1}
+_MORE = {"cwe": 1}
+_MORE_OF_OWN_WORDS = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1}
+_MORE_OF_SHORT = {"fwe": 1}
 # How much of a prompt's end is kept beside its answer.
 TAIL_CHARACTERS = 300
 # Fields of the lines of samples.jsonl: of the first, and of a sample's.
@@ -78,7 +81,7 @@ class SampleFolder:
         """All that the samples depend on."""
         file = self._data_file
         return {
-            "generator": _GENERATOR + _MORE.get(self.task, 0),
+            "generator": _GENERATOR + sum(one.get(self.task, 0) for one in self._raised),
             "task": self.task,
             "length": self.length,
             "new_tokens": self.new_tokens,
@@ -156,6 +159,14 @@ class SampleFolder:
             )
 
     @property
+    def _raised(self) -> Iterator[Mapping[str, int]]:
+        yield _MORE
+        if not self.corpus.words.is_upstream:
+            yield _MORE_OF_OWN_WORDS
+        if self.length < SHORTEST_LENGTH:
+            yield _MORE_OF_SHORT
+
+    @property
     def _data_file(self) -> Path | None:
         name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
         path = folder / name if name is not None and folder is not None else None
@@ -165,7 +176,7 @@ class SampleFolder:
 def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
     """How the size was found (None: not yet) and the samples before the first that is damaged.
 
-    What stands behind that one is taken out of the journal.
+    That one and later ones are taken out of the journal.
     """
     entries = journal.read_new_as(_line)
     head = entries[0] if entries and "fit" in entries[0] else None
@@ -185,7 +196,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as it is; raises KeyError or TypeError where it has other fields."""
+    """The entry as it is; raises KeyError where a field is missing, TypeError for no count."""
     missing = _HEAD - entry.keys() if "fit" in entry else _FIELDS - entry.keys()
     if missing:
         raise KeyError(*missing)

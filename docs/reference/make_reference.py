@@ -44,9 +44,10 @@ stages/*/stage.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused.
 With `# yaml-language-server: $schema=…/docs/reference/recipe.schema.json` as its first line, an
-editor completes keys and checks values. The sections `train` and
-`evaluate` may be left out: the stage is then no part of the recipe. Any value can be replaced on
-the command line by its dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
+editor completes keys and checks values. The sections `train`,
+`evaluate`, `measure` and `rival` may be left out: the stage is then no part of the recipe. Any
+value can be replaced on the command line by its dotted path, as in `search.swa_ratio=0.5` or
+`prepare.sources.0.weight=2`.
 
 - *count*: a positive integer, or one with a suffix: `32k` (× 1,024), `2M` (× 1,048,576), `2.5B`
   (× 1,000,000,000).

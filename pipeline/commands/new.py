@@ -55,6 +55,8 @@ prepare:
     length: {length}                 # a length at which the model still answers needle questions
 
 search:
+  method: bosch_plus           # a tenth of the evaluations of bosch, the published search
+  budget_per_layer: 8
   swa_ratio: 0.75              # three of four KV heads become sliding
   window_size: {window}             # well below the calibration length
 

@@ -71,7 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAMExCOUNT",
-        help="what to plan for, like h100x8, a100x16 or cpu (default: the machine's own)",
+        help="what to plan for, like h100x8, a100x16 or cpu (default: this machine's GPUs as H100, "
+        "or its cores)",
     )
     parser.add_argument(
         "--efficiency",
@@ -103,7 +104,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 def plan_devices(
     loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Devices:
-    """What is planned for: the hardware of that name, else this machine's own."""
+    """What is planned for: the hardware of that name, else this machine's GPUs or cores."""
     name, count = find_hardware(hardware, loaded.world)
     memory = DEVICES[name].memory * 2**30
     # A process drives one GPU, or all cores of a machine.

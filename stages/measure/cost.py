@@ -15,9 +15,9 @@ from stages.shape import shape_of
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Prefill and decoding of both models on one device, each after a warm-up of two chunks."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    section, number = recipe[MeasureConfig], BYTES[recipe.model.dtype]
+    section, bytes_per_value = recipe[MeasureConfig], BYTES[recipe.model.dtype]
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
-    cache = CacheSize.of(rows, shape.kinds, number, state_bytes=0)
+    cache = CacheSize.of(rows, shape.kinds, bytes_per_value, state_bytes=0)
     longest = max(section.lengths)
     flops, runs = 0.0, section.repeats * section.batch_size
     for shares in (None, window_shares(rows)):
@@ -26,9 +26,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares)
     facts = [
-        f"{section.repeats} runs of original and hybrid at each of "
-        f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, one device",
-        f"{format_bytes(number * shape.parameters)} of weights, "
+        f"{section.repeats} runs each of original and hybrid at prompts of "
+        f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",
+        f"{format_bytes(bytes_per_value * shape.parameters)} of weights, "
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
         f"{beside_states(len(shape.kinds.states))}",
     ]

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=14,
+    version=15,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -17,7 +17,7 @@ from stages.train.stage import TrainConfig
 
 
 class RivalConfig(Section):
-    """A hybrid without a search, trained beside the search's: does the search matter then?"""
+    """A second hybrid, by a rule or ranking, with the same training: what does the search add?"""
 
     method: Annotated[MethodName, AfterValidator(lambda name: unsearched([name])[0])] = Field(
         "intr",
@@ -32,8 +32,7 @@ class RivalConfig(Section):
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if loaded.recipe.get(RivalConfig) is not None and loaded.recipe.get(TrainConfig) is None:
         yield (
-            "rival: the recipe has no training to give it; name the method in evaluate.rivals, "
-            "which are scored untrained"
+            "rival: needs a section train; name the method in evaluate.rivals to score it untrained"
         )
 
 
@@ -46,7 +45,7 @@ STAGE = Stage(
         None, description="A second hybrid that is trained for comparison; left out, there is none."
     ),
     needs=("prepare", "materialize"),
-    # What the recipe is for comes first.
+    # The search's hybrid is trained first.
     after=("train",),
     model="weights",
     checks=_faults,

@@ -31,7 +31,7 @@ def numerics(
     """What the last bits of a result depend on: device, kernels, batches and code, as one line.
 
     `version` is that of the stage, `shards` the number of processes that share one model, `parts`
-    of those that share each sequence.
+    of those that split each sequence.
     """
     where = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -52,8 +52,8 @@ def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]
     each sequence. A rank waits for the others for `timeout_minutes`; that one has died is noticed
     much sooner, by torchrun.
 
-    After a failure the group is left to the end of the process: parting from ranks that are gone
-    can hang.
+    After a failure the group is left to the end of the process: to destroy it can hang where a rank
+    is gone.
     """
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -80,7 +80,7 @@ def reuse_bytes(
 ) -> int:
     """Bytes of `runtime.reuse_memory`, by default what this process has room for.
 
-    Shards have as much as the one with the least. Call it when the model is loaded.
+    With shards, what the one with the least has. Call it when the model is loaded.
     """
     if isinstance(runtime.reuse_memory, int):
         return runtime.reuse_memory

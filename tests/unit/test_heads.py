@@ -248,7 +248,7 @@ def test_a_unit_holds_heads_of_similar_value() -> None:
     assert units.heads.tolist() == [[[1, 3], [2, 0]], [[0, 1], [2, 3]]]
     mask = units.head_mask(HeadMask(np.array([[False, True], [True, False]])))
     assert mask.swa_kv_heads == [[1, 3], [2, 3]]
-    assert units.of_heads(values)[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert units.gather(values)[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
 def test_units_of_one_head_are_the_heads() -> None:

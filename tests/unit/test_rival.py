@@ -65,7 +65,7 @@ def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["rival={}", "train=null"], "rival: the recipe has no training to give it; name the"),
+        (["rival={}", "train=null"], "rival: needs a section train; name the"),
         (["rival.method=bosch"], "rival.method: bosch is neither a rule nor a ranking"),
     ],
 )

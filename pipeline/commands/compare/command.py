@@ -106,7 +106,7 @@ def run_comparison(
     )
 
     def runner_of(combination: Combination) -> Runner:
-        """A new one for each use: it knows the hashes that others have computed meanwhile."""
+        """A new one for each use, which reads the hashes that the others have saved."""
         choice = Choice(until="evaluate", wait=options.wait)
         runner = Runner(_recipe_of(loaded, combination, options), choice, launcher)
         runner.hasher.save()
