@@ -14,6 +14,8 @@ from bosch.errors import UserError
 from bosch.files import load_json, open_regular
 
 PIECE_BYTES = 2**17
+# Characters that are encoded at once; each takes more than 100 bytes while it is.
+WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
 

@@ -1,6 +1,6 @@
 """Texts from records: JSONL (plain, gzip, zstd), Parquet and Hugging Face datasets, streamed.
 
-Errors say which record. Filters say which documents of a source are used.
+Errors say which record.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +19,9 @@ from pydantic_core import from_json
 
 from bosch.errors import RunError, UserError
 from bosch.files import JsonLimits, check_json_text, open_regular
+from data_prep.documents.filters import Filters
 from data_prep.documents.source_files import is_local
-from data_prep.text import Document, TextFile, decode_utf8
+from data_prep.text import decode_utf8
 
 # A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do
 # its values.
@@ -36,46 +35,6 @@ MOST_RATIO = 256
 _MOST_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MOST_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
-
-
-@dataclass(frozen=True)
-class Filters:
-    """Bounds include their ends; None is no bound. A token count leaves out the end-of-text token.
-
-    `matches`: a regular expression for each named field, searched for in its value. A field that is
-    missing or null matches nothing.
-    """
-
-    min_characters: int | None = None
-    max_characters: int | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    matches: Mapping[str, str] = field(default_factory=dict)
-
-    def allow_record(self, record: Mapping[str, Any]) -> bool:
-        """Whether every pattern is in its field; a number is matched as it is written in JSON."""
-        return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
-
-    def allow_text(self, document: Document) -> bool:
-        """Whether the document's characters are within the bounds."""
-        if self.min_characters is None and self.max_characters is None:
-            return True
-        pieces = document.pieces() if isinstance(document, TextFile) else [document]
-        return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
-
-    def allow_tokens(self, tokens: int) -> bool:
-        """Whether the number of tokens is within the bounds."""
-        return _within(tokens, self.min_tokens, self.max_tokens)
-
-
-def _holds(value: Any, pattern: str) -> bool:
-    if isinstance(value, bool):
-        value = str(value).lower()
-    return value is not None and re.search(pattern, str(value)) is not None
-
-
-def _within(size: int, low: int | None, high: int | None) -> bool:
-    return (low is None or size >= low) and (high is None or size <= high)
 
 
 def is_compressed(path: Path) -> bool:

@@ -37,7 +37,7 @@ from bosch.files import (
 )
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
-from data_prep.documents.records import Filters
+from data_prep.documents.filters import Filters
 from data_prep.documents.sources import Part, Source, list_parts, read_part
 from data_prep.documents.tokenizer import WINDOW, Encoder
 from data_prep.text import Document, TextFile
@@ -194,7 +194,7 @@ def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Map
     """The stamps of the files that a part is read from."""
     if source.path is None or not stamps:
         return {}
-    if part.paths and source.kind != "mds":  # [] matches no file: an unknown one counts as changed
+    if part.paths and part.shard is None:  # [] matches no file: an unknown one counts as changed
         return {str(path): stamps.get(str(path), []) for path in part.paths}
     # A dataset, and an index whose shards are hashed: whatever lies below the source.
     below = Path(source.path).expanduser()

@@ -24,9 +24,8 @@ from bosch.model.untrusted import (
     model_file_fault,
     model_file_faults,
 )
+from data_prep.text import WINDOW
 
-# Characters that are encoded at once; each takes more than 100 bytes while it is.
-WINDOW = 2**17
 OVERLAP = 2**12
 # Unicode's own forms make 18 characters of one at most, and a few steps put one beside each.
 _MOST_GROWTH = 256

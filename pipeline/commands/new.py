@@ -13,7 +13,8 @@ from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import NOT_REGULAR, write_text
 from data_prep.documents.mds_index import INDEX
-from data_prep.documents.source_files import SUFFIXES, files_below
+from data_prep.documents.source_files import files_below
+from data_prep.documents.sources import KINDS
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
 from pipeline.recipe.model_shape import read_model
@@ -34,7 +35,8 @@ SMOKE = (
     "evaluate.needle.samples=4",
 )
 _LONGEST, _SHORTEST = 4096, 256
-_KINDS = {**SUFFIXES, "jsonl": (*SUFFIXES["jsonl"], ".json")}
+_KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
+_KINDS["jsonl"] += (".json",)
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
 # yaml-language-server: $schema={schema}

@@ -12,8 +12,8 @@ from bosch.files import file_hashes, remove
 from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.documents.calibration import write_calibration
+from data_prep.documents.filters import Filters
 from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
-from data_prep.documents.records import Filters
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer

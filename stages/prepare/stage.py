@@ -11,14 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
-from data_prep.documents.mds_index import read_index
-from data_prep.documents.source_files import (
-    SourceKind,
-    check_source,
-    is_local,
-    source_files,
-    tokenizer_files,
-)
+from data_prep.documents.source_files import tokenizer_files
+from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (
@@ -36,42 +30,28 @@ from stages.published import WorkSummary
 from stages.recipe import LoadedRecipe
 from stages.stage import Stage
 
-# Kinds whose documents come from files or from the hub; the others make their own.
-_PATH_KINDS = ("text", "jsonl", "parquet", "mds", "huggingface")
-# Kinds whose documents are records with further fields.
-_RECORD_KINDS = ("jsonl", "parquet", "huggingface")
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
 _TOKENS_PER_CORE_SECOND = 250_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _documents(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any]:
-    """A source's files by content, or the Python its documents come from.
-
-    MDS shards whose hashes stand in their index are identified by the index: reading verifies them.
-    """
+    """A source's files by content, or the Python its documents come from."""
+    kind = KINDS[source.kind]
     if path is None:
         return python_identity()
-    if source.kind == "huggingface" and not is_local(path):
+    if kind.is_remote(path):
         return {"dataset": path}  # its subset, split and commit stand in the recipe
-    files = source_files(f"source {source.name}", source.kind, path)
-    if source.kind == "mds":
-        files += [
-            shard.file(index.parent)[0]
-            for index in files
-            for shard in read_index(index)
-            if not shard.is_hashed
-        ]
-    return hashed_files(path, files, hasher)
+    return hashed_files(path, kind.identity(f"source {source.name}", path), hasher)
 
 
 def _check_documents(where: str, source: SourceConfig, path: str) -> None:
-    if source.kind != "huggingface" or is_local(path):
-        check_source(where, source.kind, path)
+    if not KINDS[source.kind].is_remote(path):
+        KINDS[source.kind].check(where, path)
 
 
 def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
-    return source.kind == "huggingface" and is_hub_name(text, root)
+    return KINDS[source.kind].is_dataset and is_hub_name(text, root)
 
 
 def _tokenizer(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any] | None:
@@ -111,11 +91,7 @@ class SourceConfig(Section):
 
     name: Line = Field(description="Name in statistics and logs.")
     kind: SourceKind = Field(
-        description=(
-            "text, jsonl, parquet, mds: files below `path`. huggingface: a dataset of the hub, "
-            "streamed. python_docs: the standard library's "
-            "source and pydoc's topics. retrieval: synthetic key-value and needle documents."
-        )
+        description="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()) + "."
     )
     path: Annotated[PathText | None, Input(_documents, _check_documents, _is_dataset)] = Field(
         None,
@@ -185,25 +161,28 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"
-    if [source.kind for source in sources].count("retrieval") > 1:
-        yield "prepare.sources: two of kind retrieval give the same documents; keep one"
+    endless = [source.kind for source in sources if KINDS[source.kind].is_endless]
+    for name in sorted({name for name in endless if endless.count(name) > 1}):
+        yield f"prepare.sources: two of kind {name} give the same documents; keep one"
     for index, source in enumerate(sources):
-        where = f"prepare.sources.{index}"
-        if source.kind in _PATH_KINDS and not source.path:
+        where, kind = f"prepare.sources.{index}", KINDS[source.kind]
+        if kind.needs_path and not source.path:
             yield f"{where}: a source of kind {source.kind} needs a path"
-        if source.kind not in _PATH_KINDS and source.path:
+        if not kind.needs_path and source.path:
             yield f"{where}: a source of kind {source.kind} takes no path"
-        if (source.kind == "mds") != (source.tokenizer is not None):
-            yield f"{where}: tokenizer is needed by kind mds and by no other kind"
+        if kind.needs_tokenizer != (source.tokenizer is not None):
+            needing = [name for name, one in KINDS.items() if one.needs_tokenizer]
+            yield f"{where}: tokenizer is needed by kind {', '.join(needing)} and by no other kind"
         yield from _dataset(where, source)
         yield from _filters(where, source)
 
 
 def _dataset(where: str, source: SourceConfig) -> Iterator[str]:
-    if source.kind != "huggingface":
+    if not KINDS[source.kind].is_dataset:
         if source.subset or source.revision or source.split != "train":
-            yield f"{where}: subset, split and revision are for kind huggingface alone"
-    elif source.path and not is_local(source.path):
+            names = [name for name, kind in KINDS.items() if kind.is_dataset]
+            yield f"{where}: subset, split and revision are for kind {', '.join(names)} alone"
+    elif source.path and KINDS[source.kind].is_remote(source.path):
         if Path(source.path).is_absolute():  # the loader leaves names on the hub as they are
             yield f"{where}.path: {source.path} is neither a directory nor a name like org/dataset"
         elif not _COMMIT.fullmatch(source.revision or ""):
@@ -215,10 +194,10 @@ def _dataset(where: str, source: SourceConfig) -> Iterator[str]:
 
 
 def _filters(where: str, source: SourceConfig) -> Iterator[str]:
-    filters = source.filters
-    if source.kind == "retrieval" and filters != FilterConfig():
-        yield f"{where}.filters: retrieval writes documents without end and takes no filters"
-    if filters.matches and source.kind not in _RECORD_KINDS:
+    filters, kind = source.filters, KINDS[source.kind]
+    if kind.is_endless and filters != FilterConfig():
+        yield f"{where}.filters: {source.kind} writes documents without end and takes no filters"
+    if filters.matches and not kind.has_fields:
         yield f"{where}.filters.matches: a source of kind {source.kind} has no fields"
     for unit in ("characters", "tokens"):
         low, high = getattr(filters, f"min_{unit}"), getattr(filters, f"max_{unit}")

@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bosch.errors import UserError
-from data_prep.documents import sources
-from data_prep.documents.records import Filters
+from data_prep.documents import tokenizer
+from data_prep.documents.filters import Filters
 from data_prep.documents.sources import Source, list_parts, read_part
 from data_prep.text import TextFile
 
@@ -164,7 +164,7 @@ def read_cases(folder: Path, kind: str, progress: Path) -> None:
 
 
 def test_damaged_input_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "load_tokenizer", AnyTokenizer)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", AnyTokenizer)
     for kind in KINDS:
         folder = tmp_path / kind
         folder.mkdir()
@@ -188,6 +188,6 @@ def test_damaged_input_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     base = Path(sys.argv[1])
-    sources.load_tokenizer = AnyTokenizer
+    tokenizer.load_tokenizer = AnyTokenizer
     for one in KINDS:
         read_cases(base / one, one, base / "case")

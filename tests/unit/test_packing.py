@@ -27,8 +27,8 @@ from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
 from bosch.progress import Progress
 from data_prep.documents import records, tokenization, tokenizer
+from data_prep.documents.filters import Filters
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
-from data_prep.documents.records import Filters
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import Block, TokenisedSource, read_shard, tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
@@ -355,7 +355,7 @@ def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
 def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
     """Short and long documents, from files read in pieces and from strings."""
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 64)
-    for module in ("tokenizer", "tokenization", "sources"):
+    for module in ("tokenizer", "tokenization", "sources.text"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", 512)
     texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
     (tmp_path / "corpus").mkdir()
@@ -416,7 +416,7 @@ def test_missing_field_matches_nothing(tmp_path):
 @pytest.mark.parametrize("window", [2**17, 64])
 def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
     """Also of documents that are encoded in pieces, whose ids are then taken back."""
-    for module in ("tokenizer", "tokenization", "sources"):
+    for module in ("tokenizer", "tokenization", "sources.text"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 32)
     texts = ["short", "in between " * 10, "much longer " * 40, "tail"]

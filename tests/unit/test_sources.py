@@ -12,8 +12,8 @@ import pytest
 
 from bosch.errors import UserError
 from data_prep.documents import records, sources
-from data_prep.documents.source_files import check_source
-from data_prep.documents.sources import Source, list_parts, read_part
+from data_prep.documents.filters import Filters
+from data_prep.documents.sources import KINDS, Source, list_parts, mds, read_part
 from data_prep.text import TextFile
 from tests.tiny_data import tiny_tokenizer
 
@@ -98,8 +98,8 @@ def test_retrieval_is_endless_and_depends_on_the_seed():
 def test_mds_source_whose_index_is_read_once(tmp_path, monkeypatch):
     tiny_tokenizer().save_pretrained(tmp_path)
     times = []
-    read_index = sources.read_index
-    monkeypatch.setattr(sources, "read_index", lambda path: times.append(path) or read_index(path))
+    read_index = mds.read_index
+    monkeypatch.setattr(mds, "read_index", lambda path: times.append(path) or read_index(path))
     source = Source("s", "mds", "tests/data/mds/packed_zstd", tokenizer=str(tmp_path))
     assert len(read(source)) == 18 and len(times) == 1
 
@@ -282,13 +282,13 @@ def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, patter
     (tmp_path / "a.txt").write_text("one")
     harm(tmp_path / "b.txt")
     with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
-        check_source("prepare", "text", str(tmp_path / pattern))
+        KINDS["text"].check("prepare", str(tmp_path / pattern))
 
 
 def test_a_damaged_index_is_no_source(tmp_path):
     (tmp_path / "index.json").write_bytes(b"{")
     with pytest.raises(UserError, match="not an index of MDS shards"):
-        check_source("prepare", "mds", str(tmp_path))
+        KINDS["mds"].check("prepare", str(tmp_path))
 
 
 @pytest.mark.parametrize("piece", [1, 2, 5, 1000])
@@ -311,4 +311,4 @@ def test_no_part_reads_a_huge_record_to_its_end(tmp_path, monkeypatch):
     path.write_bytes(b"x" * 1000)
     for start in (0, 50, 500):
         with pytest.raises(UserError, match="line 1: a record of more than"):
-            next(records.read_jsonl(path, start, 1000, "text", records.Filters()))
+            next(records.read_jsonl(path, start, 1000, "text", Filters()))

@@ -1,0 +1,50 @@
+"""Which documents of a source are used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from data_prep.text import Document, TextFile
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Bounds include their ends; None is no bound. A token count leaves out the end-of-text token.
+
+    `matches`: a regular expression for each named field, searched for in its value. A field that is
+    missing or null matches nothing.
+    """
+
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    matches: Mapping[str, str] = field(default_factory=dict)
+
+    def allow_record(self, record: Mapping[str, Any]) -> bool:
+        """Whether every pattern is in its field; a number is matched as it is written in JSON."""
+        return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
+
+    def allow_text(self, document: Document) -> bool:
+        """Whether the document's characters are within the bounds."""
+        if self.min_characters is None and self.max_characters is None:
+            return True
+        pieces = document.pieces() if isinstance(document, TextFile) else [document]
+        return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
+
+    def allow_tokens(self, tokens: int) -> bool:
+        """Whether the number of tokens is within the bounds."""
+        return _within(tokens, self.min_tokens, self.max_tokens)
+
+
+def _holds(value: Any, pattern: str) -> bool:
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return value is not None and re.search(pattern, str(value)) is not None
+
+
+def _within(size: int, low: int | None, high: int | None) -> bool:
+    return (low is None or size >= low) and (high is None or size <= high)

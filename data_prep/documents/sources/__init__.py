@@ -1,0 +1,163 @@
+"""Sources of training documents, split into parts that workers read independently.
+
+A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
+a shard. Its documents depend on the part alone, so any number of workers gives the same documents.
+
+A kind of source is a file in this folder, whose `KIND` says how it is found, checked and read.
+Nothing heavy is imported here, for recipes' keys and checks: numpy and pyarrow when parts are read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from bosch.errors import UserError
+from data_prep.documents.filters import Filters
+from data_prep.documents.mds_index import Shard
+from data_prep.documents.source_files import files_of
+from data_prep.text import Document
+
+PART_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of documents; the fields are those of the recipe's `prepare.sources`."""
+
+    name: str
+    kind: str
+    path: str | None = None
+    text_field: str = "text"
+    tokenizer: str | None = None
+    weight: float = 1.0
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    filters: Filters = field(default_factory=Filters)
+
+    @property
+    def files(self) -> list[Path]:
+        """Its files; raises UserError where there is none."""
+        assert self.path is not None
+        return KINDS[self.kind].files(f"source {self.name}", self.path)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a source: some files, or of one file or dataset what the other fields say.
+
+    `start` is a byte (JSONL), a row group (Parquet) or a shard's number (Hugging Face); `stop` is
+    the byte behind the part (JSONL); `shard` is one of an MDS folder. `retrieval` has no files, but
+    a `seed` and the `most_characters` of a document.
+    """
+
+    paths: tuple[Path, ...] = ()
+    start: int = 0
+    stop: int = 0
+    shard: Shard | None = None
+    seed: int = 0
+    most_characters: int = 0
+
+
+class Kind:
+    """A kind of source.
+
+    `about` describes it in the recipe's reference. `needs_path`: its documents are in files, of a
+    folder those that end with one of `suffixes`. `has_fields`: they are records with further
+    fields. `needs_tokenizer`: they are tokens of another model. `is_dataset`: it has subsets and
+    splits. `is_endless`: it makes documents without end, in the order of its parts.
+    """
+
+    about = ""
+    suffixes: tuple[str, ...] = ("",)
+    needs_path = True
+    has_fields = False
+    needs_tokenizer = False
+    is_dataset = False
+    is_endless = False
+
+    def is_remote(self, path: str) -> bool:
+        """Whether the path is no file here but a name on the hub."""
+        return False
+
+    def files(self, where: str, path: str) -> list[Path]:
+        """Its files, in order; raises UserError, with `where` before it, where there is none."""
+        return files_of(where, path, self.suffixes)
+
+    def identity(self, where: str, path: str) -> list[Path]:
+        """Files whose content says what the documents are."""
+        return self.files(where, path)
+
+    def check(self, where: str, path: str) -> None:
+        """Raise UserError when there is no file, only empty files, or a damaged one."""
+        files = self.files(where, path)
+        if not any(file.stat().st_size for file in files):
+            raise UserError(f"{where}: the corpus at {path} is empty")
+        for file in files:
+            self.check_file(where, file)
+
+    def check_file(self, where: str, file: Path) -> None:
+        """Raise UserError for a damaged file, as far as that shows without reading all of it."""
+
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+        """The source's parts; where it is endless, in an order by `seed`."""
+        raise NotImplementedError
+
+    def read(self, part: Part, source: Source) -> Iterable[Document | None]:
+        """The documents of a part, as `read_part` gives them."""
+        raise NotImplementedError
+
+
+def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
+    """Parts of at least `part_bytes` from consecutive files; the last may be smaller."""
+    parts: list[Part] = []
+    group: list[Path] = []
+    size = 0
+    for file in files:
+        group.append(file)
+        size += file.stat().st_size
+        if size >= part_bytes:
+            parts.append(Part(tuple(group)))
+            group, size = [], 0
+    return [*parts, Part(tuple(group))] if group else parts
+
+
+def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
+    """The source's parts in an order drawn from `seed`; endless for `retrieval`.
+
+    Raises UserError when there is no file, or a file's header is damaged; RunError where the hub
+    cannot be reached.
+    """
+    kind = KINDS[source.kind]
+    if kind.is_endless:
+        yield from kind.parts(source, seed, sequence_length)
+        return
+    parts = list(kind.parts(source, seed, sequence_length))
+    draw = importlib.import_module("numpy").random.default_rng([seed, 0])
+    for index in draw.permutation(len(parts)):
+        yield parts[index]
+
+
+def read_part(part: Part, source: Source) -> Iterator[Document | None]:
+    """The part's documents, empty ones included; None for one that a pattern leaves out.
+
+    Raises UserError when a file is damaged; names the file and the byte, line, row or sample.
+    Raises RunError where the hub cannot be reached.
+    """
+    yield from KINDS[source.kind].read(part, source)
+
+
+KINDS: dict[str, Kind] = {
+    module.name: importlib.import_module(f"{__name__}.{module.name}").KIND
+    for module in pkgutil.iter_modules(__path__)
+}
+
+if TYPE_CHECKING:
+    SourceKind = str
+else:
+    SourceKind = Literal[*KINDS]

@@ -1,0 +1,47 @@
+"""A dataset of the Hugging Face hub, or a folder with one, streamed; a part is a shard."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from data_prep.documents.source_files import is_local
+from data_prep.documents.sources import Kind, Part, Source
+
+
+class _HuggingFace(Kind):
+    about = "a dataset of the hub, streamed"
+    has_fields = True
+    is_dataset = True
+
+    def is_remote(self, path: str) -> bool:
+        return not is_local(path)
+
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+        return [Part((), at) for at in range(_dataset(source).num_shards)]
+
+    def read(self, part: Part, source: Source) -> Any:
+        where = f"source {source.name}: dataset {source.path}, split {source.split}"
+        return _records().read_dataset(
+            where, _dataset(source), part.start, source.text_field, source.filters
+        )
+
+
+def _dataset(source: Source) -> Any:
+    assert source.path is not None
+    where = f"source {source.name}"
+    return _open(where, source.path, source.subset, source.split, source.revision)
+
+
+@lru_cache(maxsize=4)
+def _open(*arguments: Any) -> Any:
+    return _records().open_dataset(*arguments)
+
+
+def _records() -> Any:
+    return importlib.import_module("data_prep.documents.records")
+
+
+KIND = _HuggingFace()

@@ -1,0 +1,35 @@
+"""JSON lines, plain or compressed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from data_prep.documents import sources
+from data_prep.documents.sources import Kind, Part, Source
+
+
+class _JsonLines(Kind):
+    about = "a document in each line below `path`"
+    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
+    has_fields = True
+
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+        for file in source.files:
+            # A compressed file is one part.
+            size = 1 if _records().is_compressed(file) else max(1, file.stat().st_size)
+            for at in range(0, size, sources.PART_BYTES):
+                yield Part((file,), at, min(at + sources.PART_BYTES, size))
+
+    def read(self, part: Part, source: Source) -> Any:
+        return _records().read_jsonl(
+            part.paths[0], part.start, part.stop, source.text_field, source.filters
+        )
+
+
+def _records() -> Any:
+    return importlib.import_module("data_prep.documents.records")
+
+
+KIND = _JsonLines()

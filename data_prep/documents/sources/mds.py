@@ -1,0 +1,55 @@
+"""MDS shards, as streaming data sets have them: tokens of another model."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from data_prep.documents.mds_index import INDEX, read_index
+from data_prep.documents.source_files import files_below
+from data_prep.documents.sources import Kind, Part, Source
+
+
+class _Mds(Kind):
+    about = "MDS shards below `path`"
+    needs_tokenizer = True
+
+    def files(self, where: str, path: str) -> list[Path]:
+        """The indices: where a folder holds one merged from those below it, that one alone."""
+        place = Path(path).expanduser()
+        roots = [place] if place.is_dir() else map(Path, glob.glob(str(place), recursive=True))
+        indices = {file for root in roots for file in files_below(root) if file.name == INDEX}
+        if not indices:
+            raise UserError(f"{where}: there is no {INDEX} below {path}; expected MDS shards")
+        folders = {index.parent for index in indices}
+        return sorted(index for index in indices if not folders.intersection(index.parent.parents))
+
+    def identity(self, where: str, path: str) -> list[Path]:
+        """The indices, whose hashes reading verifies, and the shards that have none there."""
+        indices = self.files(where, path)
+        shards = ((index.parent, shard) for index in indices for shard in read_index(index))
+        return indices + [shard.file(place)[0] for place, shard in shards if not shard.is_hashed]
+
+    def check_file(self, where: str, file: Path) -> None:
+        read_index(file)
+
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+        for index in source.files:
+            for shard in read_index(index):
+                shard.file(index.parent)  # raises where there is no such file
+                yield Part((index.parent,), shard=shard)
+
+    def read(self, part: Part, source: Source) -> Any:
+        assert source.tokenizer is not None and part.shard is not None
+        tokenizers, mds = (
+            importlib.import_module(f"data_prep.documents.{name}") for name in ("tokenizer", "mds")
+        )
+        tokenizer = tokenizers.load_tokenizer(tokenizers.TokenizerSpec(source.tokenizer))
+        return mds.read_documents(part.paths[0], part.shard, tokenizer)
+
+
+KIND = _Mds()

@@ -1,0 +1,48 @@
+"""Parquet files; a part is a row group."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bosch.errors import UserError
+from bosch.files import open_regular
+from data_prep.documents.sources import Kind, Part, Source
+
+_MAGIC = b"PAR1"
+
+
+class _Parquet(Kind):
+    about = "a document in each row of the files below `path`"
+    suffixes = (".parquet",)
+    has_fields = True
+
+    def check_file(self, where: str, file: Path) -> None:
+        size = file.stat().st_size
+        with open_regular(file) as stream:
+            start = stream.read(4)
+            stream.seek(max(size - 8, 0))
+            tail = stream.read(8)
+        if size < 12 or start != _MAGIC or tail[4:] != _MAGIC:
+            raise UserError(
+                f"{where}: {file} is no whole Parquet file (cut short or of another kind)"
+            )
+        if int.from_bytes(tail[:4], "little") > size - 12:
+            raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
+
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+        for file in source.files:
+            for group in range(_records().parquet_row_groups(file, source.text_field)):
+                yield Part((file,), group)
+
+    def read(self, part: Part, source: Source) -> Any:
+        return _records().read_parquet(part.paths[0], part.start, source.text_field, source.filters)
+
+
+def _records() -> Any:
+    return importlib.import_module("data_prep.documents.records")
+
+
+KIND = _Parquet()
