@@ -112,13 +112,15 @@ def pydoc_topics() -> dict[str, str]:
     return dict(sorted(topics.items()))
 
 
-def haystack_files(folder: Path, name: str = "essay_dir") -> list[Path]:
+def haystack_files(
+    folder: Path, name: str = "essay_dir", suffixes: tuple[str, ...] = _PROSE_SUFFIXES
+) -> list[Path]:
     """The folder's texts in the order of their names. Raises UserError where there is none."""
     if not folder.is_dir():
         raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
-    files = sorted(p for p in folder.rglob("*") if p.suffix in _PROSE_SUFFIXES and p.is_file())
+    files = sorted(p for p in folder.rglob("*") if p.suffix in suffixes and p.is_file())
     if not files:
-        raise UserError(f"{name} {folder}: holds no {', '.join(_PROSE_SUFFIXES)} file")
+        raise UserError(f"{name} {folder}: holds no {', '.join(suffixes)} file")
     return files
 
 

@@ -10,7 +10,7 @@ S seeds, E examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,35 @@ class Comparison(NamedTuple):
     visible_loss: float | None
 
 
+class Documents(list[float]):
+    """Mean scores of documents that weigh by how many samples each has, `counts`."""
+
+    def __init__(self, means: Iterable[float], counts: Iterable[int]) -> None:
+        super().__init__(means)
+        self.counts = tuple(counts)
+
+
+def mean_of(scores: Sequence[float]) -> float:
+    """The mean over all samples."""
+    if not isinstance(scores, Documents):
+        return sum(scores) / len(scores)
+    return float(np.average(scores, weights=scores.counts))
+
+
+def effective_count(scores: Sequence[float]) -> float:
+    """How many equal documents say as much (Kish 1965): fewer, where a few hold most samples."""
+    if not isinstance(scores, Documents):
+        return len(scores)
+    counts = np.array(scores.counts, np.float64)
+    return float(counts.sum() ** 2 / (counts @ counts))
+
+
+def weights_of(scores: Sequence[float]) -> Values:
+    """Weights of the documents, with a mean of 1."""
+    counts = scores.counts if isinstance(scores, Documents) else np.ones(len(scores))
+    return np.asarray(counts, np.float64) / np.mean(counts)
+
+
 def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
     """Clopper and Pearson's exact interval (1934) of a share of `count` samples.
 
@@ -85,7 +114,7 @@ def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
     return Interval(mean, low, high)
 
 
-def mean_score(means: Sequence[float], counts: Sequence[int]) -> Interval:
+def mean_score(means: Sequence[float], counts: Sequence[float]) -> Interval:
     """The unweighted mean of independent subtasks.
 
     They count as one task with as many samples each as the smallest: by Hoeffding (1956) the sum of
@@ -104,7 +133,8 @@ def compare(
 
     The interval of the difference combines those of the gains and of the losses; that of the ratio
     holds each r at which first - r second may be 0 (Fieller 1954). The p-value flips the signs of
-    the samples' differences; where it does not tell the models apart, neither do the intervals.
+    the samples' differences; where it does not tell the models apart, neither do the intervals. A
+    document of several samples (`Documents`) is one, whose difference weighs as its samples do.
     Raises ValueError where the samples differ in number, or there are none, or one is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -113,10 +143,12 @@ def compare(
         raise ValueError("the models have different samples")
     if not a or not all(len(one) and np.isfinite(one).all() for one in (*a, *b)):
         raise ValueError("a subtask has no samples, or scores that are not finite")
-    counts = [len(subtask) for subtask in a]
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    difference = _mean_difference(differences)
-    baseline = mean_score([float(subtask.mean()) for subtask in b], counts)
+    counts = [effective_count(subtask) for subtask in first]
+    weights = [weights_of(subtask) for subtask in first]
+    differences = [(x - y) * w for x, y, w in zip(a, b, weights, strict=True)]
+    difference = _mean_difference(differences, counts)
+    baselines = [float((y * w).mean()) for y, w in zip(b, weights, strict=True)]
+    baseline = mean_score(baselines, counts)
     ratio = _ratio(difference, baseline, _correlation(differences, b))
     p_value = _sign_flips(differences, seed)
     if p_value >= LEVEL:
@@ -126,7 +158,7 @@ def compare(
         difference,
         ratio,
         p_value,
-        visible_loss(len(counts) * min(counts), gains),
+        visible_loss(int(len(counts) * min(counts)), gains),
     )
 
 
@@ -170,7 +202,11 @@ def student(values: npt.ArrayLike) -> Estimate:
 
 
 def crossed_mean(
-    results: npt.ArrayLike, *, is_score: bool = False, counts: Sequence[int] | None = None
+    results: npt.ArrayLike,
+    *,
+    is_score: bool = False,
+    counts: Sequence[int] | None = None,
+    weights: Values | float = 1.0,
 ) -> Estimate:
     """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
 
@@ -178,9 +214,10 @@ def crossed_mean(
     wider, as in `student`. A score's interval is that of a share with this variance (Korn and
     Graubard 1998), of no more than E samples. Of one seed it is that of this seed's result. One
     result is too few. With `counts` the examples are those of subtasks, one after another, which
-    weigh the same. Raises ValueError when there is none or one is not finite.
+    weigh the same; `weights` are those of each example in its own, with a mean of 1. Raises
+    ValueError when there is none or one is not finite.
     """
-    values = _weighed(_matrix(results), counts)
+    values = _weighed(_matrix(results), counts, weights)
     mean = float(values.mean())
     by_seed, by_example = _axis_variances(values)
     half = _half_width([by_seed, by_example if is_score else _of_losses(by_example)])
@@ -188,7 +225,7 @@ def crossed_mean(
         return Estimate(mean, None, None)
     if not is_score:
         return Estimate(mean, mean - half, mean + half)
-    count = float(_samples(values, counts))
+    count = _samples(values, counts, weights)
     if half > 0:
         count = min(count, mean * (1 - mean) * (special.ndtri(_TAIL) / half) ** 2)
     return Estimate(*share(mean, max(count, 1.0)))
@@ -227,19 +264,19 @@ def crossed_test(
     first: npt.ArrayLike,
     second: npt.ArrayLike,
     counts: Sequence[int] | None = None,
+    weights: Values | float = 1.0,
     seed: int = 0,
 ) -> CrossedTest:
     """Mean score of `first` minus that of `second`, [S, E] each: `crossed_difference`, tested.
 
     The p-value is the level at which the interval would begin to leave out 0, and no less than that
     of the randomisation test of the seeds' means, which is exact for few samples. Where it does not
-    tell the two apart, neither does the interval. `counts` as in `crossed_mean`. Raises ValueError
-    when the examples differ in number.
+    tell the two apart, neither does the interval. `counts` and `weights` as in `crossed_mean`.
+    Raises ValueError when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
-    weights = _weights(a, counts)
-    mean, parts = _paired_parts(_weighed(a, counts), _weighed(b, counts))
-    samples = _samples(a, counts)
+    mean, parts = _paired_parts(_weighed(a, counts, weights), _weighed(b, counts, weights))
+    samples = _samples(a, counts, weights)
 
     def half(tail: float) -> float:
         return max(_half_width(parts, tail) or 0.0, 1 - math.pow(tail, 1 / samples))
@@ -253,48 +290,50 @@ def crossed_test(
         p_value = 1.0
     elif excess(lowest) > 0:
         p_value = 2 * math.exp(_root(excess, lowest, highest))
-    by_example = (a.mean(axis=0) - b.mean(axis=0)) * weights
-    p_value = max(p_value, _sign_flips([by_example], seed))
+    by_example = (a.mean(axis=0) - b.mean(axis=0)) * _weights(a, counts, weights)
+    p_value = max(p_value, _sign_flips([by_example], seed, is_bounded=True))
     low, high = max(-1.0, mean - half(_TAIL)), min(1.0, mean + half(_TAIL))
     if p_value >= LEVEL:
         low, high = min(low, 0.0), max(high, 0.0)
     return CrossedTest(mean, low, high, p_value)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
     """P-values of several hypotheses, corrected so that all errors together have the level.
 
     Holm (1979): the k-th smallest of n is multiplied by n - k + 1, and none is below the one before
-    it.
+    it. `among`: n, where results chose these hypotheses out of more.
     """
-    corrected, least = [0.0] * len(p_values), 0.0
+    corrected, least, number = [0.0] * len(p_values), 0.0, among or len(p_values)
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
+        least = max(least, min(1.0, (number - place) * p_values[index]))
         corrected[index] = least
     return corrected
 
 
-def _weights(values: Values, counts: Sequence[int] | None) -> Values:
+def _weights(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
     """Of each example [E], so that the mean over all is the mean over the subtasks' means."""
+    each = np.ones(values.shape[1]) * weights
     if counts is None:
-        return np.ones(values.shape[1])
-    each = [sum(counts) / (len(counts) * count) for count in counts]
-    return np.repeat(each, counts)
+        return each
+    return np.repeat([sum(counts) / (len(counts) * count) for count in counts], counts) * each
 
 
-def _weighed(values: Values, counts: Sequence[int] | None) -> Values:
+def _weighed(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
     """Values [S, E] whose mean is that of the subtasks' means, as far from it as they weigh.
 
     So weights alone are no variance: a model that is always right has none.
     """
-    weights = _weights(values, counts)
+    weights = _weights(values, counts, weights)
     mean = np.clip((values * weights).mean(), values.min(), values.max())  # rounding
     return np.asarray(mean + (values - mean) * weights)
 
 
-def _samples(values: Values, counts: Sequence[int] | None) -> int:
+def _samples(values: Values, counts: Sequence[int] | None, weights: Values | float) -> float:
     """Examples that count as samples of one task, as in `mean_score`."""
-    return values.shape[1] if counts is None else len(counts) * min(counts)
+    each = np.ones(values.shape[1]) * weights
+    subtasks = np.split(each, np.cumsum(counts or [len(each)])[:-1])
+    return float(len(subtasks) * min(own.sum() ** 2 / (own @ own) for own in subtasks))
 
 
 def _paired_parts(a: Values, b: Values) -> tuple[float, list[tuple[float, int]]]:
@@ -306,7 +345,7 @@ def _paired_parts(a: Values, b: Values) -> tuple[float, list[tuple[float, int]]]
     return float(by_example.mean()), parts
 
 
-def _is_pooled(counts: Sequence[int]) -> bool:
+def _is_pooled(counts: Sequence[float]) -> bool:
     return max(counts) <= 2 * min(counts) or min(counts) < _LARGE
 
 
@@ -318,17 +357,16 @@ def _mover(parts: Sequence[Interval], lowest: float, highest: float) -> Interval
     return Interval(mean, max(lowest, mean - below), min(highest, mean + above))
 
 
-def _mean_difference(subtasks: Sequence[Values]) -> Interval:
+def _mean_difference(subtasks: Sequence[Values], counts: Sequence[float]) -> Interval:
     gains = [float(np.maximum(subtask, 0.0).mean()) for subtask in subtasks]
     losses = [float(np.maximum(-subtask, 0.0).mean()) for subtask in subtasks]
-    counts = [len(subtask) for subtask in subtasks]
     if _is_pooled(counts):
         total = len(counts) * min(counts)
         return _signed(sum(gains) / len(gains), sum(losses) / len(losses), total)
     return _mover(list(map(_signed, gains, losses, counts)), -1.0, 1.0)
 
 
-def _signed(gains: float, losses: float, count: int) -> Interval:
+def _signed(gains: float, losses: float, count: float) -> Interval:
     """Mean of values in [-1, 1] from those of its positive and its negative part, by the MOVER."""
     up, down = share(gains, count), share(losses, count)
     # A sample that is won is not lost: the parts are correlated as two cells of a multinomial.
@@ -384,8 +422,12 @@ def _correlation(differences: Sequence[Values], baseline: Sequence[Values]) -> f
     return float(x @ y) / scale if scale > 0 else 0.0
 
 
-def _sign_flips(subtasks: Sequence[Values], seed: int) -> float:
-    """Two-sided p-value of the randomisation test, which flips whole differences."""
+def _sign_flips(subtasks: Sequence[Values], seed: int, *, is_bounded: bool = False) -> float:
+    """Two-sided p-value of the randomisation test, which flips whole differences.
+
+    It is 1 / 4,001 or more: with `is_bounded`, for many tests at once, Hoeffding's bound (1963) of
+    the exact one where that is less and no flip reaches the sum.
+    """
     weighted = np.concatenate([subtask / len(subtask) for subtask in subtasks])
     weighted = weighted[weighted != 0]
     if not len(weighted):
@@ -396,7 +438,10 @@ def _sign_flips(subtasks: Sequence[Values], seed: int) -> float:
     for _ in range(_FLIPS // _CHUNK):
         signs = rng.integers(0, 2, (_CHUNK, len(weighted)), dtype=np.int8) * 2.0 - 1.0
         extreme += int((np.abs(signs @ weighted) >= reached).sum())
-    return (extreme + 1) / (_FLIPS + 1)
+    p_value = (extreme + 1) / (_FLIPS + 1)
+    if is_bounded and not extreme:
+        p_value = min(p_value, 2 * math.exp(-(reached**2) / (2 * float(weighted @ weighted))))
+    return p_value
 
 
 def _matrix(results: npt.ArrayLike) -> Values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from bosch.budget import LayerHeads, window_shares
@@ -78,7 +79,8 @@ def _cost(
     weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
     memory = f"per process: {format_bytes(number * weights)} of weights"
     if work:
-        longest = max(one.longest for one in work)
+        largest = max(work, key=lambda one: min(rows, one.most_rows) * one.longest)
+        longest, rows = largest.longest, min(rows, largest.most_rows)
         cache = CacheSize.of(rows_by_window, shape.kinds, number, state_bytes=0)
         cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
@@ -111,13 +113,15 @@ def _cost(
 class _Work:
     """So many samples, answers counted, of a context of `length` tokens on average.
 
-    `tokens` are those of all samples; `longest` is the longest of them, with its answer.
+    `tokens` are those of all samples; `longest` is the longest of them, with its answer, and
+    `most_rows` how many are read at once, at most.
     """
 
     samples: int
     tokens: int
     length: int
     longest: int
+    most_rows: int = sys.maxsize
 
 
 def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work], list[str]]:
@@ -153,4 +157,8 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work],
         samples = needle.samples * len(needle.tasks)
         work += [_Work(samples, samples * length, length, length) for length in needle.lengths]
         facts.append(f"RULER: {samples:,} samples at each length")
+    if (own := evaluate.positions) is not None:
+        tokens = own.documents * own.length
+        work.append(_Work(own.documents, tokens, own.length, own.length, most_rows=1))
+        facts.append(f"loss by position: {own.documents:,} documents of {own.length:,} tokens")
     return work, facts

@@ -146,7 +146,7 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     it, licence, warnings and imports, is much the same in all.
     """
     if path is not None:
-        for file in haystack_files(Path(path), "evaluate.positions.path"):
+        for file in haystack_files(Path(path), "evaluate.positions.path", (".txt", ".md")):
             yield _beginning(file, characters)
         return
     spec = importlib.util.find_spec("transformers")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bosch.analysis.intervals import Interval, compare, mean_score
+from bosch.analysis.intervals import (
+    Documents,
+    Interval,
+    compare,
+    effective_count,
+    mean_of,
+    mean_score,
+    weights_of,
+)
 from bosch.errors import RunError
 from stages.evaluate.answers import AnswerFolder, Evaluated, TaskGroup
 from stages.evaluate.suite import Suite
@@ -49,38 +58,40 @@ def subtask_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str)
     Samples with the same `document` are not independent, so their mean counts as one sample. The
     score stays the mean over all samples.
     """
-    scores: dict[tuple[str, int], dict[Any, list[float]]] = {}
+    scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
     for record in records:
         if (record["checkpoint"], record["suite"]) == (model, suite):
-            subtask = scores.setdefault((record["task"], record["length"]), {})
-            subtask.setdefault(record.get("document", len(subtask)), []).append(record["score"])
-    return {key: _by_document(list(subtask.values())) for key, subtask in scores.items()}
+            subtask = scores.setdefault((record["task"], record["length"]), [])
+            subtask.append((record.get("document"), record["score"]))
+    return {key: by_document(subtask) for key, subtask in scores.items()}
 
 
-def _by_document(scores: Sequence[Sequence[float]]) -> list[float]:
-    """The mean score of each document, moved so that their mean is that over all samples.
-
-    Means of shares stay shares: they are scaled towards 0 or 1. Documents with as many samples each
-    need no move.
-    """
-    means = [statistics.fmean(of_one) for of_one in scores]
-    if len({len(of_one) for of_one in scores}) == 1 or not _are_shares(means):
-        return means
-    own, overall = _mean(means), statistics.fmean(value for of_one in scores for value in of_one)
-    if overall <= own:
-        return [value * overall / own for value in means] if own else means
-    return [1 - (1 - value) * (1 - overall) / (1 - own) for value in means]
+def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
+    """The mean score of each document, from documents with a score each; None: one alone."""
+    documents: dict[Any, list[float]] = {}
+    for document, score in scores:
+        key = len(documents) if document is None else document
+        documents.setdefault(key, []).append(score)
+    means = [statistics.fmean(own) for own in documents.values()]
+    counts = [len(own) for own in documents.values()]
+    return Documents(means, counts) if max(counts) > 1 else means
 
 
 def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> MetricScores:
-    """Values of the tasks' metrics of one model in one suite among lines of samples.jsonl."""
-    scores: dict[tuple[str, int], dict[str, list[float]]] = {}
+    """Values of the tasks' metrics of one model in one suite among lines of samples.jsonl.
+
+    By documents, as in `subtask_scores`.
+    """
+    scores: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
     for record in records:
         if (record["checkpoint"], record["suite"]) == (model, suite):
             metrics = scores.setdefault((record["task"], record["length"]), {})
             for metric, value in record.get("scores", {}).items():
-                metrics.setdefault(metric, []).append(value)
-    return scores
+                metrics.setdefault(metric, []).append((record.get("document"), value))
+    return {
+        key: {metric: by_document(values) for metric, values in metrics.items()}
+        for key, metrics in scores.items()
+    }
 
 
 class SuiteAnswers(NamedTuple):
@@ -205,16 +216,23 @@ def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> 
 
 def _pooled(parts: Sequence[_Part]) -> _Part:
     """All documents of some tasks as those of one, over which the mean is that by size."""
-    scores = [value for values, _ in parts for value in values]
     originals = [base for _, base in parts if base is not None]
     whole = len(originals) == len(parts)
-    return scores, [value for base in originals for value in base] if whole else None
+    return _joined([values for values, _ in parts]), _joined(originals) if whole else None
+
+
+def _joined(lists: Sequence[Sequence[float]]) -> list[float]:
+    values = [value for own in lists for value in own]
+    if not any(isinstance(own, Documents) for own in lists):
+        return values
+    of_each = (own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists)
+    return Documents(values, itertools.chain.from_iterable(of_each))
 
 
 def _over(parts: Sequence[_Part]) -> dict[str, Any]:
     """The unweighted mean of some parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
-    mean = mean_score([_mean(values) for values in scores], [len(values) for values in scores])
+    mean = mean_score(list(map(mean_of, scores)), list(map(effective_count, scores)))
     originals = [base for _, base in parts if base is not None]
     if [len(base) for base in originals] != [len(values) for values in scores]:
         return _points(mean)  # the original has not answered the same samples
@@ -252,10 +270,6 @@ def _standard_error(scores: Sequence[float]) -> float:
     """Of their mean, in percent; 0 for a single score."""
     if len(scores) < 2:
         return 0.0
-    mean = _mean(scores)
-    variance = sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
-    return 100 * math.sqrt(variance / len(scores))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    mean, weights = mean_of(scores), weights_of(scores).tolist()
+    squares = ((w * (score - mean)) ** 2 for w, score in zip(weights, scores, strict=True))
+    return 100 * math.sqrt(sum(squares) / (len(scores) - 1) / len(scores))

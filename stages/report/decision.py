@@ -27,10 +27,11 @@ from stages.train.stage import checkpoint_name, checkpoint_tokens
 
 
 class Choice(NamedTuple):
-    """The model to ship, and why."""
+    """The model to ship, and why; `best` has the highest score."""
 
     model: str
     reason: str
+    best: str
 
 
 def choose(results: Results) -> Choice | None:
@@ -46,25 +47,32 @@ def choose(results: Results) -> Choice | None:
         key=lambda name: checkpoint_tokens(name) or 0,
     )
     subtasks = {name: results.samples[name] for name in models}
-    models = [name for name in models if _layout(subtasks[name]) == _layout(subtasks[models[-1]])]
     if not models:
         return None
-    if len(models) == 1:
-        return Choice(models[0], "the only one with scores")
+    # A model that could not be evaluated in a suite, or on as many samples, is left out.
+    whole = _layout(max(subtasks.values(), key=lambda one: sum(map(len, one.values()))))
+    complete = [name for name in models if _layout(subtasks[name]) == whole]
+    if len(complete) == 1:
+        what = "scores" if len(models) == 1 else "scores in all tasks"
+        return Choice(complete[0], f"the only one with {what}", complete[0])
+    models = complete
     means = {name: round(_mean(subtasks[name]), 9) for name in models}
     losses = {name: _last_loss(results, name) for name in models}
     best = max(models, key=lambda name: (means[name], -losses[name][0]))
     first, second = list(subtasks[best].values()), label_of(best).lower()
+    near_but_for_loss = False
     for name in models[: models.index(best)]:
-        if losses[name][0] > losses[best][1]:
-            continue
         difference = intervals.compare(list(subtasks[name].values()), first).difference
         if 100 * difference.low > -MARGIN:
+            if losses[name][0] > losses[best][1]:
+                near_but_for_loss = True
+                continue
             ends = f"{signed(100 * difference.low, 1)}, {signed(100 * difference.high, 1)}"
             return Choice(
                 name,
                 f"the earliest shown to be within {MARGIN:g} points of the best, the {second}: "
                 f"{signed(100 * difference.mean, 1)} [{ends}]",
+                best,
             )
     earlier = models.index(best) > 0
     ties = sum(mean == means[best] for mean in means.values())
@@ -74,9 +82,11 @@ def choose(results: Results) -> Choice | None:
         reason = f"{ties} have the highest score, it is the earliest"
     else:
         reason = f"{ties} have the highest score, it has the lowest loss at the last positions"
-    if earlier and ties == 1:
+    if near_but_for_loss:
+        reason += f"; those within {MARGIN:g} points of it before lose more at the last positions"
+    elif earlier and ties == 1:
         reason += f"; no earlier one is shown to be within {MARGIN:g} points of it"
-    return Choice(best, reason)
+    return Choice(best, reason, best)
 
 
 def _last_loss(results: Results, model: str) -> tuple[float, float]:
@@ -110,15 +120,19 @@ def comparisons(results: Results) -> str | None:
 
 def _over_rivals(results: Results) -> Iterator[str]:
     """The search's hybrid less each rival's on the same samples, trained ones after as much."""
-    for rival in results.rivals:
-        trained = named_rival(rival.name)
+    shown = [rival.name for rival in results.rivals]  # in the order of their needle scores
+    others = (name for name in results.samples if name not in shown)
+    for name in (*shown, *others):
+        trained = named_rival(name)
+        if name not in METHODS and trained is None:
+            continue
         model = HYBRID if trained is None else checkpoint_name(trained[1])
-        outcome = overall(results, model, rival.name)
+        outcome = overall(results, model, name)
         if outcome is not None:
             when = "before training" if trained is None else f"after {trained[1]:,} tokens of both"
             yield (
                 f"The search's heads score {_points(outcome[1])} against those of "
-                f"{METHODS[rival.method].label} {when}."
+                f"{METHODS[name if trained is None else trained[0]].label} {when}."
             )
 
 
@@ -162,13 +176,17 @@ def _than_original(result: Against) -> str:
 def headline(results: Results, section: ReportConfig) -> str | None:
     """What to ship and why, what it loses, its cache, its speed, and the run's cost.
 
-    Nothing is to ship where the best is shown to lose more than `MARGIN` points. None without
-    scores of the original and a hybrid.
+    Nothing is to ship where all are shown to lose more than `MARGIN` points. None without scores of
+    the original and a hybrid.
     """
     choice = choose(results)
     outcome = overall(results, choice.model) if choice is not None else None
     if choice is None or outcome is None:
         return None
+    if outcome[1].difference_high < -MARGIN and choice.best != choice.model:
+        reason = f"the highest score; those before lose more than {MARGIN:g} points"
+        choice = Choice(choice.best, reason, choice.best)
+        outcome = overall(results, choice.model) or outcome
     count, difference = outcome
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
     parts = [
@@ -235,5 +253,5 @@ def _layout(subtasks: Scored) -> list[tuple[tuple[str, str, int], int]]:
 
 
 def _mean(subtasks: Scored) -> float:
-    means = [sum(scores) / len(scores) for scores in subtasks.values()]
+    means = [intervals.mean_of(scores) for scores in subtasks.values()]
     return sum(means) / len(means)

@@ -28,6 +28,7 @@ from stages.evaluate.scores import (
     named_window,
     read_samples,
 )
+from stages.evaluate.tables import by_document
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
@@ -148,17 +149,17 @@ Scored = Mapping[tuple[str, str, int], list[float]]
 def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores | None
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of the samples of all models, of the tasks that have a score."""
-    by_model: dict[str, dict[tuple[str, str, int], dict[int, float]]] = {}
+    """Scores of the samples of all models, by documents, of the tasks that have a score."""
+    by_model: dict[str, dict[tuple[str, str, int], dict[int, tuple[Any, float]]]] = {}
     tables = scores.checkpoints if scores is not None else {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]
         table = tables.get(record["checkpoint"], {}).get(suite)
         if table is not None and length in table.tasks.get(task, {}):
             cell = by_model.setdefault(record["checkpoint"], {}).setdefault(place, {})
-            cell[record["index"]] = record["score"]
+            cell[record["index"]] = record.get("document"), record["score"]
     return {
-        name: {at: [by[index] for index in sorted(by)] for at, by in cells.items()}
+        name: {at: by_document(by[index] for index in sorted(by)) for at, by in cells.items()}
         for name, cells in by_model.items()
     }
 

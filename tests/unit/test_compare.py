@@ -453,6 +453,20 @@ def test_the_highest_is_bold_only_where_it_is_shown_to_be(capsys: Any) -> None:
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
 
 
+def test_many_tests_show_what_is_plain_and_no_more() -> None:
+    """Each is one of all pairs at its ratio, since the highest is chosen by the same samples."""
+    ratios = [number / 20 for number in range(1, 19)]
+    names = ("bme", "intr", "fisher", "dcam", "apl", "proxy", "razor", "qada", "rand", "bosch")
+    plain = {name: dict.fromkeys(ratios, 100.0 * (name == "bosch")) for name in names}
+    tests = made_up(plain).tests("untrained", "needle")
+    assert len(tests) == 9 * 18 and all(one.is_lower for one in tests)
+    [pair] = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}}).tests("untrained", "needle")
+    assert pair.p_holm == pair.p_value
+    three = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}, "dcam": {0.5: 40.0}})
+    for one in three.tests("untrained", "needle"):
+        assert one.p_holm == pytest.approx(3 * pair.p_value)
+
+
 def test_nothing_is_bold_of_five_samples() -> None:
     text = markdown(made_up({"bme": {0.5: 0.0}, "fisher": {0.5: 100.0}}, samples=5))
     assert "**" not in text and "<u>100.0 (" in text and "<u>0.0 (" in text

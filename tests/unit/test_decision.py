@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from stages.measure.process import measure_run
 from stages.measure.run import run
 from stages.measure.stage import Efficiency, MeasureConfig
 from stages.report.decision import choose, comparisons, headline, overall
-from stages.report.results import NeedleScores, Results, load_results
+from stages.report.results import NeedleScores, Results, collect_scores, load_results
 from stages.report.stage import ReportConfig
 from tests import report_fixture
 from tests.pipeline_case import Case
@@ -74,6 +75,7 @@ def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
         ((20, 20, 20), 20, None, HYBRID, "3 have the highest score, it is the earliest"),
         # Within 5 points, but outside the interval of the best's loss, 0.05 wide on each side.
         ((955, 955, 960), 1000, (0.3, 0.14, 0.1), FIRST, "the earliest shown to be within"),
+        ((955, 955, 960), 1000, (0.3, 0.2, 0.1), LAST, "before lose more at the last positions"),
     ],
 )
 def test_loss_by_position_speaks_where_scores_do_not(
@@ -102,6 +104,63 @@ def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> No
     choice = choose(replace(made, samples=samples))
     assert choice is not None and choice.model == LAST
     assert choose(replace(made, samples={})) is None
+
+
+def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
+    results: Results,
+) -> None:
+    made = of(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 100, LAST: 100}, 100)
+    helmet = {("helmet", "kilt_nq", 8192): [1.0] * 100}
+    whole = {name: {**own, **helmet} for name, own in made.samples.items() if name != LAST}
+    choice = choose(replace(made, samples={**whole, LAST: made.samples[LAST]}))
+    assert choice is not None and choice.model == FIRST
+    alone = {ORIGINAL: whole[ORIGINAL], FIRST: whole[FIRST], LAST: made.samples[LAST]}
+    choice = choose(replace(made, samples=alone))
+    assert choice is not None and choice.reason == "the only one with scores in all tasks"
+
+
+@pytest.mark.parametrize(
+    ("right", "start"),
+    [
+        # The best loses 4.5 points, the one before it is within 5 of the best and loses 7.
+        ((930, 955), "Ship the hybrid after 2,000 tokens (the highest score; those before"),
+        ((800, 900), "Ship none yet: all lose more than 5 points. The best is the hybrid after 2,"),
+        ((890, 900), "Ship none yet: all lose more than 5 points. The best is the hybrid after 2,"),
+    ],
+)
+def test_nothing_is_to_ship_only_where_the_best_loses_too_much(
+    results: Results, right: tuple[int, int], start: str
+) -> None:
+    made = of(results, {ORIGINAL: 1000, FIRST: right[0], LAST: right[1]}, 1000)
+    sentence = headline(made, ReportConfig())
+    assert sentence is not None and sentence.startswith(start)
+
+
+def test_depths_of_one_question_are_one_sample_in_the_sentence_too(results: Results) -> None:
+    records = [
+        {
+            "checkpoint": name, "suite": "needle", "task": "vt", "length": 512,
+            "index": 6 * q + depth, "document": str(q), "score": float(q < n),
+        }
+        for name, n in ((ORIGINAL, 60), (HYBRID, 57))
+        for q in range(100)
+        for depth in range(6)
+    ]  # fmt: skip
+    table = {"needle": SimpleNamespace(tasks={"vt": {512: None}})}
+    scores: Any = SimpleNamespace(checkpoints={ORIGINAL: table, HYBRID: table})
+    samples = collect_scores(records, scores)
+    found = overall(replace(results, samples=samples), HYBRID)
+    assert found is not None and found[1].samples == 100 and found[1].p_value > 0.2
+
+
+def test_a_rival_without_needle_scores_is_compared_too(results: Results) -> None:
+    made = of(results, {ORIGINAL: 100, HYBRID: 90, "intr": 70}, 100)
+    place = ("helmet", "kilt_nq", 8192)
+    samples = {
+        name: {place: scores} for name, own in made.samples.items() for scores in own.values()
+    }
+    sentence = comparisons(replace(made, samples=samples, rivals=[]))
+    assert sentence is not None and "against those of INTR before training" in sentence
 
 
 def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lm_eval.config.group import AggMetricConfig as Rule
 
-from bosch.analysis.intervals import compare, mean_score, share
+from bosch.analysis.intervals import compare, effective_count, mean_of, mean_score, share
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
@@ -63,30 +63,44 @@ def test_lines_are_of_one_model_and_one_suite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "expected"),
+    ("contexts", "means", "overall", "count"),
     [
-        # Means 1, 0 and 3/4, which weigh 4, 2 and 4 questions: 0.7 of all, and 7/12 of the means.
-        (
-            [[1.0] * 4, [0.0] * 2, [1.0, 1.0, 1.0, 0.0]],
-            [1.0, 1 - 1.0 * 0.3 / (5 / 12), 1 - 0.25 * 0.3 / (5 / 12)],
-        ),
-        # Means 1 and 0, of which the second weighs three times as much: 1/4 instead of 1/2.
-        ([[1.0], [0.0] * 3], [0.5, 0.0]),
-        ([[0.0], [0.0] * 3], [0.0, 0.0]),
-        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0]),  # as many each
-        ([[30.0], [10.0, 20.0]], [30.0, 15.0]),  # no shares: nothing to scale
+        ([[1.0] * 4, [0.0] * 2, [1.0, 1.0, 1.0, 0.0]], [1.0, 0.0, 0.75], 0.7, 100 / 36),
+        ([[1.0], [0.0] * 3], [1.0, 0.0], 0.25, 16 / 10),
+        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0], 0.625, 2),  # as many each
+        ([[30.0], [10.0, 20.0]], [30.0, 15.0], 20.0, 9 / 5),
     ],
 )
-def test_a_document_of_several_questions_is_one_sample(
-    contexts: list[list[float]], expected: list[float]
+def test_a_document_of_several_questions_is_one_sample_that_weighs_as_they_do(
+    contexts: list[list[float]], means: list[float], overall: float, count: float
 ) -> None:
     lines = [
-        {**line, "document": f"text {number}"}
+        {**line, "document": f"text {number}", "scores": {ACC: line["score"]}}
         for number, scores in enumerate(contexts)
         for line in records("a", "s", "t", 0, *scores)
     ]
     [found] = subtask_scores(lines, "a", "s").values()
-    assert found == pytest.approx(expected)
+    assert found == pytest.approx(means) and mean_of(found) == pytest.approx(overall)
+    assert effective_count(found) == pytest.approx(count)
+    [of_metric] = metric_scores(lines, "a", "s").values()
+    assert of_metric == {ACC: found}
+
+
+def test_a_group_is_no_surer_than_its_only_task() -> None:
+    """40 contexts of five questions, of which the model loses five."""
+    lines = [
+        {**line, "document": str(number), "scores": {ACC: line["score"]}}
+        for name, lost in (("original", 0), ("hybrid", 5))
+        for number in range(40)
+        for line in records(name, "s", "t", 0, *[float(number >= lost)] * 5)
+    ]
+    scores = [subtask_scores(lines, name, "s") for name in ("hybrid", "original")]
+    metrics = [metric_scores(lines, name, "s") for name in ("hybrid", "original")]
+    rules = [Rule(metric="acc", weight_by_size=True)]
+    table = suite_table(*scores, {"group": TaskGroup(("t",), rules)}, *metrics)
+    own, group = table["t"]["0"], table["groups"]["group"]
+    assert group["against_original"] == own["against_original"]
+    assert own["against_original"]["samples"] == 40
 
 
 def test_which_tasks_have_scores_that_are_no_shares() -> None:

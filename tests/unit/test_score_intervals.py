@@ -12,12 +12,15 @@ import pytest
 from scipy import stats
 
 from bosch.analysis.intervals import (
+    Documents,
     Estimate,
     compare,
     crossed_difference,
     crossed_mean,
     crossed_test,
+    effective_count,
     holm,
+    mean_of,
     mean_score,
     share,
     student,
@@ -265,7 +268,35 @@ def test_questions_about_one_context_are_one_sample(contexts: list[list[float]])
     [found] = subtask_scores(records, "a", "harness").values()
     every = [score for scores in contexts for score in scores]
     assert len(found) == len(contexts) and all(0 <= value <= 1 for value in found)
-    assert np.mean(found) == pytest.approx(np.mean(every))  # the benchmark's own score
-    interval = mean_score([float(np.mean(found))], [len(found)])
-    of_three = mean_score([float(np.mean(every))], [len(contexts)])
-    assert interval == pytest.approx(of_three)
+    assert mean_of(found) == pytest.approx(np.mean(every))  # the benchmark's own score
+    assert effective_count(found) <= len(contexts) < len(every)
+
+
+UNEQUAL = [1] * 90 + [10] * 10
+
+
+def test_one_lost_document_of_many_is_no_difference() -> None:
+    """Of one question or of ten: the exact test flips one sign."""
+    right = Documents([1.0] * 100, UNEQUAL)
+    for lost in (0, 99):
+        own = Documents([float(at != lost) for at in range(100)], UNEQUAL)
+        result = compare([own], [right])
+        assert result.p_value == 1.0 and result.difference.low < 0 < result.difference.high
+        assert result.difference.mean == pytest.approx(-UNEQUAL[lost] / 190)
+        assert compare([list(own)], [list(right)]).difference.low > result.difference.low
+
+
+@pytest.mark.parametrize("sizes", [UNEQUAL, [1] * 40 + [30] * 5, [5] * 50])
+def test_intervals_hold_for_documents_of_unequal_size(sizes: list[int]) -> None:
+    """Answers to one document are alike: those of two equal models to each, and its own chance."""
+    rng, inside, apart, draws = np.random.default_rng(3), 0, 0, 300
+    weights = np.array(sizes) / np.mean(sizes)
+    for _ in range(draws):
+        chance = rng.random(len(sizes))
+        own, other = (Documents((rng.random(len(sizes)) < chance) * 1.0, sizes) for _ in range(2))
+        score = mean_score([mean_of(own)], [effective_count(own)])
+        inside += score.low <= 0.5 <= score.high
+        difference = compare([own], [other]).difference
+        apart += not difference.low <= 0 <= difference.high
+    assert np.mean(weights) == pytest.approx(1.0)
+    assert inside >= 0.93 * draws and apart <= 0.07 * draws

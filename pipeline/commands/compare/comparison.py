@@ -86,24 +86,31 @@ class ScoreRow:
 
 @dataclass(frozen=True, eq=False)
 class SampleScores:
-    """Scores in [0, 1] of the samples of a suite, by task and length in `places`."""
+    """Scores in [0, 1] of the samples of a suite, by task and length in `places`.
+
+    `weights` are those of a subtask's samples, with a mean of 1: documents may have several each.
+    """
 
     places: tuple[tuple[str, int], ...]
     counts: tuple[int, ...]
     values: npt.NDArray[np.float64]
+    weights: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, subtasks: Mapping[tuple[str, int], Sequence[float]]) -> SampleScores:
         """Of lists by task and length."""
         lists = list(subtasks.values())
         values = np.asarray([value for own in lists for value in own], np.float64)
-        return cls(tuple(subtasks), tuple(map(len, lists)), values)
+        weights = np.concatenate([intervals.weights_of(own) for own in lists] or [values])
+        return cls(tuple(subtasks), tuple(map(len, lists)), values, weights)
 
     @property
     def average(self) -> float:
         """Unweighted mean over the subtasks, in points of 100."""
         ends = np.cumsum(self.counts)[:-1]
-        return 100 * float(np.mean([part.mean() for part in np.split(self.values, ends)]))
+        return 100 * float(
+            np.mean([part.mean() for part in np.split(self.values * self.weights, ends)])
+        )
 
 
 @dataclass(frozen=True)
@@ -216,9 +223,10 @@ class Comparison:
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
         """Every method against the highest of its ratio, on the same samples, over all seeds.
 
-        Those whose samples are not the highest's are left out.
+        Those whose samples are not the highest's are left out. The samples have chosen the highest,
+        so each test is corrected as one among all pairs of methods at a ratio.
         """
-        tests = []
+        tests, pairs = [], 0
         for ratio in self.ratios:
             means = {
                 method: statistics.fmean(row.score for row in rows)
@@ -233,7 +241,9 @@ class Comparison:
                 if method == highest or not own or not best or len(layouts) > 1:
                     continue
                 tests.append((ratio, highest, method, _difference(tuple(own), tuple(best))))
-        corrected = intervals.holm([test.p_value for *_, test in tests])
+            tested = sum(test[0] == ratio for test in tests)
+            pairs += tested * (tested + 1) // 2
+        corrected = intervals.holm([test.p_value for *_, test in tests], pairs)
         return [
             AgainstHighest(
                 suite, models, ratio, highest, method,
@@ -269,7 +279,7 @@ def _difference(
 ) -> intervals.CrossedTest:
     """Of seeds on the same samples; once for all tables of a comparison."""
     first, second = (np.stack([one.values for one in side]) for side in (own, other))
-    return intervals.crossed_test(first, second, own[0].counts)
+    return intervals.crossed_test(first, second, own[0].counts, own[0].weights)
 
 
 def group_of(method: str) -> str:

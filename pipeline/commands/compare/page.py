@@ -41,7 +41,7 @@ _ABOUT = (
     "Scores are averages on held-out samples, in points of 100, with 95 % intervals over samples "
     "and, of several, seeds of the search. In each column the highest score is bold where it is "
     "shown to be above all others; else those that are not shown to be below it are underlined. "
-    "These are paired tests on the same samples at 5 %, corrected for all of a table (Holm)."
+    "These are paired tests on the same samples at 5 %, corrected for all pairs of a table (Holm)."
 )
 _PAPER = " The columns 'paper' hold the figures of BOSCH, Table 1."
 _COSTS = (
@@ -269,7 +269,10 @@ def _average_text(
         lowest, *_, highest = sorted(row.score for row in rows)
         return f"{mean:.1f} (seeds {lowest:.1f}–{highest:.1f})"
     interval = crossed_mean(
-        np.stack([one.values for one in samples]), is_score=True, counts=samples[0].counts
+        np.stack([one.values for one in samples]),
+        is_score=True,
+        counts=samples[0].counts,
+        weights=samples[0].weights,
     )
     assert interval.low is not None and interval.high is not None
     return _with_interval(mean, 100 * interval.low, 100 * interval.high)
