@@ -1,4 +1,4 @@
-"""A method, a backend and a suite of one file or folder: nothing else in the tree names them."""
+"""A source, a method, a backend and a suite of one file or folder: nothing else names them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
         shutil.copytree(ROOT / package, house / package, ignore=no_cache)
     shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
     shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
+    shutil.copy(OWN / "own_source/backwards.py", house / "data_prep/documents/sources")
     shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/prompts/recall")
 
     case = Case(tmp_path)
@@ -41,7 +42,11 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     save_tiny_model(case.model)
     lines = ["the cat sat on the mat", "one two three"]
     (case.corpus / "a.txt").write_text("\n".join(lines * 400))
+    (case.corpus / "b.lines").write_text("\n".join(lines * 400))
     del case.content["train"]
+    case.content["prepare"]["sources"].append(
+        {"name": "b", "kind": "backwards", "path": str(case.corpus)}
+    )
     case.content["prepare"]["calibration"]["length"] = 1024
     case.content["search"] |= {"method": "last_layers"}
     recall = {"data_dir": str(case.corpus), "lengths": [32], "samples": 2}
@@ -58,6 +63,8 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert "Recall: up to 2 samples at each length" in done.stdout
+    statistics = json.loads((case.output("prepare") / "statistics.json").read_text())
+    assert statistics["sources"]["b"]["tokens_available"] > 4096
     table = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
     assert table["method"] == "last_layers"
     models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]

@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bosch.errors import UserError
 from data_prep.documents.filters import Filters
@@ -111,6 +111,11 @@ class Kind:
     def read(self, part: Part, source: Source) -> Iterable[Document | None]:
         """The documents of a part, as `read_part` gives them."""
         raise NotImplementedError
+
+
+def records() -> Any:
+    """The readers of records, which load pyarrow."""
+    return importlib.import_module("data_prep.documents.records")
 
 
 def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 from data_prep.documents.source_files import is_local
-from data_prep.documents.sources import Kind, Part, Source
+from data_prep.documents.sources import Kind, Part, Source, records
 
 
 class _HuggingFace(Kind):
@@ -24,7 +23,7 @@ class _HuggingFace(Kind):
 
     def read(self, part: Part, source: Source) -> Any:
         where = f"source {source.name}: dataset {source.path}, split {source.split}"
-        return _records().read_dataset(
+        return records().read_dataset(
             where, _dataset(source), part.start, source.text_field, source.filters
         )
 
@@ -37,11 +36,7 @@ def _dataset(source: Source) -> Any:
 
 @lru_cache(maxsize=4)
 def _open(*arguments: Any) -> Any:
-    return _records().open_dataset(*arguments)
-
-
-def _records() -> Any:
-    return importlib.import_module("data_prep.documents.records")
+    return records().open_dataset(*arguments)
 
 
 KIND = _HuggingFace()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
 from data_prep.documents import sources
-from data_prep.documents.sources import Kind, Part, Source
+from data_prep.documents.sources import Kind, Part, Source, records
 
 
 class _JsonLines(Kind):
@@ -18,18 +17,14 @@ class _JsonLines(Kind):
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for file in source.files:
             # A compressed file is one part.
-            size = 1 if _records().is_compressed(file) else max(1, file.stat().st_size)
+            size = 1 if records().is_compressed(file) else max(1, file.stat().st_size)
             for at in range(0, size, sources.PART_BYTES):
                 yield Part((file,), at, min(at + sources.PART_BYTES, size))
 
     def read(self, part: Part, source: Source) -> Any:
-        return _records().read_jsonl(
+        return records().read_jsonl(
             part.paths[0], part.start, part.stop, source.text_field, source.filters
         )
-
-
-def _records() -> Any:
-    return importlib.import_module("data_prep.documents.records")
 
 
 KIND = _JsonLines()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import open_regular
-from data_prep.documents.sources import Kind, Part, Source
+from data_prep.documents.sources import Kind, Part, Source, records
 
 _MAGIC = b"PAR1"
 
@@ -34,15 +33,11 @@ class _Parquet(Kind):
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for file in source.files:
-            for group in range(_records().parquet_row_groups(file, source.text_field)):
+            for group in range(records().parquet_row_groups(file, source.text_field)):
                 yield Part((file,), group)
 
     def read(self, part: Part, source: Source) -> Any:
-        return _records().read_parquet(part.paths[0], part.start, source.text_field, source.filters)
-
-
-def _records() -> Any:
-    return importlib.import_module("data_prep.documents.records")
+        return records().read_parquet(part.paths[0], part.start, source.text_field, source.filters)
 
 
 KIND = _Parquet()
