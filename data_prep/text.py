@@ -115,10 +115,19 @@ def pydoc_topics() -> dict[str, str]:
 def haystack_files(
     folder: Path, name: str = "essay_dir", suffixes: tuple[str, ...] = _PROSE_SUFFIXES
 ) -> list[Path]:
-    """The folder's texts in the order of their names. Raises UserError where there is none."""
+    """The folder's texts in the order of their names, without hidden ones.
+
+    Raises UserError where there is none.
+    """
     if not folder.is_dir():
         raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
-    files = sorted(p for p in folder.rglob("*") if p.suffix in suffixes and p.is_file())
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix in suffixes
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
     if not files:
         raise UserError(f"{name} {folder}: holds no {', '.join(suffixes)} file")
     return files

@@ -48,7 +48,7 @@ def named_budgets(config: Any, names: Literal["all"] | Sequence[int | float]) ->
     """KV slots, ascending, of the budgets of a hybrid's configuration that a recipe names.
 
     All are those that have sliding heads: without, the model is the original. Raises UserError
-    where it has none of that name, or one head layout alone.
+    where it has none of that name, or a single head layout.
     """
     if names == "all":
         every = kv_budgets(config)

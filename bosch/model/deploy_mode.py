@@ -151,7 +151,7 @@ class HybridModelMixin:
 
     @property
     def kv_budget(self) -> int | None:
-        """KV slots of the budget in force; None for a model of one head layout alone."""
+        """KV slots of the budget in force; None for a model of a single head layout."""
         return chosen_budget(self.config)  # type: ignore[attr-defined]
 
     def set_kv_budget(self, budget: int | float | None) -> None:

@@ -97,8 +97,9 @@ def chosen_budget(config: Any) -> int | None:
 def budget_slots(config: Any, budget: int | float | None) -> int | None:
     """KV slots of the budget that `budget` names; None for a model of one layout.
 
-    An integer names a budget by its slots, a share up to 1 the largest that has at most this share
-    of the original's, None the default. Raises UserError where the model has none of that name.
+    An integer from 2 on names a budget by its slots, a share up to 1 the largest that has at most
+    this share of the original's, None the default. Raises UserError where the model has none of
+    that name.
     """
     budgets, where = kv_budgets(config), _where(config)
     if not budgets:

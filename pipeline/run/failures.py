@@ -38,7 +38,7 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
         return {"kind": "run", "message": message}
     if isinstance(error, RunError):
         return {"kind": "run", "message": str(error)}
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
         return {"kind": "run", "message": "out of memory; see runtime for smaller batches"}
     return {"kind": "unexpected", "message": unexpected(error, log_file)}
 
@@ -53,6 +53,11 @@ def unexpected(error: BaseException, log_file: Path) -> str:
     except OSError:
         return line
     return f"{line}; the traceback is in {log_file}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory ran out; by its name, since torch may not be loaded."""
+    return type(error).__name__ == "OutOfMemoryError"
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -159,6 +159,8 @@ class Runner:
                 )
 
     def _link(self, node: Node) -> None:
+        if self.store.last_run(self.name).get(node.name) != node.key:
+            self._unlink_from(node)  # later stages' links lead to what was made of another output
         self.store.link(self.name, node.name, str(node.key), self.all_names)
 
     def _run_stage(self, state: StageState) -> None:

@@ -129,7 +129,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     requests = {"cache": "measure decodes with a KV cache"}
     for message in lacking(loaded.recipe.runtime.attention, requests):
         yield f"runtime.attention: {message}"
-    if search.method != "given" and min(section.lengths) < search.window.size:
+    if min(section.lengths) < search.window.size:
         yield (
             f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "
             f"{search.window.size:,}, within which a hybrid computes what the original does"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def run(
 
     Raises UserError when a source or the tokenizer is missing or damaged; names file and place.
     """
+    # A part's tokens stay open until they are packed: 2.5B tokens are some thousand parts.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     written = Statistics.finished(work_dir)
     if written is None:
         model = config.model

@@ -219,6 +219,9 @@ def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> 
     So no process holds all of them in float32. Only the first process has `weights`, in the
     precision and by the names they were saved in; it sends one after the other.
     """
+    # By the layers that it has: transformers' own list may name others, or none.
+    layers = {type(layer).__name__ for layer in model.get_decoder().layers}
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(layers)
     fsdp2_prepare_model(accelerator, model)
     _fill(model, weights, accelerator.device)
 
@@ -243,4 +246,10 @@ def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+        saved = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in saved:  # others are computed, not read
+                if dist.get_rank() == 0:
+                    buffer.copy_(weights.pop(saved_name(name), buffer))
+                dist.broadcast(buffer, 0)
     weights.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from bosch.errors import RunError, StoppedError
+from bosch.errors import LostRankError, RunError, StoppedError
 from bosch.files import added_entries, file_hashes, remove
 from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
@@ -88,6 +88,8 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     try:
         with loop.timer.signals(), partners_alive():
             loop.run()
+    except LostRankError:  # no point that all write can be finished
+        raise
     except RunError:  # all processes end for the same reason, with a restart point first
         restarts.wait()
         raise

@@ -364,7 +364,7 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        if connection_broke(error):
+        if connection_broke(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # of any process

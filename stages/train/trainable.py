@@ -33,6 +33,11 @@ def restrict_training(model: Any, train: TrainConfig) -> None:
         model.requires_grad_(False)
         for module in attention_modules(model):
             module.requires_grad_(True)
+    else:  # training reads text: what sees images gets no gradient
+        reading = (model.get_decoder(), model.get_output_embeddings())
+        trained = {id(p) for module in reading if module is not None for p in module.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trained and parameter.requires_grad)
 
 
 def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
@@ -48,7 +53,8 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
     targets = [
         name
         for name, module in model.named_modules()
-        if id(module) in inside and isinstance(module, nn.Linear)
+        # A router may be a linear map that returns more than one.
+        if id(module) in inside and getattr(type(module), "forward", None) is nn.Linear.forward
     ]
     if not targets:
         raise UserError("train.lora: the model has no linear map that could take an adapter")

@@ -311,6 +311,6 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
     assert [(one.name, one.identity) for one in asked] == [
         ("original", None), ("one", "abc"), (f"one @ {shares[2]}", f"abc-{slots[2]}"),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="one head layout alone"):
+    with pytest.raises(UserError, match="a single head layout"):
         single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
         evaluate.at_other_budgets(Evaluated("hybrid", single), EvaluateConfig(budgets="all"))

@@ -232,7 +232,7 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
     assert named_budgets(whole, [1.0]) == (128,)
     single = make_case(tmp_path / "single")
     for budgets in ("all", [0.5]):
-        with pytest.raises(UserError, match="one head layout alone"):
+        with pytest.raises(UserError, match="a single head layout"):
             train_here(single, tmp_path, train={"budgets": budgets})
 
 

@@ -126,7 +126,7 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     assert again.kv_budget == slots[1]
 
 
-@pytest.mark.parametrize("asked", [17, 1, 1.5, 0.0, -3, True, "25%", 0.001, float("nan")])
+@pytest.mark.parametrize("asked", [17, 1.5, 0.0, -3, True, "25%", 0.001, float("nan")])
 def test_a_budget_that_is_not_there_is_refused_with_those_that_are(
     folder: Path, front: Front, asked: Any
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_budget_that_is_not_there_is_refused_with_those_that_are(
 def test_a_model_of_one_layout_has_no_budgets(model: Any, front: Front) -> None:
     hybrid = alone(model, front, 1)
     assert hybrid.kv_budget is None
-    with pytest.raises(UserError, match="one head layout alone"):
+    with pytest.raises(UserError, match="a single head layout"):
         hybrid.set_kv_budget(front.points[1].kv_slots)
     hybrid.set_kv_budget(None)
 

@@ -445,6 +445,19 @@ def test_links_of_what_no_longer_belongs_are_taken_away(
     assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
 
 
+def test_links_lead_to_one_run_also_where_all_its_stages_are_cached(case: Case) -> None:
+    """Else a model would be sent to the hub with another's scores."""
+    other = "search.swa_ratio=0.75"
+    runner(case).run()
+    runner(case, other, until="materialize").run()
+    assert runner(case).run() == 0 and case.output("evaluate").is_symlink()
+    assert runner(case, other, until="materialize").run() == 0
+    assert case.output("prepare").is_symlink() and case.output("materialize").is_symlink()
+    for name in ("train", "evaluate", "report"):
+        assert not case.output(name).is_symlink()
+    assert runner(case).run() == 0 and case.output("report").is_symlink()
+
+
 def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None:
     def keys(*overrides: str) -> list[str | None]:
         loaded = load_recipe(case.file, overrides, env={})

@@ -191,7 +191,7 @@ def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -
         (["evaluate_parallel=context", "evaluate.rivals=[dcam]"], TWO,
          "rivals names dcam, which read the examples"),
         (["evaluate_parallel=context", "evaluate.harness.tasks=[gsm8k]"], TWO,
-         "harness reads its prompts in one"),
+         "evaluate.harness, which reads its prompts in one"),
     ],
     ids=str,
 )  # fmt: skip

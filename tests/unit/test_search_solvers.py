@@ -172,6 +172,14 @@ def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget
         assert raced.ended > len(raced.calls) / 4 and plain.ended == 0
 
 
+def test_annealing_goes_by_no_bounds() -> None:
+    """It goes on from worse masks, and a bound looks nearly best."""
+    plain, raced = Racing(12, 0, 8), Racing(12, 0, 8)
+    for measure in (plain, raced):
+        solve(problem(12, 4, 60, measure, race=measure is raced), "annealing", 0)
+    assert raced.calls == plain.calls and raced.ended == 0
+
+
 @pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
 def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
     """It goes by the bounds too, and may ask for other candidates than without them."""

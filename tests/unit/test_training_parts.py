@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.attention import BACKENDS
@@ -43,11 +45,13 @@ from stages.train.model import (
     load_for_training,
     saved_dtype,
     saved_weights,
+    shard_teacher,
     use_grouped_experts,
 )
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
+from stages.train.trainable import restrict_training
 from tests.hybrid_case import random_mask, small_model
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
@@ -593,6 +597,34 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
     weights = saved_weights(model_dir, config.model)
     assert weights.keys() == whole.state_dict().keys()
     assert {value.dtype for value in weights.values()} == {saved_dtype(model_dir)}
+
+
+def test_sharding_brings_the_buffers_that_a_checkpoint_holds() -> None:
+    """Experts are chosen by them."""
+    source, model = small_model("glm4_moe"), small_model("glm4_moe", seed=1)
+    for buffer in source.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer))
+    weights = {name: value.clone() for name, value in source.state_dict().items()}
+    assert any(name.endswith("e_score_correction_bias") for name in weights)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard_teacher(model, dict(weights), torch.device("cpu"))
+        for name, value in model.state_dict().items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(whole, weights[name]), name
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
+    """Without gradients DDP would wait for them, and restart points lack their moments."""
+    model = small_model(family)
+    restrict_training(model, TrainConfig(total_tokens=1024, batch_tokens=512))
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if ".visual." in name}
+    assert bool(frozen) == (family == "qwen3_vl")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
