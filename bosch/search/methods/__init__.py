@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -93,13 +93,8 @@ def register(name: str, method: Method) -> None:
     METHODS.update(entries)
 
 
-def register_all(folders: Iterable[str]) -> None:
-    """Import every file of these folders of the package: each registers its methods."""
-    for module in pkgutil.iter_modules(folders):
-        importlib.import_module(f"{__name__}.{module.name}")
-
-
-register_all(__path__)
+for _module in pkgutil.iter_modules(__path__):  # each file registers its methods
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 # Those that find a mask by themselves.
 FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")

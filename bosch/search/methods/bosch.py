@@ -90,6 +90,6 @@ register("one_plus_one", Method(
 ))  # fmt: skip
 register("annealing", Method(
     "Annealing", "ablation", "bosch.search.rivals:annealing",
-    "simulated annealing on the whole mask, without stages", _ONE_SOLVER, _whole_mask,
+    "simulated annealing on the whole mask, without stages", _ONE_SOLVER - {"race"}, _whole_mask,
     in_paper=False,
 ))  # fmt: skip
