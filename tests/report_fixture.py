@@ -16,9 +16,10 @@ from bosch.journal import Journal
 from bosch.model.cache_size import CacheSize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.position_suite import position_table
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, write_samples
-from stages.evaluate.stage import EvaluateConfig, NeedleEvaluation
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.needle import NeedleEvaluation
+from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import SubtaskScores, suite_table
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.measure.stage import Efficiency, MeasureConfig

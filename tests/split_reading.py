@@ -19,8 +19,8 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.context import Runtime
 from stages.evaluate.generation import Question, generate
-from stages.evaluate.position_suite import token_losses
 from stages.evaluate.shared_reading import SharedReading
+from stages.evaluate.suites.positions.suite import token_losses
 from tests.hybrid_case import mask_of, small_model, tokens
 
 # Batches with padding and without; the last is shorter than its chunks with padding at the end.

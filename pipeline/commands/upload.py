@@ -136,7 +136,7 @@ def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
     if suite is None:
         return []
     # By name: it loads lm-eval, which takes seconds.
-    harness = importlib.import_module("stages.evaluate.harness_tasks")
+    harness = importlib.import_module("stages.evaluate.suites.harness.tasks")
     manager = harness.task_manager(list(suite.tasks))
     entries = []
     for task, by_length in suite.tasks.items():

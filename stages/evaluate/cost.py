@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-
 from bosch.budget import LayerHeads, window_shares
 from bosch.model.cache_size import CacheSize, beside_states
 from bosch.objective.memory import ActivationSizes
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
+from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.exchange import pass_values, whole_chunks
 from stages.formats import format_bytes
@@ -109,27 +107,12 @@ def _cost(
     )
 
 
-@dataclass(frozen=True)
-class _Work:
-    """So many samples, answers counted, of a context of `length` tokens on average.
-
-    `tokens` are those of all samples; `longest` is the longest of them, with its answer, and
-    `most_rows` how many are read at once, at most.
-    """
-
-    samples: int
-    tokens: int
-    length: int
-    longest: int
-    most_rows: int = sys.maxsize
-
-
-def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work], list[str]]:
+def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:
     """The samples of the suites, and what they are; those of single tasks of lm-eval are unknown.
 
     Of a prompt that is longer than the model's `positions` lm-eval keeps the end.
     """
-    work, facts = list[_Work](), list[str]()
+    work, facts = list[Work](), list[str]()
     limit = evaluate.harness.samples if evaluate.harness is not None else None
     for one in benchmarks(evaluate.presets):
         left_out = f"; without {one.left_out}" if one.left_out else ""
@@ -141,24 +124,15 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[_Work],
         documents = min(one.documents, limit or one.documents)
         length = one.prompt + one.answer
         samples, read = documents * one.answers, min(length, positions or length)
-        work.append(_Work(samples, samples * read, read, read))
+        work.append(Work(samples, samples * read, read, read))
         answers = f", {one.answers} answers each" if one.answers > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
             f"{one.name}: {documents:,} documents of about {length:,} tokens{part}{answers}, data: "
             f"{one.data}{left_out}"
         )
-    for section in evaluate.prompts.values():
-        samples, (_, longest) = section.most_samples, section.most_tokens
-        for length in section.lengths:
-            work.append(_Work(samples, samples * (length + section.new_tokens), length, longest))
-        facts.append(f"{section.title}: up to {samples:,} samples at each length")
-    if (needle := evaluate.needle) is not None:
-        samples = needle.samples * len(needle.tasks)
-        work += [_Work(samples, samples * length, length, length) for length in needle.lengths]
-        facts.append(f"RULER: {samples:,} samples at each length")
-    if (own := evaluate.positions) is not None:
-        tokens = own.documents * own.length
-        work.append(_Work(own.documents, tokens, own.length, own.length, most_rows=1))
-        facts.append(f"loss by position: {own.documents:,} documents of {own.length:,} tokens")
+    for section in evaluate.suites.values():
+        own_work, own_facts = section.work()
+        work += own_work
+        facts += own_facts
     return work, facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from accelerate.utils import gather_object
 
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import file_digest, file_hashes, load_json, make_folder, remove, write_json
+from bosch.files import file_hashes, load_json, make_folder, remove, write_json
 from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -26,20 +27,9 @@ from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks.ruler import Corpus
-from data_prep.tasks.words import sentences_identity, words_identity
-from data_prep.text import essay_identity, haystack_words
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
 from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.harness_suite import HarnessSuite
-from stages.evaluate.needle_suite import NeedleSuite
-from stages.evaluate.position_suite import (
-    PositionSuite,
-    documents_identity,
-    position_table,
-)
-from stages.evaluate.prompt_suite import PromptSuite
 from stages.evaluate.scores import (
     FAILED_MODELS,
     ORIGINAL,
@@ -50,7 +40,7 @@ from stages.evaluate.scores import (
 )
 from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suite import Suite
+from stages.evaluate.suite import Places, Suite
 from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
 
 logger = logging.getLogger(__name__)
@@ -164,35 +154,14 @@ def _suites(
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
     }  # fmt: skip
-    if (needle := section.needle) is not None:
-        data_dir = Path(needle.data_dir) if needle.data_dir is not None else None
-        corpus = Corpus(haystack_words(needle.essay_dir), data_dir)
-        suites.append(
-            NeedleSuite(
-                name="needle",
-                section=needle,
-                corpus=corpus,
-                calibration=calibration,
-                folder=(config.shared or own) / "samples",
-                card=Path(config.model.path, "README.md"),
-                **common,
-            )
-        )
-        tables["corpus"] = {  # what RULER's samples were made of, for reports
-            **essay_identity(needle.essay_dir, corpus.essay),
-            "keys": words_identity(),
-            "sentences": sentences_identity(),
-        }
-    if section.harness is not None:
-        suites.append(HarnessSuite(name="harness", section=section.harness, **common))
-    if section.positions is not None:
-        suites.append(PositionSuite(name="positions", section=section.positions, **common))
-        identity = documents_identity(section.positions.path)
-        tables.setdefault("corpus", {})["long documents"] = identity
-    for name, prompts in section.prompts.items():
-        folder = Path(prompts.data_dir)
-        files = {name: file_digest(folder / name) for name in prompts.files(folder)}
-        suites.append(PromptSuite(name=name, section=prompts, files=files, **common))
+    card = Path(config.model.path, "README.md")
+    places = Places((config.shared or own) / "samples", card, calibration)
+    for name, one in section.suites.items():
+        module, _, kind = one.runner.partition(":")
+        suite: type[Suite] = getattr(importlib.import_module(module), kind)
+        suites.append(suite.open(places, name=name, section=one, **common))
+    if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
+        tables["corpus"] = texts
     return suites
 
 
@@ -324,11 +293,11 @@ def write_tables(
 
     write_samples(work_dir, lines())
     checkpoints: dict[str, Any] = {}
-    positions: dict[str, Any] = {}
+    own_tables: dict[str, dict[str, Any]] = {}
     if original is not None:
         known = Scores.read(original).content
         checkpoints |= known.get("checkpoints", {})
-        positions |= known.get("positions", {})
+        own_tables |= {suite.name: dict(known.get(suite.name, {})) for suite in suites}
         records = [one for one in read_samples(original) if one["checkpoint"] == ORIGINAL]
         for suite in suites:
             fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
@@ -350,9 +319,8 @@ def write_tables(
                 continue
             own = answers[model.name, suite.name]
             base = answers.get((ORIGINAL, suite.name)) if model.name != ORIGINAL else None
-            if isinstance(suite, PositionSuite):
-                losses = base.losses if base is not None else None
-                positions[model.name] = position_table(suite.section.length, own.losses, losses)
+            if (own_table := suite.own_table(own, base)) is not None:
+                own_tables.setdefault(suite.name, {})[model.name] = own_table
                 continue
             subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
             if not subtasks:
@@ -372,6 +340,6 @@ def write_tables(
     missing = {suite.name: suite.missing for suite in suites if suite.missing}
     return {
         "checkpoints": checkpoints,
-        **({"positions": positions} if positions else {}),
+        **{name: table for name, table in own_tables.items() if table},
         **({"missing": missing} if missing else {}),
     }

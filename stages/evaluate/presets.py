@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from data_prep.tasks.tables import RulerTask
-from stages.evaluate.prompts import SUITES
+from stages.evaluate.prompts import PromptEvaluation
+from stages.evaluate.suites import SUITES
 
 PresetName = Literal["short", "long", "reasoning"]
 
@@ -81,7 +82,7 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
                   ("infinitebench",), documents=3_900, prompt=180_000, answer=100,
                   packages=("rouge_score",)),
         *(Benchmark(suite.title, suite.source, suite.public_data, section=name)
-          for name, suite in SUITES.items()),
+          for name, suite in SUITES.items() if issubclass(suite, PromptEvaluation)),
     ),
     "reasoning": (
         # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from bosch.errors import UserError
+from bosch.files import file_digest
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from data_prep.text import encode_answer, encode_prompt
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
 from stages.evaluate.prompts import PromptEvaluation
-from stages.evaluate.suite import Records, Suite, answer_record
+from stages.evaluate.suite import Places, Records, Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
@@ -57,6 +59,13 @@ class PromptSuite(Suite):
     files: Any
     _samples: dict[Subtask, list[PromptSample]] = field(default_factory=dict)
     _questions: dict[tuple[Subtask, int], Question] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, places: Places, **given: Any) -> Self:
+        section: PromptEvaluation = given["section"]
+        folder = Path(section.data_dir)
+        files = {name: file_digest(folder / name) for name in section.files(folder)}
+        return cls(files=files, **given)
 
     @property
     def subtasks(self) -> list[Subtask]:

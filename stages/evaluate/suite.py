@@ -5,16 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from bosch.progress import Progress
+from data_prep.documents.calibration import CalibrationNeedles
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_reading import SharedReading
 
+if TYPE_CHECKING:
+    from stages.evaluate.tables import SuiteAnswers
+
 # Records of answers, a batch at a time.
 Records = Iterator[list[dict[str, Any]]]
+
+
+class Places(NamedTuple):
+    """What an evaluation has beside its models: folder of samples, model card, calibration set."""
+
+    samples: Path
+    card: Path  # of the original model
+    calibration: CalibrationNeedles | None
 
 
 @dataclass(kw_only=True)
@@ -36,6 +49,16 @@ class Suite(ABC):
     shared: SharedReading | None = None
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, places: Places, **given: Any) -> Self:
+        """The suite of `given` fields, with what it takes of `places`."""
+        return cls(**given)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What its samples are made of, for reports."""
+        return {}
 
     @property
     @abstractmethod
@@ -66,6 +89,10 @@ class Suite(ABC):
                 for records in self.answer(subtask, indices, loaded):
                     journal.append(*records)
                     bar.update(len(records), note=self.note(subtask))
+
+    def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> Any:
+        """A model's table where the suite's is none of scores, else None."""
+        return None
 
     def note(self, subtask: Subtask) -> str:
         """What the progress shows while a subtask is answered."""

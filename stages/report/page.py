@@ -18,7 +18,7 @@ from stages.evaluate.scores import (
     mark,
     power,
 )
-from stages.evaluate.stage import suite_title
+from stages.evaluate.suites import suite_title
 from stages.formats import (
     format_bytes,
     format_count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from stages.evaluate.scores import HYBRID, Against, SuiteScores
-from stages.evaluate.stage import suite_title
+from stages.evaluate.suites import suite_title
 from stages.formats import format_length, signed
 from stages.report.results import Results, label_of
 

@@ -27,10 +27,11 @@ from bosch.window import Window
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
-from stages.evaluate.harness_suite import HarnessSuite
 from stages.evaluate.models import load_evaluated
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
+from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Suite
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness.suite import HarnessSuite
 from stages.original import run as original
 from tests.tiny_data import save_tiny_model
 

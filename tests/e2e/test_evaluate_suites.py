@@ -16,19 +16,23 @@ from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import harness_suite, harness_tasks, selected
+from stages.evaluate import selected
 from stages.evaluate import suite as suites
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
-from stages.evaluate.harness_suite import HarnessSuite
-from stages.evaluate.harness_tasks import read_records
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.position_suite import (
+from stages.evaluate.scores import Scores, SelectedScores, read_samples
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import suite as harness_suite
+from stages.evaluate.suites.harness import tasks as harness_tasks
+from stages.evaluate.suites.harness.suite import HarnessSuite
+from stages.evaluate.suites.harness.tasks import read_records
+from stages.evaluate.suites.positions import PositionEvaluation
+from stages.evaluate.suites.positions.suite import (
     PositionSuite,
     documents,
     token_losses,
 )
-from stages.evaluate.scores import Scores, SelectedScores, read_samples
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation, PositionEvaluation
 from stages.original import run as original
 from tests import nolima_case
 from tests.evaluation_case import score_original, suites_config

@@ -35,7 +35,7 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
     shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
     shutil.copy(OWN / "own_source/backwards.py", house / "data_prep/documents/sources")
-    shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/prompts/recall")
+    shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/suites/recall")
 
     case = Case(tmp_path)
     shutil.rmtree(case.model)

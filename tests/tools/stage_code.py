@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.recipe.stage_list import STAGES
-from stages.evaluate import prompts
+from stages.evaluate import suites
 from stages.evaluate.answers import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +29,12 @@ _PACKAGES = ("bosch", "data_prep", "stages")
 # What the key of the answers that runs share stands for: its GENERATION and SCORING count as the
 # version of a stage.
 ANSWERS = "answers"
-_SUITES = tuple(
-    f"stages.evaluate.{name}_suite" for name in ("needle", "harness", "position", "prompt")
-)
+# What a suite loads by name: the module of its class, and what makes its prompts.
+_BY_NAME = {
+    module
+    for section in suites.SUITES.values()
+    for module in (section.runner.partition(":")[0], f"{section.__module__}.samples")
+}
 # Sentences, progress bars and formats of numbers are no results.
 _NO_RESULT = {"bosch.errors", "bosch.progress", "stages.versions"}
 _SKIPPED_FIELDS = {"annotation", "returns", "type_comment", "kind", "type_params", "ctx"}
@@ -51,7 +54,7 @@ def behind(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]
     before, after = recorded["modules"], now["modules"]
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     closures = {stage.name: closure(entry(stage.function)) for stage in STAGES}
-    closures[ANSWERS] = {module for suite in _SUITES for module in closure(suite)}
+    closures[ANSWERS] = {one for suite in _BY_NAME if path(suite) for one in closure(suite)}
     stages = {}
     for name, modules in closures.items():
         same = recorded["versions"].get(name) == now["versions"].get(name)
@@ -72,8 +75,8 @@ def closure(module: str) -> set[str]:
         if one not in modules and one not in _NO_RESULT:
             modules.add(one)
             pending += imports(one)
-            if one == prompts.__name__:  # what makes the prompts is loaded by its name
-                pending += [f"{suite.__module__}.samples" for suite in prompts.SUITES.values()]
+            if one == suites.__name__:
+                pending += filter(path, _BY_NAME)
     return modules
 
 

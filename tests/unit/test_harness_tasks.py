@@ -15,11 +15,16 @@ from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
-from stages.evaluate import harness_tasks
 from stages.evaluate.answers import Subtask
-from stages.evaluate.harness_suite import HarnessSuite, record_of
-from stages.evaluate.harness_tasks import leaf_configs, load_tasks, read_records, refuse_unscorable
-from stages.evaluate.stage import HarnessEvaluation
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import tasks as harness_tasks
+from stages.evaluate.suites.harness.suite import HarnessSuite, record_of
+from stages.evaluate.suites.harness.tasks import (
+    leaf_configs,
+    load_tasks,
+    read_records,
+    refuse_unscorable,
+)
 
 FOLDERS = (
     "mmlu", "gpqa", "arc", "bbh", "leaderboard", "babilong", "minerva_math", "glue", "longbench",

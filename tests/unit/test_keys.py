@@ -28,10 +28,11 @@ from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Choice, Runner
 from stages.context import StageConfig
-from stages.evaluate.prompts.helmet import Helmet
-from stages.evaluate.prompts.mrcr import Mrcr
-from stages.evaluate.prompts.nolima import Nolima
-from stages.evaluate.stage import HarnessEvaluation, NeedleEvaluation
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.helmet import Helmet
+from stages.evaluate.suites.mrcr import Mrcr
+from stages.evaluate.suites.needle import NeedleEvaluation
+from stages.evaluate.suites.nolima import Nolima
 from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
 from stages.recipe import World

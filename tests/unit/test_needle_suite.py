@@ -13,10 +13,10 @@ from bosch.errors import RunError
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.ruler import Corpus
 from stages.context import ModelConfig
-from stages.evaluate import needle_suite
 from stages.evaluate.answers import AnswerFolder, Evaluated
-from stages.evaluate.needle_suite import NeedleSuite
-from stages.evaluate.stage import NeedleEvaluation
+from stages.evaluate.suites.needle import NeedleEvaluation
+from stages.evaluate.suites.needle import suite as needle_suite
+from stages.evaluate.suites.needle.suite import NeedleSuite
 from tests.ruler_case import TOKENIZER, essay_text
 
 TASKS = ["niah_single_2", "niah_multikey_1"]

@@ -17,17 +17,18 @@ from data_prep.tasks.longbench import TASKS as LONGBENCH
 from data_prep.tasks.tables import RulerTask
 from pipeline.commands import validate
 from pipeline.recipe.load import load_recipe
-from stages.evaluate import harness_tasks
 from stages.evaluate.chat import ChatTemplate, has_template
-from stages.evaluate.harness_tasks import (
+from stages.evaluate.presets import PRESETS, benchmarks
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import tasks as harness_tasks
+from stages.evaluate.suites.harness.tasks import (
     leaf_configs,
     load_tasks,
     mean_metrics,
     preset_gaps,
     refuse_unscorable,
 )
-from stages.evaluate.presets import PRESETS, benchmarks
-from stages.evaluate.stage import EvaluateConfig, HarnessEvaluation
 from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,16 +36,16 @@ from stages.evaluate import answers
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
-from stages.evaluate.harness_tasks import preset_gaps
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
-from stages.evaluate.prompts.helmet import Helmet
-from stages.evaluate.prompts.helmet import samples as helmet
-from stages.evaluate.prompts.helmet.tasks import HELMET_TASKS
-from stages.evaluate.prompts.mrcr import Mrcr
-from stages.evaluate.prompts.mrcr import samples as mrcr
-from stages.evaluate.prompts.nolima import Nolima
-from stages.evaluate.prompts.nolima import samples as nolima
 from stages.evaluate.scores import read_samples
+from stages.evaluate.suites.harness.tasks import preset_gaps
+from stages.evaluate.suites.helmet import Helmet
+from stages.evaluate.suites.helmet import samples as helmet
+from stages.evaluate.suites.helmet.tasks import HELMET_TASKS
+from stages.evaluate.suites.mrcr import Mrcr
+from stages.evaluate.suites.mrcr import samples as mrcr
+from stages.evaluate.suites.nolima import Nolima
+from stages.evaluate.suites.nolima import samples as nolima
 from tests import helmet_case, nolima_case
 from tests.evaluation_case import score_original
 from tests.hybrid_case import small_model

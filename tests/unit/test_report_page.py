@@ -16,8 +16,8 @@ import pytest
 from bosch.errors import RunError
 from bosch.search.evaluator import Phase
 from stages.evaluate.answers import TaskGroup
-from stages.evaluate.position_suite import position_table
 from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import suite_table
 from stages.pages import page as template
 from stages.pages.charts import Picture

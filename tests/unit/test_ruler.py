@@ -29,7 +29,7 @@ from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter
-from stages.evaluate.stage import NeedleEvaluation
+from stages.evaluate.suites.needle import NeedleEvaluation
 from tests.ruler_case import TOKENIZER, essay_text, write_data
 from tests.tiny_data import tiny_tokenizer
 

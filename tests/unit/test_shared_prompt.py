@@ -13,8 +13,8 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.evaluate.answers import ModelError
 from stages.evaluate.generation import Question, decode, generate
-from stages.evaluate.harness_suite import language_model
 from stages.evaluate.shared_prompt import SharedPrompt
+from stages.evaluate.suites.harness.suite import language_model
 from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
 from tests.tiny_data import tiny_tokenizer
 

@@ -10,7 +10,9 @@ from bosch.errors import RunError
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe, missing_inputs
 from stages.context import Runtime
-from stages.evaluate.stage import EvaluateConfig, missing_ruler_file, suite_title
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites import suite_title
+from stages.evaluate.suites.needle import missing_ruler_file
 from stages.train.stage import (
     TrainConfig,
     batch_faults,
@@ -325,5 +327,5 @@ def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> 
     assert evaluate.harness.optional == ["mmlu", "ai2_arc", "hellaswag", "winogrande"]
     titles = ["needle", "harness", "positions", "nolima", "mrcr", "helmet", "other"]
     assert [suite_title(name) for name in titles] == [
-        "Needle", "Other tasks", "positions", "NoLiMa", "MRCR", "HELMET", "other",
+        "Needle", "Other tasks", "Loss by position", "NoLiMa", "MRCR", "HELMET", "other",
     ]  # fmt: skip

@@ -19,7 +19,8 @@ from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
-from stages.evaluate.stage import EvaluateConfig, NeedleEvaluation
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.tables import subtask_scores
 from stages.materialize.stage import MODEL, MaterializeSummary
 from stages.recipe import Recipe

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from stages.evaluate.prompts import DataFolder, PromptEvaluation
-from stages.evaluate.prompts.helmet.tasks import HELMET_TASKS, HelmetTaskName
+from stages.evaluate.suites.helmet.tasks import HELMET_TASKS, HelmetTaskName
 from stages.fields import Count, different
 
 

@@ -21,8 +21,9 @@ from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import check_numbers
 from stages.evaluate.shared_reading import SharedReading
-from stages.evaluate.stage import PositionEvaluation
 from stages.evaluate.suite import Records, Suite
+from stages.evaluate.suites.positions import PositionEvaluation
+from stages.evaluate.tables import SuiteAnswers
 from stages.versions import installed_versions
 
 # Tokens of one forward pass; their logits over the vocabulary are held at once.
@@ -79,6 +80,17 @@ class PositionSuite(Suite):
             losses = token_losses(loaded, self._documents[index], self.shared)
             bins = [float(losses[a - 1 : b - 1].mean()) for a, b in itertools.pairwise(bounds)]
             yield [{"index": index, "loss": bins}]
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        path, name = self.section.path, "transformers"
+        if path is None:
+            path = f"models of {name} {installed_versions([name])[name]}"
+        return {"long documents": path}
+
+    def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> dict[str, Any]:
+        losses = original.losses if original is not None else None
+        return position_table(self.section.length, answers.losses, losses)
 
     def note(self, subtask: Subtask) -> str:
         return "loss by position"
@@ -155,13 +167,6 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     for file in sorted(files, key=lambda file: (-file.stat().st_size, file.name)):
         text = file.read_text(encoding="utf-8")
         yield text[text.find("\nclass ") + 1 :][:characters]
-
-
-def documents_identity(path: str | None) -> str:
-    """What the documents are, for reports."""
-    if path is not None:
-        return path
-    return f"models of transformers {installed_versions(['transformers'])['transformers']}"
 
 
 def _beginning(path: Path, characters: int) -> str:

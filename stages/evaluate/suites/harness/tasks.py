@@ -23,12 +23,9 @@ from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.presets import PRESETS
-from stages.evaluate.stage import (
-    NO_HARNESS,
-    EvaluateConfig,
-    HarnessEvaluation,
-    missing_ruler_file,
-)
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
+from stages.evaluate.suites.needle import missing_ruler_file
 from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
@@ -93,7 +90,7 @@ def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
                 for package in one.packages
                 if importlib.util.find_spec(package) is None
             ]
-            if one.section and one.section not in evaluate.prompts:
+            if one.section and one.section not in evaluate.suites:
                 reasons.append(
                     f"its data ({one.data}) is not named: evaluate.{one.section}.data_dir"
                 )

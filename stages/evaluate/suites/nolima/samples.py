@@ -23,7 +23,7 @@ from bosch.files import load_user_json
 from data_prep.text import read_utf8
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_suite import PromptSample, Turns
-from stages.evaluate.prompts.nolima import Nolima
+from stages.evaluate.suites.nolima import Nolima
 
 _BASE_SEED = 42
 _MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred

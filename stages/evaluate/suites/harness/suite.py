@@ -22,7 +22,10 @@ from data_prep.tasks import longbench
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from stages.evaluate.answers import Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers
-from stages.evaluate.harness_tasks import (
+from stages.evaluate.shared_prompt import SharedPrompt
+from stages.evaluate.suite import Records, Suite, answer_record
+from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness.tasks import (
     load_tasks,
     local_files,
     mean_metrics,
@@ -30,9 +33,6 @@ from stages.evaluate.harness_tasks import (
     refuse_unscorable,
     task_manager,
 )
-from stages.evaluate.shared_prompt import SharedPrompt
-from stages.evaluate.stage import HarnessEvaluation
-from stages.evaluate.suite import Records, Suite, answer_record
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,11 @@
 """Suites whose prompts are made of files that a user names; no torch.
 
-Each is a folder here: its section `SUITE`, and in `samples.py` the function `samples` of (section,
-tokenizer, seed, chat template), which returns what is asked and how it is scored. The folder's name
-is the section's in `evaluate`.
+In the package of each, `samples.py` has the function `samples` of (section, tokenizer, seed, chat
+template), which returns what is asked and how it is scored.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -17,8 +14,10 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from data_prep.documents.source_files import files_below
-from stages.fields import Count, PathText, Section, different
+from stages.evaluate.section import SuiteSection, Work
+from stages.fields import Count, PathText, different
 from stages.inputs import Hasher, Input, hashed_files
+from stages.recipe import LoadedRecipe, position_faults
 from stages.stage import call
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def _check(where: str, section: PromptEvaluation, folder: str) -> None:
 DataFolder = Annotated[PathText, Input(_identity, _check)]
 
 
-class PromptEvaluation(Section):
+class PromptEvaluation(SuiteSection):
     """What all of them have: data, lengths, samples.
 
     `source` and `public_data` say whose it is and where its data is found, `read` are the endings
@@ -51,7 +50,7 @@ class PromptEvaluation(Section):
     length, `new_tokens` how long an answer is, about.
     """
 
-    title: ClassVar[str] = ""
+    runner = "stages.evaluate.prompt_suite:PromptSuite"
     source: ClassVar[str] = ""
     public_data: ClassVar[str] = ""
     read: ClassVar[tuple[str, ...]] = ()
@@ -91,13 +90,18 @@ class PromptEvaluation(Section):
         """Samples at a length, of the public data."""
         return self.kinds * min(self.samples or self.published, self.published)
 
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        fields, tokens = self.most_tokens
+        yield from position_faults(loaded, f"{where}.{fields}", tokens)
+
+    def work(self) -> tuple[list[Work], list[str]]:
+        samples, (_, longest) = self.most_samples, self.most_tokens
+        work = [
+            Work(samples, samples * (length + self.new_tokens), length, longest)
+            for length in self.lengths
+        ]
+        return work, [f"{self.title}: up to {samples:,} samples at each length"]
+
     def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
         """The samples of all lengths, which hold what a chat template adds, too."""
         return call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)
-
-
-# By name, as the recipe has it.
-SUITES: dict[str, type[PromptEvaluation]] = {
-    module.name: importlib.import_module(f"{__name__}.{module.name}").SUITE
-    for module in pkgutil.iter_modules(__path__)
-}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.samples import SampleFolder
 from data_prep.tasks.tables import ANY_ANSWER
+from data_prep.tasks.words import sentences_identity, words_identity
+from data_prep.text import essay_identity, haystack_words
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
-from stages.evaluate.stage import NeedleEvaluation, missing_ruler_file
-from stages.evaluate.suite import Records, Suite, answer_record
+from stages.evaluate.suite import Places, Records, Suite, answer_record
+from stages.evaluate.suites.needle import NeedleEvaluation, missing_ruler_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,16 @@ class NeedleSuite(Suite):
     folder: Path
     card: Path  # of the original model
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, places: Places, **given: Any) -> Self:
+        needle: NeedleEvaluation = given["section"]
+        data_dir = Path(needle.data_dir) if needle.data_dir is not None else None
+        corpus = Corpus(haystack_words(needle.essay_dir), data_dir)
+        return cls(
+            corpus=corpus, calibration=places.calibration, folder=places.samples, card=places.card,
+            **given,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._folders = {}
@@ -59,6 +71,14 @@ class NeedleSuite(Suite):
                     identity["chat"] = self.chat.digest
                 digest = digest_of(identity)
                 self._folders[Subtask(task, length, digest)] = folder
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        return {
+            **essay_identity(self.section.essay_dir, self.corpus.essay),
+            "keys": words_identity(),
+            "sentences": sentences_identity(),
+        }
 
     @property
     def subtasks(self) -> list[Subtask]:

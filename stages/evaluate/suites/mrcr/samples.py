@@ -21,7 +21,7 @@ from data_prep.documents.records import read_rows
 from data_prep.text import encode_answer
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_suite import PromptSample
-from stages.evaluate.prompts.mrcr import Mrcr
+from stages.evaluate.suites.mrcr import Mrcr
 
 logger = logging.getLogger(__name__)
 

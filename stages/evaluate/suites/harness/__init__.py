@@ -1,0 +1,129 @@
+"""Tasks of lm-evaluation-harness: their section of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from bosch.errors import UserError
+from data_prep.documents.source_files import files_below
+from data_prep.tasks.longbench import TASKS as LONGBENCH
+from data_prep.tasks.longbench import task_of
+from stages.evaluate.section import SuiteSection
+from stages.fields import Count, Flag, Line, PathText, different
+from stages.inputs import Hasher, Input, hashed_files
+from stages.recipe import LoadedRecipe, position_faults
+from stages.versions import installed_versions
+
+NO_HARNESS = (
+    "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
+)
+
+
+def _task_files(
+    harness: HarnessEvaluation, folder: str | None, hasher: Hasher
+) -> dict[str, Any] | None:
+    """The local data of the harness's tasks by content."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    files = [path for path in files_below(Path(folder)) if path.suffix == ".jsonl"]
+    return hashed_files(folder, sorted(files), hasher)
+
+
+def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(f"{where}: there is no folder {folder}")
+    list(files_below(Path(folder)))  # raises for what is no regular file
+
+
+class HarnessEvaluation(SuiteSection):
+    """Tasks of lm-evaluation-harness (the extra eval): LongBench v1, GSM8K and many others."""
+
+    title = "Other tasks"
+    runner = "stages.evaluate.suites.harness.suite:HarnessSuite"
+    rank = 1
+    reads_alone = True
+
+    tasks: Annotated[list[Line], AfterValidator(different)] = Field(
+        default=[],
+        description=(
+            "Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; "
+            "longbench stands for the 21 tasks of LongBench v1."
+        ),
+    )
+    data_dir: Annotated[PathText | None, Input(_task_files, _check_task_files)] = Field(
+        None,
+        description=(
+            "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others, "
+            "also for each task of a group (mmlu_anatomy/test.jsonl)."
+        ),
+    )
+    hub: Flag = Field(
+        True, description="Whether data that data_dir does not hold is fetched from the hub."
+    )
+    samples: Count | None = Field(
+        None, description="Documents per task, from its first on; default: all."
+    )
+    num_fewshot: int | None = Field(
+        None, ge=0, le=1000, description="Worked examples in a prompt; default: the task's own."
+    )
+    settings: dict[Line, dict[str, Any]] = Field(
+        default={},
+        description=(
+            "What to change in tasks, by the name of a task or group, as lm-eval writes it, like "
+            "{aime25: {repeats: 4}}; a score is the mean over `repeats` sampled answers."
+        ),
+    )
+    optional: Annotated[list[Line], AfterValidator(different)] = Field(
+        default=[],
+        description="Tasks that have no score, with the reason, where they cannot be run.",
+    )
+    max_length: Count = Field(
+        31500,
+        description="LongBench: tokens of a prompt, of which the first and last half are kept.",
+    )
+
+    def environment(self) -> dict[str, Any]:
+        """The harness, which holds the prompts and the metrics."""
+        return dict(installed_versions(["lm-eval"]))
+
+    def expanded(self, name: str) -> list[str]:
+        """LongBench's tasks one by one, any other name as it is."""
+        return [f"longbench_{task}" for task in LONGBENCH] if name == "longbench" else [name]
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks, LongBench's one by one."""
+        return list(dict.fromkeys(one for name in self.tasks for one in self.expanded(name)))
+
+    @property
+    def required(self) -> list[str]:
+        """Those of `task_names` that are not optional."""
+        optional = {one for name in self.optional for one in self.expanded(name)}
+        return [name for name in self.task_names if name not in optional]
+
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        if not self.tasks:
+            yield f"{where}.tasks: names no task; set some, or evaluate.presets"
+        for name in (*self.settings, *self.optional):
+            if name not in self.tasks:
+                field = "settings" if name in self.settings else "optional"
+                yield f"{where}.{field}: {name} is not among {where}.tasks"
+        longbench_tasks = {one for name in self.tasks if (one := task_of(name))}
+        if not {"longbench", "longbench_e"}.isdisjoint(self.tasks):
+            longbench_tasks = set(LONGBENCH)
+        if longbench_tasks:
+            tokens = self.max_length + max(LONGBENCH[one].new_tokens for one in longbench_tasks)
+            yield from position_faults(
+                loaded, f"{where}.max_length with a LongBench answer", tokens
+            )
+
+    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        if not installed_versions(["lm-eval"]):
+            yield NO_HARNESS
+
+
+SUITE = HarnessEvaluation

@@ -1,0 +1,157 @@
+"""RULER: its section of the recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from bosch.model.yarn import original_positions, yarn_fault
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
+from data_prep.tasks.words import sentences_identity, words_identity
+from stages.evaluate.section import SuiteSection, Work
+from stages.fields import Count, PathText, different, parse_number
+from stages.inputs import Hasher, Input, prose
+from stages.recipe import LoadedRecipe
+
+
+def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
+    """The files of the recipe's tasks that are there, by content."""
+    names = [name for task, name in DATA_FILES.items() if task in needle.tasks]
+    files = [Path(folder, name) for name in names] if folder is not None else []
+    return {path.name: hasher.sha256(path) for path in files if path.is_file()}
+
+
+class NeedleEvaluation(SuiteSection):
+    """RULER (NVIDIA/RULER at commit c3f5e3b)."""
+
+    title = "Needle"
+    runner = "stages.evaluate.suites.needle.suite:NeedleSuite"
+    rank = 0
+    by_default = True
+
+    tasks: Annotated[list[RulerTask], AfterValidator(different)] = Field(
+        default=list(get_args(NeedleTask)),
+        min_length=1,
+        description="Tasks; the average is their unweighted mean.",
+    )
+    lengths: Annotated[list[Count], AfterValidator(different)] = Field(
+        default=[4096, 8192, 16384, 32768],
+        min_length=1,
+        description="Tokens of a sample, generated ones included.",
+    )
+    samples: Count = Field(500, description="Samples per task and length.")
+    max_new_tokens: Count | None = Field(
+        None,
+        description="Tokens generated, counted inside the length; default: RULER's for each task.",
+    )
+    yarn: dict[Count, Annotated[float, BeforeValidator(parse_number), Field(gt=1, le=1024)]] = (
+        Field(
+            default={},
+            description=(
+                "Lengths at which RoPE is stretched by YaRN, each with its factor, like "
+                "{64k: 2, 128k: 4}; for all models, in evaluation alone."
+            ),
+        )
+    )
+    yarn_original_length: Count | None = Field(
+        None,
+        description=(
+            "Length that YaRN stretches; default: original_max_position_embeddings of the model's "
+            "config.json or card, else its max_position_embeddings."
+        ),
+    )
+    essay_dir: Annotated[PathText | None, prose()] = Field(
+        None, description="Folder of prose for essay haystacks; default: pydoc's topics."
+    )
+    data_dir: Annotated[PathText | None, Input(_ruler_files)] = Field(
+        None,
+        description=(
+            "Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2), "
+            "english_words.json (cwe, where a length needs more words than there are)."
+        ),
+    )
+
+    optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(
+        default=[],
+        description="Tasks that have no score, with the reason, where their data is not there.",
+    )
+
+    def environment(self) -> dict[str, Any]:
+        """Words that samples are made of, and what splits sentences."""
+        return {"words": words_identity(), "sentences": sentences_identity()}
+
+    def new_tokens(self, task: str) -> int:
+        """Tokens that a model may generate in a task."""
+        return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
+
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        yield from self._stretched(loaded, where)
+        for length in self.lengths:
+            new_tokens = max(self.new_tokens(task) for task in self.tasks)
+            if new_tokens >= length:
+                yield (
+                    f"{where}.max_new_tokens: {new_tokens:,} leaves no room "
+                    f"for a prompt in {where}.lengths = {length:,}"
+                )
+
+    def _stretched(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        """Lengths beyond the model's positions without a factor for YaRN that reaches so far."""
+        for length in set(self.yarn) - set(self.lengths):
+            yield f"{where}.yarn: {length:,} is not among {where}.lengths"
+        fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
+        if fault is not None:
+            yield f"{where}.yarn: RoPE cannot be stretched: {fault}"
+        limit = loaded.info.max_positions if loaded.info is not None else None
+        trained = self._trained_length(loaded) or limit
+        for length in self.lengths:
+            factor = self.yarn.get(length)
+            reach = limit if factor is None or trained is None else trained * factor
+            if reach is not None and trained is not None and length > reach:
+                name, of_whom = ("lengths", f"the model's {limit:,} positions")
+                if factor is not None:
+                    name, of_whom = "yarn", f"{factor:g} times the {trained:,} that YaRN stretches"
+                yield (
+                    f"{where}.{name}: {length:,} is more than {of_whom}"
+                    f"; set {where}.yarn, like {{{length}: {math.ceil(length / trained)}}}"
+                )
+
+    def _trained_length(self, loaded: LoadedRecipe) -> int | None:
+        """The length that YaRN stretches, where recipe, config.json or model card say it."""
+        info = loaded.info
+        if not self.yarn:
+            return None
+        if self.yarn_original_length is not None or info is None:
+            return self.yarn_original_length
+        card = info.directory / "README.md" if info.directory is not None else None
+        return original_positions(info.config, card)
+
+    def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
+        length = self._trained_length(loaded)
+        return {} if length is None else {"yarn_original_length": length}
+
+    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        for task in self.tasks:
+            fault = missing_ruler_file(task, self.data_dir)
+            if fault is not None and task not in self.optional:
+                yield f"{where}.data_dir: {fault}"
+
+    def work(self) -> tuple[list[Work], list[str]]:
+        samples = self.samples * len(self.tasks)
+        work = [Work(samples, samples * length, length, length) for length in self.lengths]
+        return work, [f"RULER: {samples:,} samples at each length"]
+
+
+def missing_ruler_file(task: str, folder: str | None) -> str | None:
+    """Why a task of RULER cannot be made; None where it can."""
+    name = DATA_FILES.get(task) if task != "cwe" else None  # its words may suffice
+    if name is None or (folder is not None and Path(folder, name).is_file()):
+        return None
+    where = f"{folder} holds none" if folder is not None else "none is named"
+    return f"{task} needs a folder with {name}, as RULER downloads it; {where}"
+
+
+SUITE = NeedleEvaluation

@@ -1,0 +1,44 @@
+"""Loss by position: its section of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+
+from stages.evaluate.section import SuiteSection, Work
+from stages.fields import Count, PathText
+from stages.inputs import prose
+from stages.recipe import LoadedRecipe, position_faults
+from stages.versions import installed_versions
+
+
+class PositionEvaluation(SuiteSection):
+    """Loss by position in held-out long documents."""
+
+    title = "Loss by position"
+    runner = "stages.evaluate.suites.positions.suite:PositionSuite"
+    rank = 2
+
+    length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
+    documents: Count = Field(32, description="Documents, the first that are long enough.")
+    path: Annotated[PathText | None, prose(partial(installed_versions, ["transformers"]))] = Field(
+        None,
+        description=(
+            "Folder of .txt or .md files that are no training data; default: the source files of "
+            "transformers' models from their first class on, the longest first."
+        ),
+    )
+
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        yield from position_faults(loaded, f"{where}.length", self.length)
+
+    def work(self) -> tuple[list[Work], list[str]]:
+        tokens = self.documents * self.length
+        fact = f"loss by position: {self.documents:,} documents of {self.length:,} tokens"
+        return [Work(self.documents, tokens, self.length, self.length, most_rows=1)], [fact]
+
+
+SUITE = PositionEvaluation
