@@ -19,13 +19,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of dense bf16 matrix products in TFLOP/s, and memory in GiB."""
+    """Peak of dense bf16 matrix products in TFLOP/s, and memory in GiB; of a CPU, of one core."""
 
     tflops: float
     memory: float
 
 
-# A CPU core is what AVX-512 cores reach in bf16 or float32, within a factor of 2.
+# Of a CPU core an order of magnitude: in bf16 cores differ tenfold.
 DEVICES = {
     "h100": Device(989, 80),
     "h200": Device(989, 141),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ EFFICIENCY = 0.4
 
 @dataclass(frozen=True)
 class Devices:
-    """What is planned for: `count` devices called `name`, each driven by one of `processes`.
+    """What is planned for: `count` devices called `name`, GPUs with a process each, or CPU cores.
 
     `local_processes` load their model into one machine's memory. `efficiency` is the share of the
     peak that the user names. `memory` is what a process may hold, in bytes.
@@ -39,9 +40,8 @@ class Devices:
 class Cost:
     """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
 
-    The work comes in `jobs` of equal size, each done by one process: as many at a time as there are
-    processes; a single job is not distributed. `efficiency` is the share of the devices'
-    peak.
+    The work comes in phases, one after another, of so many `jobs` each. All jobs are of equal size,
+    and each is done by one process. `efficiency` is the share of the devices' peak.
     """
 
     flops: float = 0.0
@@ -66,13 +66,18 @@ class Cost:
 
 
 def memory_here(world: World) -> float | None:
-    """Bytes that one process of this machine may hold: a GPU's, or its share of the memory."""
+    """Bytes that one process may hold: of the smallest GPU, or its share of the host's memory.
+
+    None where the system does not say, as of a part of a GPU (MIG).
+    """
     if not world.gpus:
         try:
             return host_memory() / world.processes_per_node
         except RunError:
             return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # else it lists all of the machine
+        command.append(f"--id={visible}")
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         return min(float(line) for line in output.stdout.split()) * 2**20

@@ -70,7 +70,7 @@ def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
 
 
 def jaccard_distance(first: HeadMask, second: HeadMask) -> float:
-    """1 - |A n B| / |A u B| of the sets of sliding KV heads; 0 where both are empty (BOSCH §4.2).
+    """1 - |A ∩ B| / |A ∪ B| of the sets of sliding KV heads; 0 where both are empty (BOSCH §4.2).
 
     Raises ValueError when the masks are of models of different shape.
     """
@@ -80,12 +80,15 @@ def jaccard_distance(first: HeadMask, second: HeadMask) -> float:
 
 
 def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.float64]:
-    """Mean Jaccard distance between the masks of each two groups, [G, G], in the mapping's order.
+    """Mean Jaccard distance between the masks of each pair of groups, [G, G], in the given order.
 
     A group holds one method's masks over seeds. The diagonal is the mean over pairs of different
-    seeds: how much the method disagrees with itself (0 for a group of one mask).
+    seeds: how much the method disagrees with itself (0 for a group of one mask). Raises ValueError
+    for a group of none.
     """
     lists = list(groups.values())
+    if not all(lists):
+        raise ValueError("a group has no mask")
     distances = np.zeros((len(lists), len(lists)))
     for i, rows in enumerate(lists):
         for j in range(i, len(lists)):
@@ -102,7 +105,12 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
 def _sliding_sets(
     first: HeadMask, second: HeadMask
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """The sets A of both masks as boolean vectors, [N] each: True for a sliding KV head."""
+    """The sets A of both masks as boolean vectors, [N] each: True for a sliding KV head.
+
+    Raises ValueError for masks of different shape or of several windows, which no set tells apart.
+    """
+    if max(first.num_windows, second.num_windows) > 1:
+        raise ValueError("a mask has several windows")
     if first.is_full.shape != second.is_full.shape:
         raise ValueError(f"masks of shape {first.is_full.shape} and {second.is_full.shape}")
     return ~first.is_full.reshape(-1), ~second.is_full.reshape(-1)

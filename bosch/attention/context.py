@@ -18,7 +18,7 @@ from bosch.window import Window
 
 @dataclass(eq=False)
 class AttentionContext:
-    """Positions of one pass. Made once per pass; masks derived from it are kept in it.
+    """Positions of one pass. Made once for all its layers; masks derived from it are kept in it.
 
     q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
     padding. `document` [B, Tk] numbers packed documents, only in a pass without padding and cache.
@@ -42,7 +42,7 @@ class AttentionContext:
 
     @property
     def is_plain(self) -> bool:
-        """No padding that matters and one document: visibility depends on the distance alone."""
+        """Whether visibility depends on the distance alone: one document, no padding to hide."""
         return (self.valid is None or self.right_padded) and self.document is None
 
     @property
@@ -58,7 +58,7 @@ class AttentionContext:
     def on(self, device: torch.device) -> AttentionContext:
         """This pass for a layer on `device`: the layers of a model may be on several.
 
-        The device of the first layer has this object, each other one a copy with its own masks.
+        This object on the device of the first layer, elsewhere a copy with masks of its own.
         """
 
         def copy() -> AttentionContext:
@@ -90,9 +90,9 @@ class AttentionContext:
     def visible(self, queries: Tensor, keys: Tensor, window: Window | None = None) -> Tensor:
         """Whether each query slot sees each key slot.
 
-        queries [b, ..., m] and keys [b, ..., n] hold slots, b being B or 1; slots outside
-        0 .. Tk - 1 are seen by no one. Full heads have window None. A padded query sees itself,
-        so that no row is empty. Returns bool [b, ..., m, n].
+        queries [b, ..., m] and keys [b, ..., n] hold slots, b being B or 1; key slots outside
+        0 .. Tk - 1 are not seen by queries inside. Full heads have window None. A padded query
+        sees itself, so that no row is empty. Returns bool [b, ..., m, n].
         """
         q, k = queries[..., :, None], keys[..., None, :]
         distance = q - k
@@ -111,7 +111,10 @@ class AttentionContext:
         return visible
 
     def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
-        """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks]."""
+        """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks].
+
+        Of rows without documents.
+        """
 
         def make() -> Tensor:
             if self.valid is None:

@@ -17,8 +17,8 @@ from bosch.objective.calibration import CalibrationSet
 def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    Of equal peaks the earliest counts; the median of an even number of examples is the mean of
-    the middle two.
+    The query is that of the last answer token, not of the one that predicts it. Of equal peaks the
+    earliest counts; the median of an even number of examples is the mean of the middle two.
     """
     layers, _ = mask_shape(model.config)
     lags = np.zeros((len(calibration), layers, query_heads(model)))
@@ -26,7 +26,7 @@ def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
         last = len(example.input_ids) - 1  # t*, the last answer token
 
         def peak(layer: int, states: LayerStates, index: int = index, last: int = last) -> None:
-            row = block_scores(states, last, last + 1)[:, 0]  # as ordered as alpha
+            row = block_scores(states, last, last + 1)[:, 0]  # softmax keeps the order
             lags[index, layer] = (last - row.argmax(dim=-1)).cpu().numpy()  # Eq. 9
 
         visit_layers(model, torch.tensor(example.input_ids), peak)

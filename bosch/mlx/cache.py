@@ -1,4 +1,4 @@
-"""Caches of a hybrid layer for mlx-lm: of each group of heads one of its own classes.
+"""Caches of a hybrid layer for mlx-lm: one of mlx-lm's own for each group of heads.
 
 Shapes: B batch, T tokens of a pass, Tk keys, HQ query heads, HKV key/value heads, D head dimension;
 of a group of heads HG key/value heads.

@@ -1,11 +1,12 @@
 """Search by gradients of the heads' gates, with a tenth of the published search's evaluations.
 
-The derivative of the answers' log-likelihood by a unit's gate says what it is worth, at one mask,
-to have that unit full. Each gradient is taken over another share of the calibration examples.
+The derivative of the answers' log-likelihood with respect to a unit's gate says what it is worth,
+at one mask, to have that unit full. Each gradient is taken over the next of 8 shares of the
+calibration examples. Nothing depends on the seed: the random numbers are always the same.
 
 1. Gates. Where the budget pays for two starts, gates are learned by gradients at masks on budget
-   (`bosch.search.gates`): where heads hinder each other or answers need heads composed, these tell
-   more than gradients where most heads are full. A large budget learns from more of them.
+   (`bosch.search.gates`): where heads depend on each other these tell more than gradients where
+   most heads are full. A large budget learns from more of them.
 2. Elimination. From every head full, the units of least worth slide in up to 8 steps, with a fresh
    gradient before each: a unit whose substitutes are gone is worth more than it was. Where the
    budget allows little else, exchanges follow before the mask is measured. After gates two more
@@ -50,7 +51,7 @@ _STEPS = 8
 _ELIMINATION_SHARE = 0.4
 # Gradients for exchanges that follow the elimination where the budget allows little else.
 _FIRST_EXCHANGES = 2
-# Gradients that the exchanges of a track take.
+# Gradients that are kept for the exchanges of a track.
 _EXCHANGES = 5
 # Gradients for learned gates of a small budget, and the largest share for them and their mask.
 _GATES = 4
@@ -75,10 +76,10 @@ _FAILURE = 0.05
 
 
 def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Find a mask with exactly ceil(rho N) sliding units, in at most kappa L / 10 evaluations.
+    """Find a mask with exactly ceil(rho N) sliding units, within `plus_budget`.
 
-    Gradients count at their cost in evaluations. A scorer without them is searched all the same,
-    which a note says. Raises UserError when the anchors leave nothing to search for.
+    A scorer without gradients is searched by random swaps, which a note says. Raises UserError when
+    the anchors leave nothing to search for.
     """
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
@@ -125,7 +126,7 @@ class _Track:
     def __init__(self, start: _Incumbent, units: int, moves: list[Move]) -> None:
         self.best, self.moves = start, moves
         self.failed_swaps = np.zeros(units)
-        # Masks since a swap won, masks since any move won, and proposals in a row of nothing new.
+        # Failed swaps since one won, masks since any move won, proposals in a row of nothing new.
         self.failures = self.without_win = self.fruitless = 0
 
     @property

@@ -18,8 +18,8 @@ LEAST_PLUS_BUDGET = 4
 class SearchSettings:
     """Settings of a search for a head mask; numbers default to the paper's (B.2).
 
-    `SearchConfig`, the recipe's section `search`, says of every field what it is and checks its
-    value; here only the ratio, the budget and the granularity are checked again.
+    `SearchConfig`, the recipe's section `search`, documents and checks every field; here only the
+    ratio, the budget and the granularity are checked again.
 
     `strict` is the published procedure: of masks of equal score the first one stays, layers of
     equal drop are ranked by index, and the last phase's mask is the result. By default the answers'
@@ -43,7 +43,7 @@ class SearchSettings:
     head_granularity: int = 1
 
     def __post_init__(self) -> None:
-        """Raises UserError for a ratio that no mask has or a budget without an evaluation."""
+        """Raises UserError for a ratio outside 0 to 1, and a budget or granularity below 1."""
         if not 0.0 <= self.swa_ratio <= 1.0:
             raise UserError(
                 f"search.swa_ratio is {self.swa_ratio}: no head mask has that share of sliding "
@@ -73,7 +73,10 @@ class SearchSettings:
 
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:
-    """kappa L / 10: what bosch_plus may spend, gradients counted at their cost in evaluations."""
+    """What bosch_plus may spend beside the anchors: kappa L / 10 evaluations, at least a few.
+
+    Gradients count at their cost in evaluations.
+    """
     return max(LEAST_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
 
 

@@ -1,6 +1,6 @@
 """What vLLM calls when it starts: the hybrid architectures and the checks before they load.
 
-vLLM calls `register` in each of its processes, before anything is known of the model. So nothing
+vLLM calls `register` in each of its processes, before the model is known. So nothing
 here imports a model class: vLLM's registry imports those of `bosch.vllm.models` by name.
 """
 
@@ -17,7 +17,7 @@ from bosch.vllm.checks import check_servable
 
 
 def register() -> None:
-    """Teach vLLM the hybrid architectures of all families; harmless when called again."""
+    """Register the hybrid architectures of all families with vLLM; harmless when called again."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def show_refusals_as_sentences() -> None:
-    """Print a UserError that ends the process without its traceback, as `vllm serve` would."""
+    """Print a UserError that ends the process as its message, where vLLM has a traceback."""
     previous = sys.excepthook
     if getattr(previous, "__module__", None) == __name__:
         return
@@ -47,7 +47,7 @@ def show_refusals_as_sentences() -> None:
 
 
 def _checks_of(base: Any) -> Any:
-    """vLLM's hook of an architecture: our checks, those of the family's own, and our settings."""
+    """vLLM's hook of an architecture: our checks, then the base family's, then our settings."""
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     parent: Any = base or VerifyAndUpdateConfig

@@ -1,4 +1,4 @@
-"""Tables of the needle tasks and RULER's thirteen; importing it takes no time."""
+"""Tables of the needle tasks and RULER's thirteen. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NeedleTask = Literal[
     "niah_multikey_2",
     "niah_multikey_3",
 ]
-# Calibration asks these.
+# The tasks that a calibration set may have.
 NEEDLES: dict[str, TaskSpec] = {
     "niah_single_1": TaskSpec("noise", "words", "numbers", 1),
     "niah_single_2": TaskSpec("essay", "words", "numbers", 1),
@@ -46,7 +46,7 @@ RULER_NEEDLES = {
     "niah_multivalue": TaskSpec("essay", "words", "numbers", 1, values=4),
     "niah_multiquery": TaskSpec("essay", "words", "numbers", 4, queries=4),
 }
-# Tokens a model may generate, inside the length.
+# Tokens that a model may generate, counted inside the length (RULER's tokens_to_generate).
 NEW_TOKENS = {
     **dict.fromkeys(RULER_NEEDLES, 128),
     "vt": 30,

@@ -116,7 +116,13 @@ class SearchConfig(Section):
         SearchSettings.max_group_variables, description="Largest joint sub-problem in Algorithm 3."
     )
     seed: int | None = Field(
-        None, ge=0, lt=2**31, description="Seed of the search alone; default: the recipe's seed."
+        None,
+        ge=0,
+        lt=2**31,
+        description=(
+            "Seed of the search alone; default: the recipe's seed. bosch_plus and front do not "
+            "depend on it."
+        ),
     )
     strict: bool = Field(
         SearchSettings.strict,

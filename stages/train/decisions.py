@@ -26,8 +26,8 @@ from stages.train.stage import TrainConfig
 
 _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
 _LEAST = 20  # of them; with fewer, only what is not finite is a bad step
-MOST_IN_A_ROW = 5  # bad steps that may be left out, one after the other
-MOST_REMEMBERED = 10  # and among the last `_REMEMBERED`
+MOST_IN_A_ROW = 5  # so many bad steps, one after the other, end the run
+MOST_REMEMBERED = 10  # or so many among the last `_REMEMBERED`
 _LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
 TIMES_SLOWER = 20
 LEAST_PATIENCE = 2.0  # minutes
@@ -40,12 +40,12 @@ class SpikeRule:
     def __init__(self, train: TrainConfig, steps: int) -> None:
         """`steps`: those of the whole run."""
         self._factor = train.spike_factor
-        # Of a short run, no more than half: what is left out is not trained on.
+        # In a short run half of its steps do: what is left out is not trained on.
         self._in_a_row, self._in_all = (
             min(most, math.ceil(steps / 2)) for most in (MOST_IN_A_ROW, MOST_REMEMBERED)
         )
-        # Norm, None where it was not finite, and whether the step was bad. A spike counts in the
-        # median, too: where norms have risen for good, steps are no spikes any longer.
+        # Norm, None where it was not finite, and whether the step was bad. A spike enters the
+        # median, too, so that steps after a lasting rise are no spikes.
         self._steps: deque[tuple[float | None, bool]] = deque(maxlen=_REMEMBERED)
 
     @property

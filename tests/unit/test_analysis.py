@@ -42,11 +42,14 @@ def test_jaccard_is_a_distance_of_sets(a: list[bool], b: list[bool], c: list[boo
     assert jaccard_distance(first, second) <= around + 1e-12
 
 
-def test_masks_of_other_shape_are_refused() -> None:
+def test_masks_of_other_shape_or_several_windows_are_refused() -> None:
     small, large = HeadMask.all_sliding(2, 4), HeadMask.all_sliding(4, 2)
     for analysis in (jaccard_distance, turnover, lambda a, b: swapped(a, b, 0)):
         with pytest.raises(ValueError, match="shape"):
             analysis(small, large)
+        several = HeadMask.of_choices([[0, 1, 2, 2]])
+        with pytest.raises(ValueError, match="several windows"):
+            analysis(several, several)
 
 
 def test_mean_distances_average_over_seeds() -> None:
@@ -57,6 +60,8 @@ def test_mean_distances_average_over_seeds() -> None:
     distances = mean_distances(groups)
     apart = 1 - 1 / 3
     assert distances == pytest.approx(np.array([[apart, apart / 2], [apart / 2, 0.0]]))
+    with pytest.raises(ValueError, match="no mask"):
+        mean_distances({"a": [], "b": [sliding(0)]})
 
 
 @given(rows, rows)

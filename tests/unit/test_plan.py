@@ -323,10 +323,24 @@ def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
 def test_memory_of_this_machine_is_the_smallest_gpus_or_a_share_of_the_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for output, memory in (("81559\n40960\n", 40960 * 2**20), ("", None), ("none", None)):
-        said = SimpleNamespace(stdout=output)
-        monkeypatch.setattr("stages.cost.subprocess.run", lambda *_, said=said, **options: said)
+    asked: list[str] = []
+    output = ""
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        asked[:] = command
+        return SimpleNamespace(stdout=output)
+
+    monkeypatch.setattr("stages.cost.subprocess.run", run)
+    for said, memory in (("81559\n40960\n", 40960 * 2**20), ("", None), ("none", None)):
+        output = said
         assert memory_here(World(gpus=2)) == memory
+    for visible, wanted in (("1,3", ["--id=1,3"]), (None, []), ("", [])):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        memory_here(World(gpus=2))
+        assert [word for word in asked if word.startswith("--id")] == wanted
     monkeypatch.setattr("stages.cost.host_memory", lambda: 100)
     assert memory_here(World(processes_per_node=4)) == 25
 
