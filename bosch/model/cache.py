@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedGroup, CachedStates, HeadGroup, HeadLayout, gather_sinks
+from bosch.errors import UserError
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 from bosch.window import Window
@@ -67,6 +68,19 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
         self.groups: list[Any] = []  # of the layout's groups, once the first states have come
+
+    def check_heads(self, states: Tensor) -> None:
+        """Raise UserError for states [B, HKV, T, D] of other heads than the layout's.
+
+        A number of a shape: compiled, it is known when the graph is made.
+        """
+        heads = self.layout.num_key_value_heads
+        if states.shape[1] != heads:
+            raise UserError(
+                f"the cache is of a layer with {heads} KV heads and would get states of "
+                f"{states.shape[1]}: pass a cache of this model, and do not split its heads over "
+                "processes"
+            )
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -140,6 +154,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[CachedStates, CachedStates]:
         """Add the tokens of a pass, [B, HKV, T, D]; returns all that its queries may see."""
+        self.check_heads(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]

@@ -23,6 +23,7 @@ from transformers import (
     MODEL_MAPPING,
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from bosch.attention import HeadLayout
@@ -135,6 +136,23 @@ class HybridModelMixin:
         )
         check_weights(pretrained_model_name_or_path, model, info)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, which refuses to split heads or layers over processes.
+
+        A layout has all heads of its layer, and a cache all layers.
+        """
+        if isinstance(distributed_config, dict):
+            distributed_config = DistributedConfig.from_dict(distributed_config)
+        if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
+            raise UserError(
+                "tp_plan, tp_size, distributed_config: a hybrid's heads and layers cannot be split "
+                "over processes by transformers; serve it with vLLM's --tensor-parallel-size, or "
+                "load it with device_map"
+            )
+        parent: Any = super()
+        return parent.prepare_distribute_model(distributed_config, *args, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:

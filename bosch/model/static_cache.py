@@ -77,6 +77,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
         Raises ValueError when a pass of several tokens, not compiled, goes past the end.
         """
+        self.check_heads(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]

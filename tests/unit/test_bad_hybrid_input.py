@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from bosch.attention import BACKENDS
 from bosch.errors import UserError
@@ -188,6 +190,27 @@ def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
         lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name),
     ):
         assert f"'{name}" in _said(use)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_plan": "auto"},
+        {"tp_size": 2},
+        {"distributed_config": DistributedConfig(tp_size=2)},
+        {"distributed_config": {"tp_size": 2}},
+        {"distributed_config": {"pp_size": 2}},
+    ],
+)
+def test_heads_or_layers_that_transformers_would_split(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = AutoConfig.from_pretrained(folder)
+    for more in ({}, {"config": config}):
+        for made_by in (AutoModelForCausalLM, type(AutoModelForCausalLM.from_config(config))):
+            load = functools.partial(made_by.from_pretrained, folder, **options, **more)
+            assert "cannot be split over processes" in _said(load)
 
 
 def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:

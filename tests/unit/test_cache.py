@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache, HybridCacheLayer
 from bosch.model.cache_size import CacheSize
@@ -431,6 +432,21 @@ def test_a_pass_beyond_the_end_is_refused() -> None:
     layer.update(states, states)
     with pytest.raises(ValueError, match="room for 10 tokens and would get 11"):
         layer.update(states[:, :, :3], states[:, :, :3])
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_states_of_other_heads_are_refused(kind: str, heads: int) -> None:
+    """As a model has them whose heads are split over processes; in the first pass and later."""
+    layouts, room = [full_first(1, 4, Window(4))], (10,) if kind == "static" else ()
+    states = torch.zeros(1, heads, 3, 4)
+    for before in (0, 1):
+        cache = _KINDS[kind](layouts, *room)
+        for _ in range(before):
+            cache.update(torch.zeros(1, 4, 3, 4), torch.zeros(1, 4, 3, 4), 0)
+        with pytest.raises(UserError, match=f"4 KV heads and would get states of {heads}"):
+            cache.update(states, states, 0)
+        assert cache.get_seq_length() == 3 * before
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
